@@ -1,0 +1,36 @@
+# make demo   the main job on the embedded default: installs, makes data, trains, evaluates, sums up
+# make test   lint, types and all tests
+.PHONY: demo test unit lint setup tiny-model clean-runs help
+SHELL := /bin/bash
+PYTHON_BIN := .venv/bin/python
+LAUNCH := .venv/bin/accelerate launch
+DEMO := runs/demo
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+setup: .venv/.installed
+
+.venv/.installed: setup/install.sh setup/constraints.txt setup/torchvision_cpu_ops.py pyproject.toml
+	@bash setup/install.sh
+
+demo: .venv/.installed
+	@bash setup/demo.sh $(DEMO)
+
+lint: .venv/.installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+test: lint
+	$(PYTHON_BIN) -m pytest
+
+unit: .venv/.installed
+	$(PYTHON_BIN) -m pytest tests/unit
+
+# Rebuilds the tiny model that is shipped in adora_vl/models/tiny/pretrained (about 6 minutes on 2 cores).
+tiny-model: .venv/.installed
+	$(PYTHON_BIN) -m adora_vl.models.tiny --output adora_vl/models/tiny/pretrained
+
+clean-runs:
+	rm -rf runs

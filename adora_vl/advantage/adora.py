@@ -1,0 +1,137 @@
+"""ADORA's weight of a prompt, from the criteria: attenuation for weak policies, amplification for strong ones.
+
+The weight is one positive scalar a group, so the sign and the ranking of advantages inside a group never change.
+Source: arXiv 2602.10019 and the reference code (ShadeCloak/ADORA, VLM branch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adora_vl.advantage.criteria import GroupFacts, difficulty_advantage, group_facts, length_advantage
+
+MODES = ("attenuation", "amplification", "off")
+CRITERIA = ("length", "difficulty")
+COMBINATIONS = ("any", "all")
+EMPTY_WRONG = ("attenuate", "keep")
+
+
+@dataclass(frozen=True)
+class AdoraWeighting:
+    """One batch of groups, judged. `weights_P` float32; `tds_P` bool; `facts` what the judgement rests on."""
+
+    weights_P: Tensor
+    tds_P: Tensor
+    facts: GroupFacts
+
+
+def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
+
+
+def _check_arguments(
+    rewards: Tensor, lengths: Tensor, mode: str, factor: float, criteria: Sequence[str], combine: str, empty_wrong: str
+) -> None:
+    if rewards.ndim != 2 or rewards.shape != lengths.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and lengths {tuple(lengths.shape)} must both be (P, G)")
+    _check("mode", mode, MODES)
+    _check("combine", combine, COMBINATIONS)
+    _check("empty_wrong", empty_wrong, EMPTY_WRONG)
+    if not criteria or isinstance(criteria, str):
+        raise ValueError(f"criteria: expected one or both of {', '.join(CRITERIA)}, got {criteria!r}")
+    for name in criteria:
+        _check("criteria", name, CRITERIA)
+    if mode == "attenuation" and not 0 < factor <= 1:
+        raise ValueError(f"factor: attenuation needs 0 < factor <= 1, got {factor}")
+    if mode == "amplification" and not factor >= 1:
+        raise ValueError(f"factor: amplification needs factor >= 1, got {factor}")
+
+
+def weigh_groups(
+    rewards: Tensor,
+    lengths: Tensor,
+    *,
+    mode: str = "attenuation",
+    factor: float = 0.1,
+    criteria: Sequence[str] = ("length",),
+    combine: str = "any",
+    tau: float = 0.5,
+    correct_above: float = 0.5,
+    truncated_at: float | None = None,
+    empty_wrong: str = "attenuate",
+    truncated: Tensor | None = None,
+) -> AdoraWeighting:
+    """As `adora_weights`, with the reasons. `truncated` (bool, (P, G)) may replace the threshold `truncated_at`."""
+    _check_arguments(rewards, lengths, mode, factor, criteria, combine, empty_wrong)
+    truncated_PG = torch.zeros_like(rewards, dtype=torch.bool)
+    if truncated_at is not None:
+        truncated_PG = truncated_PG | (lengths >= truncated_at)
+    if truncated is not None:
+        truncated_PG = truncated_PG | truncated
+    facts = group_facts(rewards, lengths, correct_above, truncated_PG)
+    verdicts = {
+        "length": lambda: length_advantage(facts, empty_wrong),
+        "difficulty": lambda: difficulty_advantage(facts, tau),
+    }
+    votes = torch.stack([verdicts[name]() for name in criteria])
+    tas_P = votes.any(dim=0) if combine == "any" else votes.all(dim=0)
+    tas_P = tas_P & facts.any_correct_P
+    tds_P = ~tas_P & facts.any_correct_P
+    marked_P = tds_P if mode == "attenuation" else tas_P
+    ones_P = torch.ones(len(rewards), dtype=torch.float32, device=rewards.device)
+    weights_P = ones_P if mode == "off" else torch.where(marked_P, factor, ones_P)
+    return AdoraWeighting(weights_P, tds_P, facts)
+
+
+def adora_weights(
+    rewards: Tensor,
+    lengths: Tensor,
+    *,
+    mode: str = "attenuation",
+    factor: float = 0.1,
+    criteria: Sequence[str] = ("length",),
+    combine: str = "any",
+    tau: float = 0.5,
+    correct_above: float = 0.5,
+    truncated_at: float | None = None,
+    empty_wrong: str = "attenuate",
+) -> Tensor:
+    """The weight that multiplies the group-normalised advantages of each prompt.
+
+    Args:
+        rewards: (P, G). NaN marks a rollout that was not scored.
+        lengths: (P, G), completion tokens.
+        mode: `"attenuation"` multiplies TDS groups by `factor`, `"amplification"` TAS groups, `"off"` none.
+        factor: the reference's attenuation uses 0.1.
+        criteria: `"length"` and/or `"difficulty"`.
+        combine: a group is TAS if `"any"` or `"all"` of the criteria hold.
+        tau: the pass rate up to which the difficulty criterion holds.
+        correct_above: a rollout is correct if its reward is above this.
+        truncated_at: tokens from which a rollout counts as truncated; None for none.
+        empty_wrong: the length criterion where no wrong rollout is untruncated: `"attenuate"` as the VLM reference
+            (the group is TDS), or `"keep"` (it is TAS).
+
+    Returns:
+        (P,), float32. A group without a correct rollout is neither TAS nor TDS and always gets 1: its rewards can
+        still differ (0.0 and 0.1), so it can carry signal.
+
+    Raises:
+        ValueError: an unknown name, shapes that differ, or a factor on the wrong side of 1.
+    """
+    return weigh_groups(
+        rewards,
+        lengths,
+        mode=mode,
+        factor=factor,
+        criteria=criteria,
+        combine=combine,
+        tau=tau,
+        correct_above=correct_above,
+        truncated_at=truncated_at,
+        empty_wrong=empty_wrong,
+    ).weights_P

@@ -1,0 +1,52 @@
+"""GRPO's group-normalised advantage (arXiv 2402.03300, section 4.1), with constant groups exactly zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALES = ("group", "batch", "none")
+
+
+def is_constant(rewards_PG: Tensor) -> Tensor:
+    """Which groups carry no signal because all their scored rewards are equal. Bool, (P,). NaN is unscored."""
+    scored_PG = ~torch.isnan(rewards_PG)
+    highest_P = torch.where(scored_PG, rewards_PG, -torch.inf).amax(dim=1)
+    lowest_P = torch.where(scored_PG, rewards_PG, torch.inf).amin(dim=1)
+    return highest_P <= lowest_P  # also true where nothing was scored: -inf <= inf
+
+
+def _deviation(rewards: Tensor, mean: Tensor) -> Tensor:
+    """Sample standard deviation along the last dimension, NaN left out, 0 where fewer than two are scored."""
+    scored = ~torch.isnan(rewards)
+    squares = torch.where(scored, (rewards - mean) ** 2, 0.0).sum(dim=-1, keepdim=True)
+    count = scored.sum(dim=-1, keepdim=True)
+    return torch.where(count > 1, squares / (count - 1).clamp(min=1), 0.0).sqrt()
+
+
+def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
+    """`(r - mean of its group) / (std + eps)`.
+
+    Args:
+        rewards: (P, G), NaN for a rollout that no reward function scored.
+        scale: `"group"` divides by the group's standard deviation, `"batch"` by that of all rewards, `"none"` by
+            nothing (Dr. GRPO, arXiv 2503.20783). The names are those of TRL's `scale_rewards`.
+        eps: added to the standard deviation. TRL's value is 1e-4, the reference's 1e-9.
+
+    Returns:
+        (P, G). An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of seven 0.1
+        is not 0.1, and dividing that rounding error by a tiny `eps` would invent advantages near 1.
+
+    Raises:
+        ValueError: `scale` is none of the three.
+    """
+    if scale not in SCALES:
+        raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")
+    centred_PG = rewards - torch.nanmean(rewards, dim=1, keepdim=True)
+    if scale == "group":
+        centred_PG = centred_PG / (_deviation(rewards, torch.nanmean(rewards, dim=1, keepdim=True)) + eps)
+    elif scale == "batch":
+        flat = rewards.reshape(1, -1)
+        centred_PG = centred_PG / (_deviation(flat, torch.nanmean(flat, dim=1, keepdim=True)) + eps)
+    advantages_PG = torch.nan_to_num(centred_PG, nan=0.0)
+    return torch.where(is_constant(rewards)[:, None], 0.0, advantages_PG)

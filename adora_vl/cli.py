@@ -1,0 +1,77 @@
+"""Command line over YAML over defaults, with errors that name the key and the nearest known one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from trl import ModelConfig
+from trl.scripts.utils import TrlParser
+
+from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.errors import UserError, nearest
+
+DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
+Parsed = tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]
+
+
+def known_keys() -> set[str]:
+    """Every key of a training config."""
+    return {field.name for dataclass in DATACLASSES for field in fields(dataclass) if field.init}
+
+
+class _Parser(TrlParser):  # type: ignore[misc]  # TRL is untyped to mypy
+    """TRL's parser, whose complaints become one `UserError` line instead of the whole usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def _check_keys(keys: Iterable[str], where: str) -> None:
+    known = known_keys()
+    for key in keys:
+        if key not in known:
+            raise UserError(f"{where}: unknown key '{key}'{nearest(key, known)}")
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a config file, its keys checked. Raises `UserError` naming the file."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except FileNotFoundError as error:
+        raise UserError(f"--config: no file {str(path)!r}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected `key: value` lines, found {type(content).__name__}")
+    _check_keys((str(key) for key in content if key != "env"), str(path))
+    return content
+
+
+def _command_line_keys(arguments: Sequence[str]) -> list[str]:
+    """The names of `--key value` and `--key=value`, also `--no_key` of a boolean that defaults to true."""
+    names = [a[2:].split("=", 1)[0].replace("-", "_") for a in arguments if a.startswith("--")]
+    known = known_keys()
+    return [name[3:] if name not in known and name[3:] in known and name.startswith("no_") else name for name in names]
+
+
+def parse(arguments: Sequence[str]) -> Parsed:
+    """The three dataclasses of a training command. Raises `UserError` for an unknown key or a bad value."""
+    arguments = list(arguments)
+    if "--config" in arguments[-1:]:
+        raise UserError("--config: expected the path of a YAML file after it")
+    # `--config=X` is what argparse users expect to work too
+    arguments = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
+    if "--config" in arguments:
+        read_yaml(arguments[arguments.index("--config") + 1])
+    _check_keys((key for key in _command_line_keys(arguments) if key not in ("config", "help")), "command line")
+    parser = _Parser(DATACLASSES, prog="python -m adora_vl.train", allow_abbrev=False)
+    try:
+        script, config, model = parser.parse_args_and_config(arguments)
+    except (ValueError, TypeError) as error:
+        raise UserError(" ".join(str(error).split())) from error
+    return script, config, model

@@ -1,0 +1,121 @@
+"""The configuration: TRL's own fields under their own names, and ours, which start with `adora_`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from adora_vl.prompts import SYSTEM_PROMPT
+
+
+@dataclass
+class AdoraScriptArguments:
+    """What to train on and with which reward."""
+
+    dataset_name: str = field(
+        default="synthetic",
+        metadata={
+            "help": "A folder made by `python -m data_prep`, or 'synthetic' for drawn problems made on the spot."
+        },
+    )
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    adora_synthetic_rows: int = field(
+        default=4096, metadata={"help": "Training problems to draw when dataset_name is 'synthetic'."}
+    )
+    adora_system_prompt: str | None = field(
+        default=SYSTEM_PROMPT, metadata={"help": "System prompt of every conversation; null for none."}
+    )
+    adora_reward: str = field(
+        default="adora",
+        metadata={"help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format) or accuracy (1 / 0)."},
+    )
+    adora_rounding: bool = field(
+        default=False, metadata={"help": "Accept a decimal that equals the gold rounded to as many places."}
+    )
+
+
+@dataclass
+class AdoraGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
+    """TRL's `GRPOConfig` with ADORA's weights, the rollout guards, freezing and pixel limits."""
+
+    adora_mode: str = field(
+        default="attenuation",
+        metadata={
+            "help": "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (plain GRPO).",
+            "choices": ["attenuation", "amplification", "off"],
+        },
+    )
+    adora_factor: float = field(default=0.1, metadata={"help": "The factor of adora_mode; the reference uses 0.1."})
+    adora_criteria: list[str] = field(
+        default_factory=lambda: ["length"], metadata={"help": "Criteria of an advantageous prompt: length, difficulty."}
+    )
+    adora_combine: str = field(
+        default="any", metadata={"help": "A prompt is TAS if any or all criteria hold.", "choices": ["any", "all"]}
+    )
+    adora_tau: float = field(default=0.5, metadata={"help": "Pass rate up to which the difficulty criterion holds."})
+    adora_correct_above: float = field(default=0.5, metadata={"help": "A rollout is correct above this reward."})
+    adora_truncation: str = field(
+        default="length",
+        metadata={
+            "help": "length: truncated from adora_truncated_at tokens on; eos: truncated without an end-of-turn token.",
+            "choices": ["length", "eos"],
+        },
+    )
+    adora_truncated_at: int | None = field(
+        default=None,
+        metadata={"help": "Tokens; null means max_completion_length - 2, as the reference (4094 of 4096)."},
+    )
+    adora_empty_wrong: str = field(
+        default="attenuate",
+        metadata={
+            "help": "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
+            "choices": ["attenuate", "keep"],
+        },
+    )
+    adora_max_drift: float | None = field(
+        default=0.3,
+        metadata={
+            "help": "Stop when engine and trainer differ by more than this many nats a token on average. bf16 gives "
+            "0.01 to 0.05, a fault 1 and more. null switches the guard off."
+        },
+    )
+    adora_vllm_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "dtype of the engine: auto follows bf16/fp16, else the model's own dtype.",
+            "choices": ["auto", "float32", "bfloat16", "float16"],
+        },
+    )
+    adora_vllm_max_num_batched_tokens: int = field(
+        default=4096, metadata={"help": "vLLM's prefill budget; must hold one prompt with its image tokens."}
+    )
+    adora_freeze_vision_tower: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
+    adora_freeze_projector: bool = field(default=False, metadata={"help": "Do not train the projector (merger)."})
+    adora_freeze_language_model: bool = field(default=False, metadata={"help": "Do not train the language model."})
+    min_pixels: int | None = field(
+        default=None,
+        metadata={"help": "Smallest image in pixels, for the processor and vLLM alike; null: the model's."},
+    )
+    max_pixels: int | None = field(
+        default=None, metadata={"help": "Largest image in pixels, for the processor and vLLM alike; null: the model's."}
+    )
+    # TRL's default is every interface; the server is reached over loopback unless told otherwise.
+    vllm_server_host: str = field(default="127.0.0.1", metadata={"help": "Host of the vLLM server (server mode)."})
+
+    def __post_init__(self) -> None:
+        """TRL's own checks raise `ValueError`. YAML reads a bare `off` as false; here it is the mode of that name."""
+        mode: object = self.adora_mode
+        if mode is False:
+            self.adora_mode = "off"
+        super().__post_init__()
+
+    @property
+    def frozen_components(self) -> list[str]:
+        names = ("vision_tower", "projector", "language_model")
+        return [name for name in names if getattr(self, f"adora_freeze_{name}")]
+
+    @property
+    def truncated_at(self) -> int:
+        """Tokens from which a completion counts as truncated when `adora_truncation` is `length`."""
+        return self.adora_truncated_at if self.adora_truncated_at is not None else self.max_completion_length - 2

@@ -1,0 +1,20 @@
+"""The two families of errors: the user's mistakes (exit code 2) and a run that must not go on (exit code 1)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """The input is wrong: one line that names the key or row, its value and what would be right. Exit code 2."""
+
+
+class RolloutError(RuntimeError):
+    """Engine and trainer do not see the same thing: learning from these rollouts would be learning from noise."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the closest of `known`, or an empty string when nothing is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,46 @@
+"""The three parts of a Qwen2.5-VL, and freezing them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from adora_vl.errors import UserError
+
+VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = "vision_tower", "projector", "language_model"
+COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
+
+
+def component_of(parameter_name: str) -> str:
+    """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not matter).
+
+    In Qwen2.5-VL the projector is the vision tower's `merger`. A text-only model is all language model.
+    """
+    if "visual." not in parameter_name:
+        return LANGUAGE_MODEL
+    return PROJECTOR if "visual.merger." in parameter_name else VISION_TOWER
+
+
+def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
+    """Set `requires_grad=False` on every parameter of `components`. Returns the number of parameters of each.
+
+    Raises `UserError` where a component names no parameter of this model, instead of silently freezing nothing.
+    """
+    frozen: dict[str, int] = {}
+    for component in components:
+        parameters = [p for name, p in model.named_parameters() if component_of(name) == component]
+        if not parameters:
+            raise UserError(
+                f"adora_freeze_{component}: true, but {type(model).__name__} has no parameter in its {component}; "
+                "remove the key"
+            )
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        frozen[component] = len(parameters)
+    return frozen
+
+
+def trainable_components(model: nn.Module) -> frozenset[str]:
+    """The parts with at least one trainable parameter; an adapter counts for the part that it sits in."""
+    return frozenset(component_of(name) for name, p in model.named_parameters() if p.requires_grad)

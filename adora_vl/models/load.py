@@ -1,0 +1,47 @@
+"""The processor of a policy, with our pixel limits, and what its config tells before any weight is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoProcessor, PretrainedConfig
+
+from adora_vl.errors import UserError
+
+
+def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
+    """The model's config alone. Raises `UserError` where `model` is neither a model folder nor a reachable hub id."""
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise UserError(f"model_name_or_path: {model!r} is a folder without a config.json; name a saved model")
+    try:
+        return AutoConfig.from_pretrained(model, revision=revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model_name_or_path: {model!r} is neither a model folder here nor a model of the hub that can be reached "
+            f"({reason})"
+        ) from error
+
+
+def load_processor(model: str, revision: str | None = None) -> Any:
+    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it."""
+    return AutoProcessor.from_pretrained(model, revision=revision, truncation_side="left", padding_side="left")
+
+
+def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
+    """Set the limits that are given on the processor's images, in pixels; None keeps the processor's own.
+
+    Raises `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given for a model without images.
+    """
+    if min_pixels is None and max_pixels is None:
+        return
+    image_processor = getattr(processor, "image_processor", None)
+    if image_processor is None:
+        raise UserError("min_pixels/max_pixels: this model has no image processor; remove the keys")
+    size = dict(image_processor.size)
+    low = size["shortest_edge"] if min_pixels is None else min_pixels
+    high = size["longest_edge"] if max_pixels is None else max_pixels
+    if not 0 < low <= high:
+        raise UserError(f"min_pixels: {low} must be above 0 and at most max_pixels: {high}")
+    image_processor.size = {"shortest_edge": low, "longest_edge": high}

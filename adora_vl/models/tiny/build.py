@@ -1,0 +1,54 @@
+"""From nothing to the tiny model's folder: problems, vocabulary, weights, warm start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+
+from adora_vl.models.tiny.architecture import build_model
+from adora_vl.models.tiny.processor import build_processor
+from adora_vl.models.tiny.warm_start import SLIPS, WarmStart, warm_start
+from adora_vl.prompts import SYSTEM_PROMPT
+from data_prep.synthetic.generate import generate
+
+PRETRAINED = Path(__file__).parent / "pretrained"  # shipped with the package: it is small, and a demo starts at once
+_VOCABULARY_ROWS = 2000
+_DATA_SEED = 1000  # other problems than any training run draws by default
+
+
+def build_tiny_model(folder: Path, plan: WarmStart | None = None) -> dict[str, object]:
+    """Build, warm-start and save the tiny model and its processor. Returns and saves (`build.json`) how it was made.
+
+    `folder` appears complete or not at all. The same versions and number of threads give the same weights.
+    """
+    plan = plan or WarmStart()
+    rows = list(generate(plan.rows, seed=_DATA_SEED))
+    texts = [f"system user assistant {SYSTEM_PROMPT}\n"] * 50
+    texts += [f"{r['problem']}\n{r['meta']['solution']}\n{r['meta']['slip']}" for r in rows[:_VOCABULARY_ROWS]]
+    processor = build_processor(texts)
+    model = build_model(processor.tokenizer, seed=plan.seed)
+    loss = warm_start(model, processor, rows, plan)
+    facts: dict[str, object] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "final_loss": round(loss, 4),
+        "slips": SLIPS,
+        "plan": asdict(plan),
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        made = Path(temporary) / folder.name
+        model.save_pretrained(made)
+        processor.save_pretrained(made)
+        (made / "build.json").write_text(json.dumps(facts, indent=2) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        made.replace(folder)
+    return facts

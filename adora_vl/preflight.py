@@ -1,0 +1,71 @@
+"""Everything about a run that can be wrong and can be known before a weight is loaded."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from adora_vl.advantage.adora import CRITERIA
+from adora_vl.arithmetic import BatchPlan, check_rows, check_saves, plan_batches
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.errors import UserError, nearest
+from adora_vl.rollout.sync import refuse_on_cpu
+
+
+def _check_adora(config: AdoraGRPOConfig) -> None:
+    for name in config.adora_criteria:
+        if name not in CRITERIA:
+            raise UserError(f"adora_criteria: unknown criterion {name!r}{nearest(name, CRITERIA)}")
+    if not config.adora_criteria:
+        raise UserError(f"adora_criteria: empty; name one or both of {', '.join(CRITERIA)}")
+    mode, factor = config.adora_mode, config.adora_factor
+    if (mode == "attenuation" and not 0 < factor <= 1) or (mode == "amplification" and factor < 1):
+        right = "above 0 and at most 1" if mode == "attenuation" else "at least 1"
+        raise UserError(f"adora_factor: {factor} with adora_mode: {mode} must be {right}")
+    if not 0 < config.adora_tau <= 1:
+        raise UserError(f"adora_tau: {config.adora_tau} must be above 0 and at most 1, it is a pass rate")
+    if config.adora_max_drift is not None and config.adora_max_drift <= 0:
+        raise UserError(
+            f"adora_max_drift: {config.adora_max_drift} must be above 0 (nats a token), or null for no guard"
+        )
+
+
+def _check_rollouts(config: AdoraGRPOConfig, model_config: PretrainedConfig) -> None:
+    if config.use_vllm and config.vllm_mode == "colocate":
+        refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
+    unguarded = config.use_vllm and not config.vllm_importance_sampling_correction
+    if unguarded and config.adora_max_drift is not None:
+        raise UserError(
+            "vllm_importance_sampling_correction: false leaves the drift guard nothing to measure; set it to true, or "
+            "adora_max_drift: null to train unguarded"
+        )
+    limit = config.vllm_max_model_length
+    if config.use_vllm and limit is not None and limit <= config.max_completion_length:
+        raise UserError(
+            f"vllm_max_model_length: {limit} leaves no room for a prompt beside max_completion_length: "
+            f"{config.max_completion_length}"
+        )
+
+
+def batch_plan(config: AdoraGRPOConfig, num_processes: int) -> BatchPlan:
+    """The run's arithmetic. `GRPOConfig` has by then filled in both generation sizes, which agree."""
+    return plan_batches(
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        num_processes=num_processes,
+        num_generations=config.num_generations,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        generation_batch_size=config.generation_batch_size,
+        num_iterations=config.num_iterations,
+    )
+
+
+def check_run(config: AdoraGRPOConfig, model_config: PretrainedConfig, rows: int) -> BatchPlan:
+    """Raise `UserError` for the first thing that cannot work; returns the batch arithmetic."""
+    _check_adora(config)
+    _check_rollouts(config, model_config)
+    plan = batch_plan(config, config.world_size)
+    check_rows(plan, rows)
+    if config.save_strategy == "steps":
+        if config.save_steps < 1:
+            raise UserError(f"save_steps: {config.save_steps} must be a whole number of optimizer steps")
+        check_saves(plan, int(config.save_steps))
+    return plan

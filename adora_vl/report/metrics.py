@@ -1,0 +1,30 @@
+"""The figures under `adora/` of a generation batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adora_vl.advantage import AdoraWeighting
+
+
+def _mean_where(values: Tensor, chosen: Tensor) -> float:
+    """Mean of the chosen values; NaN where none is, which TRL's log leaves out."""
+    return values[chosen].mean().item() if bool(chosen.any()) else float("nan")
+
+
+def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
+    """Shares are of prompts, between 0 and 1; lengths are in tokens, the mean over rollouts."""
+    facts = weighting.facts
+    wrong_all_truncated_P = facts.wrong_PG.any(dim=1) & ~facts.any_finished_wrong_P
+    all_correct_P = facts.any_correct_P & ~facts.wrong_PG.any(dim=1)
+    return {
+        "tds_share": weighting.tds_P.float().mean().item(),
+        "weight_mean": weighting.weights_P.mean().item(),
+        "no_correct_share": (~facts.any_correct_P).float().mean().item(),
+        "all_correct_share": all_correct_P.float().mean().item(),
+        "wrong_all_truncated_share": wrong_all_truncated_P.float().mean().item(),
+        "length_correct": _mean_where(facts.lengths_PG, facts.correct_PG),
+        "length_wrong": _mean_where(facts.lengths_PG, facts.wrong_PG),
+        "pass_rate": torch.mean(facts.pass_rate_P).item(),
+    }

@@ -1,0 +1,62 @@
+r"""What kind of thing an answer is: a number, a text, one of the forms that are never right, or nothing readable.
+
+Source: the grading policy, points 6 and 7.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from adora_vl.rewards.canonical import UncanonicalError, canonical
+from adora_vl.rewards.numbers import NotReadError, Number, read_number
+
+Kind = Literal["number", "text", "never_right", "unreadable"]
+
+# The first that matches names the answer. All run on canonical text, which is short and has no line breaks.
+_NEVER_RIGHT = (
+    ("empty_box", re.compile(r"^[{}() ]*$")),
+    ("not_finite", re.compile(r"(?i)\bnan\b|\binf(?:inity|ty)?\b|\\infty|∞")),
+    ("percentage", re.compile(r"%|\bpercent|(?<=[0-9])percent")),
+    ("relation", re.compile(r"[<>≤≥≠≈∈]|\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?|approx|sim|in)(?![A-Za-z])")),
+    ("interval", re.compile(r"^[(\[].*,.*[)\]]$|^\[.*\]$")),
+    ("enumeration", re.compile(r"[,;&±∓…]|\.\.|\\(?:pm|mp|cup|cap|[lc]?dots)(?![A-Za-z])|\\\{|\\\\")),
+    ("enumeration", re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|[0-9.] [0-9.]")),
+    ("equation", re.compile(r"=|≡|\\equiv")),
+)
+# Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and unknown commands are
+# not.
+_READABLE = re.compile(
+    r"(?:[0-9A-Za-z .:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
+    r"|widehat|theta|alpha|beta|gamma|phi)(?![A-Za-z]))*"
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One side of a comparison: its canonical text, its kind, its number if it has one, else the rule that named it."""
+
+    text: str
+    kind: Kind
+    reason: str = ""
+    number: Number | None = None
+
+
+def read(raw: str) -> Form:
+    """The form of an answer or a gold as it was written. Never raises, and costs about a millisecond at most."""
+    try:
+        text = canonical(raw)
+    except UncanonicalError as error:
+        return Form("", "unreadable", error.reason)
+    for reason, pattern in _NEVER_RIGHT:
+        if pattern.search(text):
+            return Form(text, "never_right", reason)
+    try:
+        return Form(text, "number", number=read_number(text))
+    except NotReadError as error:
+        if error.reason != "not_read":
+            return Form(text, "unreadable", error.reason)
+    if re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(text):
+        return Form(text, "text", "not_a_number")
+    return Form(text, "unreadable", "not_read")

@@ -1,0 +1,51 @@
+"""How far the engine's log-probabilities are from the trainer's for the tokens that the engine sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CAUSES = (
+    "min_pixels/max_pixels differ between the trainer and the model folder that vLLM reads",
+    "weights did not reach the engine (sync, sleep and wake, LoRA merging)",
+    "stale prefix or encoder caches after a sync",
+    "the engine's dtype is lower than the trainer's (adora_vllm_dtype)",
+    "a chat template or tokenizer in the model folder other than the trainer's",
+)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Absolute differences in nats over the sampled tokens of one batch."""
+
+    mean: float
+    largest: float
+
+
+def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """`[sum, count, largest]` of |difference| over the masked tokens that the engine scored. (3,), float64.
+
+    Sums rather than a mean, so that ranks with few tokens do not count as much as those with many.
+    """
+    difference_BC = (trainer_BC - engine_BC).abs().double()
+    counted = difference_BC[mask_BC.bool() & ~torch.isnan(difference_BC)]
+    largest = counted.max() if counted.numel() else counted.new_zeros(())
+    return torch.stack([counted.sum(), counted.new_tensor(float(counted.numel())), largest])
+
+
+def merge_drift(sums_R3: Tensor) -> Drift:
+    """One `Drift` from the sums of all ranks, (ranks, 3)."""
+    total, count = sums_R3[:, 0].sum(), sums_R3[:, 1].sum()
+    return Drift(mean=(total / count.clamp(min=1)).item(), largest=sums_R3[:, 2].max().item())
+
+
+def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
+    """What a person needs to know when a run stops because of drift."""
+    causes = "\n".join(f"  - {cause}" for cause in CAUSES)
+    return (
+        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats a token from the trainer's on average "
+        f"(largest {drift.largest:.3g}); adora_max_drift is {bound:g}. Importance ratios would hide this while nothing "
+        f"is learned, so the run stops before the step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
+    )

@@ -1,0 +1,145 @@
+"""vLLM for images, right: TRL's generation class with corrected prompts, weight sync, caches and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from torch import Tensor
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from adora_vl.models.components import component_of, trainable_components
+from adora_vl.rollout.sync import push_weights, refuse_on_cpu, reset_caches, reset_server_encoder_cache
+from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What TRL has no field for."""
+
+    dtype: str | None = None  # None: the policy's own
+    revision: str | None = None  # TRL loads the policy at a revision, but the engine always at the newest
+    max_num_batched_tokens: int = 4096
+
+
+def pixel_limits(processing_class: Any) -> dict[str, int] | None:
+    """`min_pixels` and `max_pixels` of a processor, None for a tokenizer.
+
+    vLLM reads the limits of the model folder; sending it the trainer's own makes the two prompts agree.
+    """
+    image_processor = getattr(processing_class, "image_processor", None)
+    if image_processor is None:
+        return None
+    size = dict(image_processor.size)
+    return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+
+
+@contextmanager
+def replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """`module.name` is `value` inside the block: the way past a constructor call that TRL leaves no argument for."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
+    """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
+
+    def __init__(self, *args: Any, settings: EngineSettings, **kwargs: Any) -> None:
+        processing_class = kwargs["processing_class"]
+        self.settings = settings
+        self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
+        self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
+        self.tensors_sent = 0  # by the last sync
+        generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
+        banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
+        if banned:
+            generation_kwargs["logit_bias"] = {**(generation_kwargs.get("logit_bias") or {}), **banned}
+        super().__init__(*args, **{**kwargs, "generation_kwargs": generation_kwargs})
+
+    def _init_vllm(self) -> None:
+        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them to the same call.
+
+        Raises `UserError` for what the CPU engine cannot do.
+        """
+        if self.mode == "colocate":
+            refuse_on_cpu(self.model.config, self.enable_sleep_mode)
+        with replaced(vllm_generation, "LLM", self._build_llm):
+            super()._init_vllm()
+
+    def _build_llm(self, **kwargs: Any) -> Any:
+        from vllm import LLM
+
+        kwargs["dtype"] = self.settings.dtype or str(self.model.dtype).removeprefix("torch.")
+        kwargs["max_num_batched_tokens"] = self.settings.max_num_batched_tokens
+        kwargs["revision"] = self.settings.revision
+        if self.image_token_id is not None:
+            kwargs["mm_processor_kwargs"] = pixel_limits(self.processing_class)
+            kwargs["limit_mm_per_prompt"] = {"video": 0}  # else a video's worth of memory is set aside
+        return LLM(**kwargs)
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Stock TRL yields every parameter; ours leaves out the parts that cannot have changed.
+
+        The first sync sends everything, and so does every sync with sleep mode, whose level 2 discards the weights.
+        """
+        trainable = trainable_components(self.model)
+        everything = not self._engine_is_complete or self.enable_sleep_mode
+
+        def wanted(name: str) -> bool:
+            return everything or component_of(name) in trainable
+
+        if is_peft_model(self.model) or self._dist.is_fsdp:
+            yield from ((name, tensor) for name, tensor in super()._iter_named_params() if wanted(name))
+            return
+        for name, parameter in self.model.named_parameters():
+            if wanted(name):
+                with self._dist.gather_params([parameter]):
+                    yield self._fix_param_name_to_vllm(name), parameter.data
+
+    def sync_weights(self) -> None:
+        """Stock TRL loads tensor by tensor, which the CPU engine's repacked layers refuse, and resets the prefix
+        cache alone, which leaves image features of the old vision tower in the encoder cache.
+        """
+        if self.mode == "server":
+            super().sync_weights()
+            if self.accelerator.is_main_process:
+                reset_server_encoder_cache(self.vllm_client)
+            return
+        if self.enable_sleep_mode:
+            vllm_generation.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        self.tensors_sent = push_weights(self.llm, self._iter_named_params())
+        self._engine_is_complete = True
+        reset_caches(self.llm)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[list[Any] | None] | None,
+        num_generations: int,
+        profiler: Any = None,
+    ) -> tuple[Any, ...]:
+        """Stock TRL sends colocated vLLM expanded image tokens beside the image, and vLLM expands them again.
+
+        Ours sends one token an image and checks that the engine arrives at the trainer's own ids. Server mode pairs
+        expanded ids with features that the server has made, so there the prompts stay as they are.
+
+        Raises `PromptMismatchError` for the first row that differs.
+        """
+        image_token_id = self.image_token_id
+        if image_token_id is None or self.mode == "server":
+            return tuple(super().generate(prompts, images, num_generations, profiler))
+        collapsed = [collapse_image_runs(ids, image_token_id) for ids in prompts]
+        prompt_ids, *rest = super().generate(collapsed, images, num_generations, profiler)
+        check_prompts(prompts, prompt_ids, image_token_id)
+        return (prompt_ids, *rest)

@@ -1,0 +1,17 @@
+"""Environment variables that vLLM reads at import. Set before the first `import vllm`, in every process."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def prepare_engine_environment() -> None:
+    """Make the engine live in this process and fit a small machine. What the user has set stays as it is."""
+    # Weights are synced by reaching into the engine, so it must not live in a process of its own.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default is a share of all memory

@@ -1,0 +1,64 @@
+"""Getting new weights into a colocated engine, and old results out of its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adora_vl.errors import RolloutError, UserError
+
+
+def _model_runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.model_runner
+
+
+def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Load `tensors` (Transformers names) into the engine. Returns how many there were.
+
+    On CUDA they stream one by one, so that gathering a sharded model never holds more than one whole tensor. The CPU
+    engine repacks its linear layers after loading, and only `reload_weights` undoes that; it wants the tensors of a
+    layer together, so all are held at once, which is fine for the models that a CPU trains.
+    """
+    runner = _model_runner(llm)
+    if runner.device.type == "cpu":
+        held = [(name, tensor.detach().clone()) for name, tensor in tensors]
+        runner.reload_weights(weights_iterator=held)
+        return len(held)
+    count = 0
+    for name, tensor in tensors:
+        runner.model.load_weights([(name, tensor)])
+        count += 1
+    return count
+
+
+def reset_caches(llm: Any) -> None:
+    """Forget prefixes and image features of the old weights. Raises `RolloutError` where the engine will not."""
+    if not llm.reset_prefix_cache():
+        raise RolloutError("the engine did not reset its prefix cache after a weight sync: requests are still running")
+    llm.llm_engine.reset_encoder_cache()
+
+
+def reset_server_encoder_cache(client: Any) -> None:
+    """Ask a vLLM server (started with `VLLM_SERVER_DEV_MODE=1`, as TRL's own sync needs too) to forget features."""
+    response = client.session.post(f"{client.base_url}/reset_encoder_cache")
+    if response.status_code != 200:
+        raise RolloutError(
+            f"the vLLM server answered {response.status_code} to /reset_encoder_cache; it would go on with image "
+            "features of the old vision tower. Start it with VLLM_SERVER_DEV_MODE=1"
+        )
+
+
+def refuse_on_cpu(config: Any, sleep_mode: bool) -> None:
+    """Raise `UserError` for what vLLM on a CPU cannot keep in sync. `config` is a Transformers model config."""
+    if torch.cuda.is_available():
+        return
+    if config.tie_word_embeddings:
+        raise UserError(
+            "tie_word_embeddings: true, but vLLM on a CPU refreshes only one of the two uses of a tied embedding when "
+            "weights are synced, so rollouts would drift from the policy; use an untied model, a GPU or use_vllm: false"
+        )
+    if sleep_mode:
+        raise UserError("vllm_enable_sleep_mode: true needs a GPU; set it to false on a CPU")

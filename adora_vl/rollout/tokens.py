@@ -1,0 +1,56 @@
+"""Image tokens between the trainer and the engine: collapsed on the way in, checked on the way out, never sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from adora_vl.errors import RolloutError
+
+# A sampled one of these has no image behind it, and the training forward stops on the mismatch (trl issue 3847).
+NEVER_SAMPLED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+
+
+class PromptMismatchError(RolloutError):
+    """The engine's prompt differs from the trainer's. `row` is its index in the local batch."""
+
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(message)
+        self.row = row
+
+
+def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of `NEVER_SAMPLED` that this tokenizer has; empty for a text-only one."""
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[token] for token in NEVER_SAMPLED if token in vocabulary]
+
+
+def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
+    """Each run of image tokens becomes one: the form that the engine expands itself, once for each image.
+
+    Two images never touch, their runs stand between vision-start and vision-end tokens.
+    """
+    return [
+        token
+        for position, token in enumerate(ids)
+        if token != image_token_id or position == 0 or ids[position - 1] != image_token_id
+    ]
+
+
+def check_prompts(expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int) -> None:
+    """Raise `PromptMismatchError` for the first row where the engine read other token ids than the trainer sent."""
+    for row, (ours, theirs) in enumerate(zip(expected, engine, strict=True)):
+        if list(ours) == list(theirs):
+            continue
+        counts = [sum(token == image_token_id for token in ids) for ids in (ours, theirs)]
+        if counts[0] != counts[1]:
+            why = (
+                f"image tokens: trainer {counts[0]}, engine {counts[1]}. Give both the same limits: set min_pixels and "
+                "max_pixels in the config rather than in one processor"
+            )
+        else:
+            why = "the text differs: is the tokenizer in the model folder the one that the trainer uses?"
+        raise PromptMismatchError(
+            row, f"the engine's prompt has {len(theirs)} tokens, the trainer's {len(ours)}; {why}"
+        )

@@ -1,0 +1,135 @@
+"""A prepared dataset on disk: `data/{split}-*.parquet` with the images inside, and `manifest.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # pyarrow ships no types
+import pyarrow.parquet as pq  # pyarrow ships no types
+from datasets import Dataset, load_dataset
+from PIL import Image
+
+from adora_vl.errors import UserError
+from data_prep.images import png_bytes
+from data_prep.schema import FEATURES, REQUIRED_COLUMNS, Row
+
+Manifest = dict[str, Any]
+
+SPLITS = ("train", "validation", "test")  # in the order in which people see them
+MANIFEST_NAME = "manifest.json"
+MADE_BY = "data_prep"  # how a folder of ours is told from a stranger's
+_BATCH_ROWS = 64  # in memory at a time, and a row group of the file
+
+
+def write_split(rows: Iterable[Row], folder: Path, split: str) -> int:
+    """Write one split into `folder` (a folder still being made), a batch at a time. Returns the number of rows.
+
+    An image is a Pillow image, stored as PNG, or already `{"bytes": ..., "path": ...}`.
+    """
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    schema = FEATURES.arrow_schema
+    stored = (_stored(row) for row in rows)
+    count = 0
+    with pq.ParquetWriter(folder / "data" / f"{split}-00000-of-00001.parquet", schema) as writer:
+        while batch := list(islice(stored, _BATCH_ROWS)):
+            writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+            count += len(batch)
+    return count
+
+
+def _stored(row: Row) -> Row:
+    assert row.keys() == FEATURES.keys(), f"columns {sorted(row)} are not those of the schema"
+    assert row["meta"].keys() == FEATURES["meta"].keys(), f"meta {sorted(row['meta'])} is not that of the schema"
+    images = [
+        {"bytes": png_bytes(image), "path": None} if isinstance(image, Image.Image) else image
+        for image in row["images"]
+    ]
+    return {**row, "images": images}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder that we prepared; None where there is no manifest or it is not one of ours."""
+    try:
+        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("made_by") == MADE_BY else None
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 in hexadecimal of every file below `folder` but the manifest, by its path inside `folder`."""
+    hashes = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST_NAME:
+            with path.open("rb") as stream:
+                hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashes
+
+
+def split_files(folder: Path) -> dict[str, list[Path]]:
+    """The Parquet files of each split of a prepared folder. Raises `UserError` where there is no such folder."""
+    if not folder.is_dir():
+        raise UserError(f"dataset: no folder {str(folder)!r}; make one with `python -m data_prep`")
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("data/*.parquet")):
+        files.setdefault(path.name.split("-")[0], []).append(path)
+    return {split: files[split] for split in (*SPLITS, *files) if split in files}
+
+
+def stored_rows(folder: Path, split: str) -> Iterator[Row]:
+    """The rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`, a batch in memory at a time.
+
+    Raises `UserError` as `load_split` does, without a copy in the cache of `datasets`.
+    """
+    for path in _files_of(folder, split):
+        try:
+            file = pq.ParquetFile(path)
+        except pa.ArrowInvalid as error:
+            raise UserError(
+                f"dataset: {str(path)!r} is not a Parquet file ({error}); prepare the dataset again"
+            ) from error
+        with file:
+            _require_columns(file.schema_arrow.names, folder, split)
+            for batch in file.iter_batches(_BATCH_ROWS):
+                yield from batch.to_pylist()
+
+
+def load_split(folder: str | Path, split: str) -> Dataset:
+    """One split of a prepared folder, images decoded on access.
+
+    Raises `UserError` where the folder, the split or a required column is missing.
+    """
+    folder = Path(folder)
+    files = [str(path) for path in _files_of(folder, split)]
+    dataset = load_dataset("parquet", data_files={split: files}, split=split)
+    _require_columns(dataset.column_names, folder, split)
+    return dataset
+
+
+def _files_of(folder: Path, split: str) -> list[Path]:
+    files = split_files(folder)
+    if split not in files:
+        raise UserError(
+            f"dataset: {str(folder)!r} has no split {split!r} (expected data/{split}-*.parquet); "
+            f"it has {', '.join(files) or 'none'}"
+        )
+    return files[split]
+
+
+def _require_columns(present: list[str], folder: Path, split: str) -> None:
+    missing = [column for column in REQUIRED_COLUMNS if column not in present]
+    if missing:
+        raise UserError(
+            f"dataset: {str(folder)!r} split {split!r} lacks the column {missing[0]!r}; "
+            f"it has {', '.join(present)}; prepare it with `python -m data_prep`"
+        )

@@ -1,0 +1,1 @@
+"""Synthetic geometry: problems drawn by us, deterministic from a seed, at any resolution."""

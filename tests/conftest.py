@@ -1,0 +1,35 @@
+"""Where the real data lies, and a small environment for every test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may reach for a network
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+REPOSITORY = Path(__file__).parents[1]
+SHARED = REPOSITORY.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def geometry3k_raw() -> Path:
+    """The six real Geometry3K problems beside the checkout."""
+    folder = SHARED / "data" / "geometry3k_raw"
+    if not folder.is_dir():
+        pytest.skip(f"the real Geometry3K problems are not beside this checkout ({folder.name} in ../shared/data)")
+    return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Models and datasets that are made on the way go into a folder of this test run."""
+    os.environ["ADORA_VL_HOME"] = str(tmp_path_factory.mktemp("adora_vl_home"))

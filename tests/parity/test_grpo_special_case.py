@@ -1,0 +1,119 @@
+"""With weights of 1 ADORA's step is stock GRPO's: losses, gradients and advantages to the bit, on the same rollouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.models.load import load_processor
+from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.prompts import conversation
+from adora_vl.rewards import reward_function
+from adora_vl.rollout.tokens import never_sampled_ids
+from adora_vl.trainer import AdoraGRPOTrainer
+from data_prep.schema import FEATURES
+from data_prep.synthetic.generate import generate
+
+pytestmark = pytest.mark.slow
+
+
+class Gradients(TrainerCallback):
+    """Copies every gradient before each optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, Any]:
+    """Two optimizer steps of two micro-batches with `transformers` generation; everything is decided by the seed."""
+    processor = load_processor(str(PRETRAINED))
+    args = AdoraGRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        num_generations=8,
+        max_completion_length=28,
+        max_steps=2,
+        learning_rate=1e-4,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=2,
+        # what ours adds by itself, so that the same tokens are sampled
+        generation_kwargs={"suppress_tokens": never_sampled_ids(processor.tokenizer)},
+        **settings,
+    )
+    rows = list(generate(16, seed=6))
+    dataset = Dataset.from_list(rows, features=FEATURES)
+    dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
+    batches: list[dict[str, Any]] = []
+
+    class Recorded(trainer_class):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            batches.append({key: output[key].clone() for key in ("completion_ids", "advantages")})
+            return output
+
+    gradients = Gradients()
+    trainer = Recorded(
+        model=str(PRETRAINED),
+        reward_funcs=reward_function("adora"),
+        args=args,
+        train_dataset=dataset,
+        processing_class=processor,
+        callbacks=[gradients],
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "gradients": gradients.steps, "batches": batches, "log": trainer.state.log_history}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    result = two_steps(GRPOTrainer, tmp_path_factory.mktemp("stock"))
+    assert any(batch["advantages"].any() for batch in result["batches"]), "no group had any signal"
+    return result
+
+
+def assert_same(ours, stock):
+    assert ours["losses"] == stock["losses"]
+    for our_batch, stock_batch in zip(ours["batches"], stock["batches"], strict=True):
+        assert torch.equal(our_batch["completion_ids"], stock_batch["completion_ids"])
+        assert torch.equal(our_batch["advantages"], stock_batch["advantages"])
+    assert len(ours["gradients"]) == len(stock["gradients"]) == 2
+    for our_step, stock_step in zip(ours["gradients"], stock["gradients"], strict=True):
+        assert our_step.keys() == stock_step.keys()
+        assert all(torch.equal(our_step[name], stock_step[name]) for name in stock_step)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"adora_mode": "off"}, {"adora_mode": "attenuation", "adora_factor": 1.0}], ids=["off", "factor 1"]
+)
+def test_with_weights_of_one_the_step_is_stock_grpo(tmp_path, stock, settings):
+    assert_same(two_steps(AdoraGRPOTrainer, tmp_path, **settings), stock)
+
+
+def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, stock):
+    """A factor below 1 shows that the comparison above can fail, and that the trainer uses the pure functions."""
+    ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_factor=0.1, adora_criteria=["difficulty"], adora_tau=0.2)
+    raw = stock["batches"][0]["advantages"].view(-1, 8)
+    weighted = ours["batches"][0]["advantages"].view(-1, 8)
+    assert torch.equal(ours["batches"][0]["completion_ids"], stock["batches"][0]["completion_ids"])
+    assert not torch.equal(raw, weighted)
+    ratios = {round(r, 4) for r in (weighted / raw)[raw != 0].tolist()}
+    assert ratios == {0.1, 1.0} or ratios == {0.1}
+    shares = [entry["adora/tds_share"] for entry in ours["log"] if "adora/tds_share" in entry]
+    assert shares[0] > 0

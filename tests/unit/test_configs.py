@@ -1,0 +1,142 @@
+"""Every shipped config is parsed by the code of a real run, and its arithmetic checked for the GPUs that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from adora_vl.arithmetic import check_saves, plan_batches
+from adora_vl.cli import parse, read_yaml
+from adora_vl.errors import UserError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# train config -> the accelerate config that its header names
+PAIRS = {
+    "smoke_cpu": "cpu",
+    "adora_7b_geo3k": "zero3_offload",
+    "grpo_7b_geo3k": "zero3_offload",
+    "adora_3b_1gpu_lora": "gpu1",
+}
+
+
+def test_every_shipped_config_is_in_the_pairs():
+    assert {path.stem for path in (CONFIGS / "train").glob("*.yaml")} == PAIRS.keys()
+    names = {path.stem for path in (CONFIGS / "accelerate").glob("*.yaml")}
+    assert names == {"cpu", "cpu_zero3", "gpu1", "zero2", "zero3", "zero3_offload"}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_train_config_parses_and_its_batches_divide(name):
+    path = CONFIGS / "train" / f"{name}.yaml"
+    # what a machine without a GPU cannot promise is switched off here, everything else is the file's
+    script, config, model = parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
+    processes = yaml.safe_load((CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml").read_text())["num_processes"]
+    plan = plan_batches(
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        num_processes=processes,
+        num_generations=config.num_generations,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+    )
+    check_saves(plan, int(config.save_steps))
+    assert model.model_name_or_path and script.dataset_name
+
+
+def test_the_papers_recipe_samples_128_prompts_of_8():
+    content = read_yaml(CONFIGS / "train" / "adora_7b_geo3k.yaml")
+    plan = plan_batches(
+        per_device_train_batch_size=content["per_device_train_batch_size"],
+        num_processes=8,
+        num_generations=content["num_generations"],
+        gradient_accumulation_steps=content["gradient_accumulation_steps"],
+    )
+    assert plan.prompts_per_generation == 128
+    assert plan.generation_batch == plan.optimizer_batch == 1024
+
+
+def test_the_baseline_differs_from_the_recipe_in_its_mode_only():
+    adora, grpo = (read_yaml(CONFIGS / "train" / f"{name}_7b_geo3k.yaml") for name in ("adora", "grpo"))
+    differing = {key for key in adora.keys() | grpo.keys() if adora.get(key) != grpo.get(key)}
+    assert {key for key in differing if not key.startswith("adora_")} == {"output_dir"}
+    path = CONFIGS / "train" / "grpo_7b_geo3k.yaml"
+    assert parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])[1].adora_mode == "off"
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "accelerate").glob("*.yaml")), ids=lambda p: p.stem)
+def test_an_accelerate_config_is_one_that_accelerate_reads(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    assert config.num_processes >= 1
+    assert (config.distributed_type.value == "DEEPSPEED") == ("zero" in path.stem)
+    if "zero3" in path.stem:
+        assert config.deepspeed_config["zero_stage"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--learning_rat", "1"], "unknown key 'learning_rat'; did you mean 'learning_rate'"),
+        (["--adora-facter=0.2"], "did you mean 'adora_factor'"),
+        (["--zzzz", "1"], "unknown key 'zzzz'$"),
+        (["--learning_rate", "fast"], "learning_rate.*fast"),
+        (["--adora_mode", "boost"], "adora_mode.*boost"),
+        (["--config", "nowhere.yaml"], "no file 'nowhere.yaml'"),
+        (["--config"], "expected the path"),
+        (["stray", "--use_cpu", "true", "--bf16", "false"], "stray"),
+    ],
+    ids=str,
+)
+def test_a_bad_command_line_is_one_line(arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse([*arguments])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("num_generation: 8\n", "unknown key 'num_generation'; did you mean 'num_generations'"),
+        ("- a\n- b\n", "expected `key: value` lines, found list"),
+        ("a: [1\n", "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, content, message):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        parse(["--config", str(file)])
+    assert str(file) in str(caught.value)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("learning_rate: 1e-6\nuse_cpu: true\nbf16: false\nadora_factor: 0.3\nnum_generations: 4\n")
+    _, config, _ = parse(["--config", str(file), "--adora_factor", "0.2"])
+    assert (config.learning_rate, config.adora_factor, config.num_generations) == (1e-6, 0.2, 4)
+    assert config.adora_mode == "attenuation"  # the default below both
+
+
+def test_the_truncation_length_follows_the_completion_limit(tmp_path):
+    base = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path), "--max_completion_length", "4096"]
+    assert parse(base)[1].truncated_at == 4094
+    assert parse([*base, "--adora_truncated_at", "100"])[1].truncated_at == 100
+
+
+def test_the_server_is_looked_for_on_loopback(tmp_path):
+    config = parse(["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)])[1]
+    assert config.vllm_server_host == "127.0.0.1"
+
+
+def test_every_key_of_ours_is_documented():
+    from dataclasses import fields
+
+    from trl import GRPOConfig
+
+    from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+
+    stock = {field.name for field in fields(GRPOConfig)}
+    ours = {f.name for dataclass in (AdoraScriptArguments, AdoraGRPOConfig) for f in fields(dataclass)} - stock
+    text = (CONFIGS.parent / "docs" / "configuration.md").read_text()
+    assert [name for name in sorted(ours) if f"`{name}`" not in text] == []

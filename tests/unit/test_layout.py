@@ -1,0 +1,66 @@
+"""The direction of imports that the layout promises."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# package or module prefix -> what of ours it may import (itself always)
+ALLOWED = {
+    "adora_vl.advantage": (),
+    "adora_vl.errors": (),
+    "adora_vl.prompts": (),
+    "adora_vl.rewards": ("adora_vl.errors",),
+    "adora_vl.rollout": ("adora_vl.errors", "adora_vl.models"),
+    "eval": (
+        "adora_vl.errors",
+        "adora_vl.prompts",
+        "adora_vl.rewards",
+        "adora_vl.models",
+        "adora_vl.rollout",
+        "data_prep",
+    ),
+    "data_prep": ("adora_vl.errors", "adora_vl.prompts", "adora_vl.rewards", "adora_vl.models"),
+}
+
+
+def _modules() -> Iterator[tuple[str, ast.Module]]:
+    for top in ("adora_vl", "data_prep", "eval"):
+        for path in (ROOT / top).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            yield name, ast.parse(path.read_text())
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def _within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+@pytest.mark.parametrize("prefix", ALLOWED)
+def test_a_package_imports_only_what_lies_below_it(prefix):
+    checked = 0
+    for name, tree in _modules():
+        if not _within(name, prefix):
+            continue
+        checked += 1
+        for imported in _imports(tree):
+            if any(_within(imported, top) for top in ("adora_vl", "data_prep", "eval")):
+                allowed = (prefix, *ALLOWED[prefix])
+                assert any(_within(imported, p) for p in allowed), f"{name} imports {imported}"
+    assert checked > 0
+
+
+def test_nothing_imports_the_entry_point():
+    importers = [name for name, tree in _modules() if any(_within(i, "adora_vl.train") for i in _imports(tree))]
+    assert importers == []

@@ -1,0 +1,93 @@
+"""Every private or overridden name of TRL, Transformers and vLLM that we build on: a new version that moves one fails
+here, with its name, and not in the middle of a run."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+from trl import GRPOTrainer
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.rollout.environment import prepare_engine_environment
+from adora_vl.trainer import AdoraGRPOTrainer
+
+prepare_engine_environment()
+
+SIGNATURES = {
+    GRPOTrainer._calculate_rewards: ["self", "inputs", "prompts", "completions", "completion_ids_list"],
+    GRPOTrainer._generate_and_score_completions: ["self", "inputs"],
+    GRPOTrainer._save_checkpoint: ["self", "model", "trial"],
+    VLLMGeneration._init_vllm: ["self"],
+    VLLMGeneration._iter_named_params: ["self"],
+    VLLMGeneration.sync_weights: ["self"],
+    VLLMGeneration.generate: ["self", "prompts", "images", "num_generations", "profiler"],
+    VLLMGeneration._fix_param_name_to_vllm: ["self", "name", "extra_prefixes"],
+    vllm_generation.empty_cache: [],
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
+def test_the_signature_is_the_one_that_we_override_or_call(function):
+    assert list(inspect.signature(function).parameters) == SIGNATURES[function]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(AdoraGRPOTrainer, GRPOTrainer), (AdoraVLLMGeneration, VLLMGeneration)])
+def test_every_override_exists_upstream_and_says_what_stock_does(ours, theirs):
+    own = {"close", "_never_sample", "_weigh", "_tabulate", "_check_drift", "_build_llm"}
+    for name, function in vars(ours).items():
+        if not inspect.isfunction(function) or name in own or name == "__init__":
+            continue
+        assert hasattr(theirs, name), f"{name} overrides nothing"
+        assert "Stock TRL" in (function.__doc__ or ""), f"{name} does not say what stock TRL does"
+    assert not own & set(vars(theirs)), "an own method hides one of TRL's"
+
+
+def _calls(function, name):
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == name]
+
+
+def test_trl_still_builds_its_engine_by_the_names_that_we_replace():
+    (generation,) = _calls(GRPOTrainer.__init__, "VLLMGeneration")
+    assert {"processing_class", "generation_kwargs", "model"} <= {keyword.arg for keyword in generation.keywords}
+    (llm,) = _calls(VLLMGeneration._init_vllm, "LLM")
+    ours = {"dtype", "revision", "mm_processor_kwargs", "limit_mm_per_prompt"}
+    assert not ours & {keyword.arg for keyword in llm.keywords}, "TRL has an argument of its own now: use that"
+    assert grpo_trainer.VLLMGeneration is VLLMGeneration
+
+
+def test_trl_still_logs_what_we_rewrite():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    for text in (
+        'self._logs["advantages"].extend(all_process_advantages.tolist())',
+        'output["sampling_per_token_logps"]',
+        'output["old_per_token_logps"]',
+        "self.accelerator.process_index * len(prompts)",
+        '"advantages": advantages',
+    ):
+        assert text in source
+    assert '**self._logs["extra"]' in inspect.getsource(GRPOTrainer.log)
+
+
+def test_trl_still_sends_expanded_prompts_to_the_colocated_engine():
+    """Once TRL collapses image tokens itself, our correction would only hide a change of behaviour."""
+    source = inspect.getsource(VLLMGeneration.generate)
+    assert 'row = {"prompt_token_ids": ids}' in source
+    assert "collapse" not in source
+
+
+def test_the_engine_has_the_entry_points_of_weight_sync():
+    from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "weights_iterator" in inspect.signature(GPUModelRunner.reload_weights).parameters
+    assert "reset_running_requests" in inspect.signature(LLM.reset_prefix_cache).parameters
+    assert list(inspect.signature(LLMEngine.reset_encoder_cache).parameters) == ["self"]
+    assert callable(LLM.wake_up) and callable(LLM.sleep)
