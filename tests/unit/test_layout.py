@@ -39,6 +39,8 @@ def _imports(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "adora_vl":
+            yield from (f"adora_vl.{alias.name}" for alias in node.names if alias.name != "__version__")
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
 
