@@ -1,0 +1,1 @@
+"""Evaluation: one runner (engine, resume), one module a benchmark, and scores that say how they were made."""

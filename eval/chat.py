@@ -1,0 +1,88 @@
+"""What the engines share, so that they cannot differ in it: prompt text, pixel limits, token bans, decoding, dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from adora_vl.errors import UserError
+from adora_vl.prompts import Message
+
+if TYPE_CHECKING:
+    from transformers import BatchFeature
+
+# A model that writes one of these has not answered, and what follows is read as an image that is not there.
+BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+_TEMPLATE_TOKENS = 256  # more than any chat template and the rounding of image sizes add to a prompt
+
+
+class ChatProcessor:
+    """The model's own processor and configuration, with the user's pixel limits.
+
+    `pixel_limits` is empty when the user gave none, else it has both: Qwen's image processor ignores, without a word, a
+    `min_pixels` or `max_pixels` that comes alone, while vLLM counts image tokens with it. Raises `UserError` where the
+    model has no configuration or processor, or where the limits cross.
+    """
+
+    def __init__(self, model: str, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
+        from transformers import AutoConfig, AutoProcessor
+
+        try:
+            self._config: Any = AutoConfig.from_pretrained(model)
+            self._processor: Any = AutoProcessor.from_pretrained(model)
+            size = self._processor.image_processor.size
+        except (OSError, ValueError, AttributeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"model: {model!r} cannot be loaded as a vision-language model ({reason})") from error
+        self.pixel_limits: dict[str, int] = {}
+        self._max_pixels: int = max_pixels or size["longest_edge"]
+        if min_pixels or max_pixels:
+            self.pixel_limits = {"min_pixels": min_pixels or size["shortest_edge"], "max_pixels": self._max_pixels}
+            if self.pixel_limits["min_pixels"] > self._max_pixels:
+                raise UserError(
+                    f"min_pixels: {self.pixel_limits['min_pixels']} is over max_pixels, {self._max_pixels} "
+                    "(what is not given comes from the model's processor); give both"
+                )
+        self._tokenizer = self._processor.tokenizer
+        self._tokenizer.padding_side = "left"
+        vocabulary = self._tokenizer.get_vocab()
+        self.banned_ids: list[int] = [vocabulary[token] for token in BANNED_TOKENS if token in vocabulary]
+        self.pad_id: int = self._tokenizer.pad_token_id
+        self.context: int = self._config.get_text_config().max_position_embeddings
+
+    def render(self, messages: list[Message]) -> str:
+        """The prompt as text, with one placeholder an image."""
+        text: str = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
+
+    def encode(self, requests: Sequence[tuple[list[Message], list[Image.Image]]]) -> BatchFeature:
+        """Left-padded model inputs, placeholders expanded; with `mm_token_type_ids`, which the forward needs."""
+        images = [image for _, row_images in requests for image in row_images]
+        kwargs: dict[str, Any] = {"images": images, **self.pixel_limits} if images else {}
+        texts = [self.render(messages) for messages, _ in requests]
+        inputs: BatchFeature = self._processor(text=texts, padding=True, return_tensors="pt", **kwargs)
+        return inputs
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of completion tokens, without the special ones."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def dtype(self, name: str) -> str:
+        """`name`, or for `auto` the dtype the model was saved in (vLLM's `auto` turns float32 into 16 bits)."""
+        if name != "auto":
+            return name
+        import torch
+
+        own = getattr(self._config, "dtype", None)
+        fallback = "bfloat16" if torch.cuda.is_available() else "float32"
+        return str(own).removeprefix("torch.") if own is not None else fallback
+
+    def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
+        """A bound, in tokens, on prompt and answer (a byte is at most one token), at most the model's context."""
+        processor = self._processor.image_processor
+        unit: int = processor.patch_size * processor.merge_size  # the side, in pixels, of what becomes one image token
+        image_tokens: int = max_images * -(-self._max_pixels // unit**2)
+        return min(self.context, image_tokens + max_text_bytes + _TEMPLATE_TOKENS + max_tokens)

