@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
+from adora_vl.errors import UserError, nearest
 from adora_vl.prompts import SYSTEM_PROMPT
 
 
@@ -108,6 +109,11 @@ class AdoraGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL is untyped to my
         mode: object = self.adora_mode
         if mode is False:
             self.adora_mode = "off"
+        for key in fields(self):  # argparse checks the choices of the command line only, not those of a YAML file
+            choices, value = key.metadata.get("choices"), getattr(self, key.name)
+            if choices and value is not None and value not in choices:
+                close = nearest(str(value), map(str, choices))
+                raise UserError(f"{key.name}: {value!r} is not one of {', '.join(map(str, choices))}{close}")
         super().__post_init__()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from transformers import PretrainedConfig
+from trl import ModelConfig
 
 from adora_vl.advantage.adora import CRITERIA
 from adora_vl.arithmetic import BatchPlan, check_rows, check_saves, plan_batches
@@ -29,6 +30,17 @@ def _check_adora(config: AdoraGRPOConfig) -> None:
         )
 
 
+def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig) -> None:
+    """Keys that TRL knows and this command would take and then ignore or fail on late."""
+    if model.load_in_4bit or model.load_in_8bit:
+        raise UserError("load_in_4bit/load_in_8bit: quantised training is not supported; use LoRA on bfloat16 weights")
+    if config.eval_strategy != "no":
+        raise UserError(
+            f"eval_strategy: {str(config.eval_strategy.value)!r} is not supported yet; set it to 'no' and evaluate "
+            "checkpoints with `python -m eval.geometry3k`"
+        )
+
+
 def _check_rollouts(config: AdoraGRPOConfig, model_config: PretrainedConfig) -> None:
     if config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
@@ -37,6 +49,11 @@ def _check_rollouts(config: AdoraGRPOConfig, model_config: PretrainedConfig) -> 
         raise UserError(
             "vllm_importance_sampling_correction: false leaves the drift guard nothing to measure; set it to true, or "
             "adora_max_drift: null to train unguarded"
+        )
+    if config.adora_truncated_at is not None and config.adora_truncated_at > config.max_completion_length:
+        raise UserError(
+            f"adora_truncated_at: {config.adora_truncated_at} is above max_completion_length: "
+            f"{config.max_completion_length}, no rollout would ever count as truncated; remove it to derive it"
         )
     limit = config.vllm_max_model_length
     if config.use_vllm and limit is not None and limit <= config.max_completion_length:
@@ -47,22 +64,25 @@ def _check_rollouts(config: AdoraGRPOConfig, model_config: PretrainedConfig) -> 
 
 
 def batch_plan(config: AdoraGRPOConfig, num_processes: int) -> BatchPlan:
-    """The run's arithmetic. `GRPOConfig` has by then filled in both generation sizes, which agree."""
+    """The run's arithmetic. `GRPOConfig` has by then filled in both generation sizes, for this process count or 1."""
     return plan_batches(
         per_device_train_batch_size=config.per_device_train_batch_size,
         num_processes=num_processes,
         num_generations=config.num_generations,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
-        generation_batch_size=config.generation_batch_size,
+        steps_per_generation=config.steps_per_generation,
         num_iterations=config.num_iterations,
     )
 
 
-def check_run(config: AdoraGRPOConfig, model_config: PretrainedConfig, rows: int) -> BatchPlan:
+def check_run(
+    config: AdoraGRPOConfig, model: ModelConfig, model_config: PretrainedConfig, rows: int, num_processes: int
+) -> BatchPlan:
     """Raise `UserError` for the first thing that cannot work; returns the batch arithmetic."""
+    _check_unsupported(config, model)
     _check_adora(config)
     _check_rollouts(config, model_config)
-    plan = batch_plan(config, config.world_size)
+    plan = batch_plan(config, num_processes)
     check_rows(plan, rows)
     if config.save_strategy == "steps":
         if config.save_steps < 1:

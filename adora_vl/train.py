@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.errors import UserError
@@ -77,10 +78,31 @@ def prepare(arguments: Sequence[str]) -> tuple[AdoraScriptArguments, AdoraGRPOCo
         model.model_name_or_path = resolve_model(model.model_name_or_path)
     model_config = load_config(model.model_name_or_path, model.model_revision)
     dataset = load_training_data(script, config)
-    plan = check_run(config, model_config, len(dataset))
+    checkpoint_to_resume(config)
+    plan = check_run(config, model, model_config, len(dataset), config.world_size)
     if config.process_index == 0:
         print(f"{len(dataset)} training problems; {plan.describe()}", flush=True)
     return script, config, model, dataset
+
+
+def checkpoint_to_resume(config: AdoraGRPOConfig) -> str | None:
+    """`resume_from_checkpoint`: a folder, or `true` for the newest one in `output_dir`.
+
+    Raises `UserError` where there is none.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    wanted = config.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        return None
+    if str(wanted).lower() == "true":
+        newest = get_last_checkpoint(config.output_dir) if Path(config.output_dir).is_dir() else None
+        if newest is None:
+            raise UserError(f"resume_from_checkpoint: true, but {config.output_dir!r} holds no checkpoint-N folder")
+        return str(newest)
+    if not (Path(wanted) / "trainer_state.json").is_file():
+        raise UserError(f"resume_from_checkpoint: {str(wanted)!r} is no checkpoint folder (no trainer_state.json)")
+    return str(wanted)
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -90,12 +112,13 @@ def train(arguments: Sequence[str]) -> None:
     script, config, model, dataset = prepare(arguments)
     trainer = build_trainer(script, config, model, dataset)
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(config))
     seconds = time.perf_counter() - started
     trainer.save_model(config.output_dir)
     trainer.save_state()
+    model_folder = trainer.save_merged() or Path(config.output_dir)
     if trainer.accelerator.is_main_process:
-        print_summary(trainer.state.log_history, config, seconds)
+        print_summary(trainer.state.log_history, config, model_folder, seconds)
     trainer.accelerator.wait_for_everyone()
     trainer.close()
     trainer.accelerator.end_training()

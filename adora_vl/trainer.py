@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -67,6 +68,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs
             )
         freeze(self.model, args.frozen_components)
+        self._saved_at: int | None = None  # the step of this run's newest checkpoint
         if not self.use_vllm:
             self._never_sample(never_sampled_ids(self._tokenizer))
 
@@ -75,11 +77,27 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if self.use_vllm and self.vllm_mode == "colocate":
             self.vllm_generation.llm.llm_engine.engine_core.shutdown()
 
+    def save_merged(self) -> Path | None:
+        """With LoRA, the whole model with the adapter merged in, as `output_dir/merged`; None without LoRA.
+
+        `output_dir` itself has the adapter alone, which neither vLLM nor the evaluators load. Under ZeRO-3 the weights
+        are in pieces, and merging them is left to the user.
+        """
+        if not is_peft_model(self.model) or self._dist.is_zero3 or self._dist.is_fsdp:
+            return None
+        folder = Path(self.args.output_dir) / "merged"
+        if self.accelerator.is_main_process:
+            self.model.merge_and_unload().save_pretrained(folder)
+            self.processing_class.save_pretrained(folder)
+        self.accelerator.wait_for_everyone()
+        return folder
+
     def _never_sample(self, ids: list[int]) -> None:
         """Stock TRL bans the image token alone when `transformers` generates; the others have no features either."""
-        if ids:
-            self.generation_kwargs["suppress_tokens"] = ids
-            self.generation_config.suppress_tokens = ids
+        banned = sorted({*(self.generation_kwargs.get("suppress_tokens") or []), *ids})
+        if banned:
+            self.generation_kwargs["suppress_tokens"] = banned
+            self.generation_config.suppress_tokens = banned
 
     def _calculate_rewards(
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
@@ -108,18 +126,24 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if training:
             self._check_drift(output)
         factors_B = self._weigh("train" if training else "eval")
-        if training and self.args.adora_mode != "off":
+        if training and not self._is_plain_grpo:
             local = slice(
                 self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs)
             )
             output["advantages"] = output["advantages"] * factors_B[local]
         return output
 
-    def _weigh(self, mode: str) -> Tensor:
-        """Factors of the advantages of all ranks, (all ranks' B,), from whole groups; metrics and the table on the way.
+    @property
+    def _is_plain_grpo(self) -> bool:
+        """Whether every weight is 1 by configuration: then nothing of TRL's step is touched, not even its rounding."""
+        return bool(self.args.adora_mode == "off" or self.args.adora_factor == 1.0)
 
-        A factor is the prompt's weight, or 0 for a constant group, where TRL's float32 mean can leave advantages of
-        1e-4 out of nothing.
+    def _weigh(self, mode: str) -> Tensor:
+        """What the advantages of all ranks are multiplied by, (all ranks' B,), from whole groups; metrics and the table
+        on the way.
+
+        That is the prompt's weight, or 0 for a constant group, where TRL's float32 mean can leave advantages of 1e-4
+        out of nothing. Evaluation is never weighed.
         """
         rewards_BF, facts_B2 = self._scored
         weights_F = self.reward_weights.to(rewards_BF.device)
@@ -143,24 +167,34 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         )
         for name, value in adora_metrics(weighting).items():
             self._metrics[mode][f"adora/{name}"].append(value)
-        factors_P = weighting.weights_P
-        if self.args.adora_mode != "off" and self.multi_objective_aggregation == "sum_then_normalize":
-            factors_P = torch.where(is_constant(rewards_PG), 0.0, factors_P)
+        factors_P = torch.ones_like(weighting.weights_P)
+        if mode == "train" and not self._is_plain_grpo:
+            factors_P = weighting.weights_P
+            if self.multi_objective_aggregation == "sum_then_normalize":  # the other one is no mean of the group
+                factors_P = torch.where(is_constant(rewards_PG), 0.0, factors_P)
         factors_B = factors_P.repeat_interleave(generations)
-        self._tabulate(factors_B, weighting.tds_P.repeat_interleave(generations), lengths_PG.flatten())
+        self._tabulate(
+            factors_B,
+            adora_weight=weighting.weights_P.repeat_interleave(generations),
+            adora_tds=weighting.tds_P.repeat_interleave(generations),
+            adora_length=lengths_PG.flatten(),
+        )
         return factors_B
 
-    def _tabulate(self, factors_B: Tensor, tds_B: Tensor, lengths_B: Tensor) -> None:
-        """Weighted advantages in TRL's completion table; the raw ones and what decided the weights beside them."""
+    def _tabulate(self, factors_B: Tensor, **columns_B: Tensor) -> None:
+        """The advantages as the loss gets them in TRL's completion table; the raw ones and `columns_B` beside them."""
         advantages = self._logs["advantages"]
         count = min(len(factors_B), len(advantages))  # the table keeps the newest generation batch only
         raw = [advantages.pop() for _ in range(count)][::-1]
-        factors = factors_B[-count:].tolist()
-        advantages.extend(value * factor for value, factor in zip(raw, factors, strict=True))
+        advantages.extend(value * factor for value, factor in zip(raw, factors_B[-count:].tolist(), strict=True))
         self._logs["extra"]["advantage_raw"].extend(raw)
-        self._logs["extra"]["adora_weight"].extend(factors)
-        self._logs["extra"]["adora_tds"].extend(tds_B[-count:].tolist())
-        self._logs["extra"]["adora_length"].extend(lengths_B[-count:].tolist())
+        for name, column_B in columns_B.items():
+            self._logs["extra"][name].extend(column_B[-count:].tolist())
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Stock TRL saves; ours remembers the step, so that a stop need not save twice."""
+        super()._save_checkpoint(model, trial)
+        self._saved_at = self.state.global_step
 
     def _check_drift(self, output: dict[str, Any]) -> None:
         """Stop, with a checkpoint, where engine and trainer disagree on the sampled tokens. All ranks stop together."""
@@ -176,6 +210,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             return
         step = self.state.global_step
         checkpoint = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if not checkpoint.is_dir():
+        if self._saved_at != step:
             self._save_checkpoint(self.model, None)
+        # The first rank to raise ends the others, and one of them may still be writing.
+        self.accelerator.wait_for_everyone()
         raise RolloutError(drift_message(drift, bound, step, str(checkpoint)))

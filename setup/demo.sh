@@ -6,6 +6,8 @@ out="${1:-runs/demo}"
 py=.venv/bin/python
 export TOKENIZERS_PARALLELISM=false
 
+rm -rf "$out/before" "$out/after" "$out/adora" # of an earlier demo
+
 echo "== 1/5 Data: drawn geometry problems, 56 x 56 pixels"
 $py -m data_prep synthetic --output "$out/data" --rows 4096 --test-rows 600
 echo "== 2/5 Before: 600 held-out problems, greedy"

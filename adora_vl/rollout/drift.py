@@ -27,10 +27,15 @@ class Drift:
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
     """`[sum, count, largest]` of |difference| over the masked tokens that the engine scored. (3,), float64.
 
-    Sums rather than a mean, so that ranks with few tokens do not count as much as those with many.
+    Sums rather than a mean, so that ranks with few tokens do not count as much as those with many. A token that the
+    engine could not score (NaN) is left out; a policy that has become NaN is infinitely far away, and so is an engine
+    that scored nothing at all.
     """
-    difference_BC = (trainer_BC - engine_BC).abs().double()
-    counted = difference_BC[mask_BC.bool() & ~torch.isnan(difference_BC)]
+    sampled_BC = mask_BC.bool()
+    scored_BC = sampled_BC & ~torch.isnan(engine_BC)
+    counted = (trainer_BC - engine_BC).abs().double()[scored_BC].nan_to_num(nan=torch.inf)
+    if sampled_BC.any() and not scored_BC.any():
+        counted = counted.new_tensor([torch.inf])
     largest = counted.max() if counted.numel() else counted.new_zeros(())
     return torch.stack([counted.sum(), counted.new_tensor(float(counted.numel())), largest])
 

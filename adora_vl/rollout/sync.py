@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from adora_vl.errors import RolloutError, UserError
@@ -51,9 +50,16 @@ def reset_server_encoder_cache(client: Any) -> None:
         )
 
 
+def engine_runs_on_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build, whatever the trainer runs on."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def refuse_on_cpu(config: Any, sleep_mode: bool) -> None:
     """Raise `UserError` for what vLLM on a CPU cannot keep in sync. `config` is a Transformers model config."""
-    if torch.cuda.is_available():
+    if not engine_runs_on_cpu():
         return
     if config.tie_word_embeddings:
         raise UserError(

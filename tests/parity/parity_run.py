@@ -21,7 +21,7 @@ from datasets import Dataset  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.models.components import component_of  # noqa: E402
-from adora_vl.prompts import conversation  # noqa: E402
+from adora_vl.prompts import SYSTEM_PROMPT, conversation  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout.tokens import never_sampled_ids  # noqa: E402
@@ -29,6 +29,7 @@ from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
+PROMPT_REPEATS = 9  # of the system prompt: about 200 tokens
 SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
@@ -36,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "use_vllm": True,
     "vllm_mode": "colocate",
     "vllm_gpu_memory_utilization": 0.25,
-    "vllm_max_model_length": 256,
+    "vllm_max_model_length": 512,
     "num_generations": 4,
     "max_completion_length": 24,
     "max_steps": 6,
@@ -116,6 +117,8 @@ def sabotage(name: str) -> None:
         engine_module.push_weights = lambda llm, tensors: sum(1 for _ in tensors)
     elif name == "stale_encoder_cache":
         engine_module.reset_caches = lambda llm: llm.reset_prefix_cache()
+    elif name == "stale_prefix_cache":
+        engine_module.reset_caches = lambda llm: llm.llm_engine.reset_encoder_cache()
     elif name == "pixel_limits":
         engine_module.pixel_limits = lambda processing_class: {"min_pixels": 28 * 28, "max_pixels": 28 * 28}
     elif name:
@@ -127,15 +130,17 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sabotage", default="")
-    parser.add_argument("--size", type=int, default=56)
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     sabotage(options.sabotage)
     own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
-    rows = list(generate(64, seed=5, size=options.size))
+    # Four problems that come again at every step, in prompts longer than a block of the prefix cache (128 tokens on a
+    # CPU), so that a cache which is not reset is hit.
+    rows = list(generate(4, seed=5))
     dataset = Dataset.from_list(rows, features=FEATURES)
-    dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
+    prompts = [conversation(row["problem"], f"{SYSTEM_PROMPT} " * PROMPT_REPEATS) for row in rows]
+    dataset = dataset.add_column("prompt", prompts)
     trainer = Recorder(model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset)
     vision = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if component_of(n) == "vision_tower"}
     trainer.train()

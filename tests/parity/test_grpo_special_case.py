@@ -33,6 +33,12 @@ class Gradients(TrainerCallback):
         self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
 
 
+def reward_with_a_constant_group(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """The preset, but the batch's first group is boxed and wrong throughout: stock TRL's mean of 0.1 is not exact."""
+    graded: list[float] = reward_function("adora")(completions=completions, answer=answer, **columns)
+    return [0.1] * 8 + graded[8:]
+
+
 def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, Any]:
     """Two optimizer steps of two micro-batches with `transformers` generation; everything is decided by the seed."""
     processor = load_processor(str(PRETRAINED))
@@ -70,7 +76,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
     gradients = Gradients()
     trainer = Recorded(
         model=str(PRETRAINED),
-        reward_funcs=reward_function("adora"),
+        reward_funcs=reward_with_a_constant_group,
         args=args,
         train_dataset=dataset,
         processing_class=processor,
@@ -114,6 +120,7 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
     assert torch.equal(ours["batches"][0]["completion_ids"], stock["batches"][0]["completion_ids"])
     assert not torch.equal(raw, weighted)
     ratios = {round(r, 4) for r in (weighted / raw)[raw != 0].tolist()}
-    assert ratios == {0.1, 1.0} or ratios == {0.1}
+    assert 0.1 in ratios and ratios <= {0.0, 0.1, 1.0}  # 0: the rounding noise of the constant group
+    assert weighted[0].tolist() == [0.0] * 8
     shares = [entry["adora/tds_share"] for entry in ours["log"] if "adora/tds_share" in entry]
     assert shares[0] > 0

@@ -21,6 +21,14 @@ def test_a_token_that_the_engine_could_not_score_is_left_out():
     assert merge_drift(sums[None]).mean == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "engine"), [([float("nan"), 1.0], [1.0, 1.0]), ([1.0, 1.0], [float("nan"), float("nan")])]
+)
+def test_a_policy_that_is_nan_or_an_engine_that_scores_nothing_is_no_agreement(trainer, engine):
+    sums = drift_sums(torch.tensor([trainer]), torch.tensor([engine]), torch.ones(1, 2))
+    assert merge_drift(sums[None]).mean == float("inf")
+
+
 def test_nothing_sampled_is_no_drift():
     sums = drift_sums(torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
     assert merge_drift(sums[None]).mean == 0.0

@@ -68,9 +68,9 @@ def test_the_metrics_of_a_batch_by_hand():
 def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     history = [{"step": i, "reward": i / 10, "adora/drift": 1e-6} for i in range(10)] + [{"train_runtime": 1.0}]
-    text = "\n".join(summary_lines(history, config, 90))
+    text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
     assert "Trained 9 steps in 1.5 min" in text
     assert "reward                     0.050       0.850" in text
     assert "engine drift" in text and "TDS" not in text  # only what was logged
-    assert str(tmp_path) in text
-    assert "Trained 0 steps" in "\n".join(summary_lines([], config, 1))
+    assert f"--model {tmp_path / 'merged'} " in text
+    assert "Trained 0 steps" in "\n".join(summary_lines([], config, tmp_path, 1))

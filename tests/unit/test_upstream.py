@@ -9,9 +9,12 @@ import textwrap
 
 import pytest
 from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
 from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
+from trl.trainer.utils import get_config_model_id
 
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.environment import prepare_engine_environment
@@ -27,6 +30,7 @@ SIGNATURES = {
     VLLMGeneration._iter_named_params: ["self"],
     VLLMGeneration.sync_weights: ["self"],
     VLLMGeneration.generate: ["self", "prompts", "images", "num_generations", "profiler"],
+    VLLMGeneration._place_features: ["self", "features", "prompt_ids"],
     VLLMGeneration._fix_param_name_to_vllm: ["self", "name", "extra_prefixes"],
     vllm_generation.empty_cache: [],
 }
@@ -39,7 +43,7 @@ def test_the_signature_is_the_one_that_we_override_or_call(function):
 
 @pytest.mark.parametrize(("ours", "theirs"), [(AdoraGRPOTrainer, GRPOTrainer), (AdoraVLLMGeneration, VLLMGeneration)])
 def test_every_override_exists_upstream_and_says_what_stock_does(ours, theirs):
-    own = {"close", "_never_sample", "_weigh", "_tabulate", "_check_drift", "_build_llm"}
+    own = {"close", "_never_sample", "_weigh", "_tabulate", "_check_drift", "_build_llm", "save_merged"}
     for name, function in vars(ours).items():
         if not inspect.isfunction(function) or name in own or name == "__init__":
             continue
@@ -82,12 +86,46 @@ def test_trl_still_sends_expanded_prompts_to_the_colocated_engine():
     assert "collapse" not in source
 
 
+def test_trl_still_has_the_attributes_that_we_read():
+    """Names that are set in a constructor have no signature; the source that sets them is what can be checked."""
+    trainer = inspect.getsource(GRPOTrainer.__init__)
+    for name in (
+        "_tokenizer",
+        "eos_token_ids",
+        "reward_weights",
+        "multi_objective_aggregation",
+        "num_generations_eval",
+        "generation_kwargs",
+        "generation_config",
+        "vllm_generation",
+        "_metrics",
+        "_logs",
+        "_dist",
+    ):
+        assert f"self.{name} = " in trainer, name
+    generation = inspect.getsource(vllm_generation)
+    for name in ("model_executor.driver_worker.model_runner", "_llm_weights_sleeping", "vllm_client"):
+        assert f"{name}" in generation, name
+    client = inspect.getsource(VLLMClient)
+    assert "self.session = " in client and "self.base_url = " in client
+    assert {"gather_params", "is_fsdp", "is_zero3"} <= set(dir(DistributedBackend))
+    assert list(inspect.signature(get_config_model_id).parameters) == ["config"]
+
+
+def test_peft_merges_as_we_do():
+    from peft.tuners.lora import Linear
+
+    assert list(inspect.signature(Linear.get_delta_weight).parameters) == ["self", "adapter"]
+
+
 def test_the_engine_has_the_entry_points_of_weight_sync():
     from vllm import LLM
+    from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     assert "weights_iterator" in inspect.signature(GPUModelRunner.reload_weights).parameters
     assert "reset_running_requests" in inspect.signature(LLM.reset_prefix_cache).parameters
     assert list(inspect.signature(LLMEngine.reset_encoder_cache).parameters) == ["self"]
+    assert callable(InprocClient.shutdown)
     assert callable(LLM.wake_up) and callable(LLM.sleep)
