@@ -9,12 +9,11 @@ from PIL import Image
 
 from adora_vl.errors import UserError
 from adora_vl.prompts import Message
+from adora_vl.rollout.tokens import never_sampled_ids
 
 if TYPE_CHECKING:
     from transformers import BatchFeature
 
-# A model that writes one of these has not answered, and what follows is read as an image that is not there.
-BANNED_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 _TEMPLATE_TOKENS = 256  # more than any chat template and the rounding of image sizes add to a prompt
 
 
@@ -47,8 +46,7 @@ class ChatProcessor:
                 )
         self._tokenizer = self._processor.tokenizer
         self._tokenizer.padding_side = "left"
-        vocabulary = self._tokenizer.get_vocab()
-        self.banned_ids: list[int] = [vocabulary[token] for token in BANNED_TOKENS if token in vocabulary]
+        self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
         self.pad_id: int = self._tokenizer.pad_token_id
         self.context: int = self._config.get_text_config().max_position_embeddings
 

@@ -62,6 +62,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
         self.tensors_sent = 0  # by the last sync
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
+        self._bans_only = not generation_kwargs  # nothing of the user's changes what is sampled
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
         if banned:
             generation_kwargs["logit_bias"] = {**(generation_kwargs.get("logit_bias") or {}), **banned}
@@ -83,10 +84,20 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         kwargs["dtype"] = self.settings.dtype or str(self.model.dtype).removeprefix("torch.")
         kwargs["max_num_batched_tokens"] = self.settings.max_num_batched_tokens
         kwargs["revision"] = self.settings.revision
+        kwargs["logprobs_mode"] = self._logprobs_mode()
         if self.image_token_id is not None:
             kwargs["mm_processor_kwargs"] = pixel_limits(self.processing_class)
             kwargs["limit_mm_per_prompt"] = {"video": 0}  # else a video's worth of memory is set aside
         return LLM(**kwargs)
+
+    def _logprobs_mode(self) -> str:
+        """Stock TRL asks for log-probabilities after temperature, filters and bans, which the trainer knows only the
+        first of. Where the bans are all there is, ours asks for them before: then they are the trainer's own.
+        """
+        neutral = (self.temperature, self.top_p, self.repetition_penalty) == (1.0, 1.0, 1.0)
+        unfiltered = not self.top_k or self.top_k < 0
+        plain = neutral and unfiltered and not self.min_p and self._bans_only
+        return "raw_logprobs" if plain else "processed_logprobs"
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears bfloat16 weights down.

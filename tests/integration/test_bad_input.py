@@ -36,9 +36,10 @@ def refused(monkeypatch, capsys, data, tmp_path):
         arguments = [*CPU, "--output_dir", str(tmp_path / "out"), "--dataset_name", str(data), *words]
         capsys.readouterr()
         assert main(arguments) == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1
-        return lines[0]
+        lines = capsys.readouterr().err.rstrip("\n").splitlines()
+        places = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        assert places == [len(lines) - 1], "one line, and the last one"
+        return lines[-1]
 
     return run
 
@@ -77,11 +78,25 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
             "vllm_max_model_length: 64 leaves no room for a prompt",
         ),
         ([*BATCH, "--min_pixels", "9000", "--max_pixels", "800"], "min_pixels: 9000"),
+        ([*BATCH, "--load_in_4bit", "true"], "quantised training is not supported"),
+        ([*BATCH, "--eval_strategy", "steps", "--eval_steps", "5"], "eval_strategy: 'steps' is not supported yet"),
+        ([*BATCH, "--resume_from_checkpoint", "true"], "resume_from_checkpoint: true, but"),
+        ([*BATCH, "--resume_from_checkpoint", "/nowhere"], "'/nowhere' is no checkpoint folder"),
+        (
+            [*BATCH, "--max_completion_length", "32", "--adora_truncated_at", "40"],
+            "adora_truncated_at: 40 is above max_completion_length: 32",
+        ),
     ],
     ids=lambda value: value[-2] if isinstance(value, list) else "",
 )
 def test_one_line_names_the_key_the_value_and_the_remedy(refused, words, expected):
     assert expected in refused(*words)
+
+
+def test_a_choice_in_a_file_that_is_none_of_the_choices(refused, tmp_path):
+    (tmp_path / "c.yaml").write_text("adora_mode: boost\n")
+    line = refused(*BATCH, "--config", str(tmp_path / "c.yaml"))
+    assert "adora_mode: 'boost'" in line and "attenuation" in line
 
 
 def test_a_dataset_without_the_columns(refused, tmp_path):

@@ -14,10 +14,11 @@ import torch
 from adora_vl.models.tiny.architecture import build_model
 from adora_vl.models.tiny.processor import build_processor
 from adora_vl.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.rollout.tokens import NEVER_SAMPLED
 from data_prep.storage import write_split
 from data_prep.synthetic.generate import generate
 from eval import geometry3k
-from eval.chat import BANNED_TOKENS, ChatProcessor
+from eval.chat import ChatProcessor
 from eval.predictions import Prediction, read_predictions
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "visual" not in name:
                 parameter.mul_(2)  # or the fresh model repeats one token whatever it is shown
-        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(BANNED_TOKENS)] *= (
+        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= (
             10  # wanted, were they allowed
         )
     model.generation_config.repetition_penalty = 1.3  # Qwen2.5-VL's has 1.05; greedy means greedy for both engines

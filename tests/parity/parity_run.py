@@ -24,12 +24,10 @@ from adora_vl.models.components import component_of  # noqa: E402
 from adora_vl.prompts import SYSTEM_PROMPT, conversation  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
-from adora_vl.rollout.tokens import never_sampled_ids  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
-PROMPT_REPEATS = 9  # of the system prompt: about 200 tokens
 SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
@@ -55,11 +53,10 @@ SETTINGS: dict[str, Any] = {
 
 
 class Recorder(AdoraGRPOTrainer):
-    """Keeps every batch, how much of the policy's mass was banned, and how many tensors each sync sent."""
+    """Keeps every batch, and how many tensors each sync sent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.batches: list[dict[str, Any]] = []
-        self.allowed_BC: list[torch.Tensor] = []  # log of the mass that is not banned, for each sampled token
         self.sent: list[int] = []
         super().__init__(*args, **kwargs)
 
@@ -69,20 +66,7 @@ class Recorder(AdoraGRPOTrainer):
         self.last_advantages = output["advantages"]
         if self.use_vllm:
             self.sent.append(self.vllm_generation.tensors_sent)
-            self.allowed_BC.append(self.log_allowed_mass(output))
         return output
-
-    def log_allowed_mass(self, batch: dict[str, Any]) -> torch.Tensor:
-        """log(1 - p) with p the policy's mass on the tokens that the engine may not sample."""
-        with torch.no_grad():
-            logits = self.model(
-                input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-                attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-                **{k: batch[k] for k in ("pixel_values", "image_grid_thw", "mm_token_type_ids")},
-            ).logits[:, -batch["completion_ids"].size(1) - 1 : -1]
-        probabilities = logits.double().softmax(dim=-1)
-        banned = probabilities[..., never_sampled_ids(self._tokenizer)].sum(dim=-1)
-        return torch.log1p(-banned).float()
 
     def logps_now(self, batch: dict[str, Any]) -> torch.Tensor:
         with torch.no_grad():
@@ -96,8 +80,8 @@ class Recorder(AdoraGRPOTrainer):
         return logps
 
 
-def largest_gap(batch: dict[str, Any], log_mass_BC: torch.Tensor | float = 0.0) -> float:
-    gap = (batch["old_per_token_logps"] - log_mass_BC - batch["sampling_per_token_logps"]).abs()
+def largest_gap(batch: dict[str, Any]) -> float:
+    gap = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
     return gap[batch["completion_mask"].bool()].max().item()
 
 
@@ -130,16 +114,17 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sabotage", default="")
+    parser.add_argument("--prompt-repeats", type=int, default=1, help="of the system prompt; 9 make about 200 tokens")
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     sabotage(options.sabotage)
     own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
-    # Four problems that come again at every step, in prompts longer than a block of the prefix cache (128 tokens on a
-    # CPU), so that a cache which is not reset is hit.
+    # Four problems that come again at every step. In prompts longer than a block of the prefix cache (128 tokens on a
+    # CPU) they hit a cache which is not reset.
     rows = list(generate(4, seed=5))
     dataset = Dataset.from_list(rows, features=FEATURES)
-    prompts = [conversation(row["problem"], f"{SYSTEM_PROMPT} " * PROMPT_REPEATS) for row in rows]
+    prompts = [conversation(row["problem"], " ".join([SYSTEM_PROMPT] * options.prompt_repeats)) for row in rows]
     dataset = dataset.add_column("prompt", prompts)
     trainer = Recorder(model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset)
     vision = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if component_of(n) == "vision_tower"}
@@ -151,16 +136,14 @@ def main() -> None:
     )
     moved = (trainer.logps_now(trainer.batches[0]) - trainer.batches[0]["old_per_token_logps"]).abs()
     moved = moved[trainer.batches[0]["completion_mask"].bool()].max()
-    pairs = list(zip(trainer.batches, trainer.allowed_BC, strict=True))
-    gaps = torch.tensor([[largest_gap(batch) for batch, _ in pairs], [largest_gap(*pair) for pair in pairs]])
+    gaps = torch.tensor([largest_gap(batch) for batch in trainer.batches])
     gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
     moved = trainer.accelerator.gather(moved[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
     if trainer.accelerator.is_main_process:
         names = [name for name, _ in trainer.model.named_parameters()]
         result = {
-            "gaps": gaps[0].tolist(),
-            "gaps_allowed_tokens": gaps[1].tolist(),
+            "gaps": gaps.tolist(),
             "moved": moved.item(),
             "vision_moved": vision_moved,
             "advantages": advantages,

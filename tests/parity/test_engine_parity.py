@@ -29,10 +29,7 @@ def parity(tmp_path: Path, config: str, *words: str, check: bool = True) -> dict
 
 def assert_parity(result: dict[str, Any]) -> None:
     assert len(result["gaps"]) == 6
-    assert result["gaps"][0] <= BOUND, "cold"
-    assert result["gaps"][5] <= BOUND, "after five updates"
-    # at every step, once the mass of the tokens that the engine may not sample is taken out on both sides
-    assert max(result["gaps_allowed_tokens"]) <= BOUND
+    assert max(result["gaps"]) <= BOUND, "the first is cold, the last after five updates"
     assert result["moved"] > 0.1, "the updates were too small to prove anything"
 
 
@@ -41,6 +38,14 @@ def test_one_process(tmp_path):
     assert_parity(result)
     assert result["vision_moved"] > 0, "the vision tower was not trained"
     assert result["sent"] == [sum(result["tensors"].values())] * 6
+
+
+LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
+
+
+def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
+    """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may come of that."""
+    assert_parity(parity(tmp_path, "cpu", *LONG))
 
 
 def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
@@ -81,8 +86,8 @@ def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
 
 @pytest.mark.parametrize("cache", ["prefix", "encoder"])
 def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
-    words = ["--sabotage", f"stale_{cache}_cache", "per_device_train_batch_size=16", "adora_max_drift=null"]
-    result = parity(tmp_path, "cpu", *words, "max_steps=3", check=False)
+    words = [*LONG, "--sabotage", f"stale_{cache}_cache", "adora_max_drift=null", "max_steps=3"]
+    result = parity(tmp_path, "cpu", *words, check=False)
     if result["returncode"]:  # the CPU engine misses the features of a prefix that it has forgotten, and says so
         assert "Encoder cache miss" in result["stderr"]
     else:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import Qwen2_5_VLConfig
 
-from adora_vl.arithmetic import check_saves, plan_batches
+from adora_vl.arithmetic import plan_batches
 from adora_vl.cli import parse, read_yaml
 from adora_vl.errors import UserError
+from adora_vl.preflight import check_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # train config -> the accelerate config that its header names
@@ -19,6 +21,7 @@ PAIRS = {
     "grpo_7b_geo3k": "zero3_offload",
     "adora_3b_1gpu_lora": "gpu1",
 }
+ROWS = {"smoke_cpu": 4096}  # the others: Geometry3K's 2,101
 
 
 def test_every_shipped_config_is_in_the_pairs():
@@ -28,19 +31,25 @@ def test_every_shipped_config_is_in_the_pairs():
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_train_config_parses_and_its_batches_divide(name):
+def test_a_train_config_passes_the_checks_of_a_real_run(name, monkeypatch):
+    monkeypatch.setattr("adora_vl.rollout.sync.engine_runs_on_cpu", lambda: name == "smoke_cpu")
     path = CONFIGS / "train" / f"{name}.yaml"
     # what a machine without a GPU cannot promise is switched off here, everything else is the file's
     script, config, model = parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
     processes = yaml.safe_load((CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml").read_text())["num_processes"]
-    plan = plan_batches(
-        per_device_train_batch_size=config.per_device_train_batch_size,
-        num_processes=processes,
-        num_generations=config.num_generations,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-    )
-    check_saves(plan, int(config.save_steps))
+    plan = check_run(config, model, Qwen2_5_VLConfig(), ROWS.get(name, 2101), processes)
+    assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
     assert model.model_name_or_path and script.dataset_name
+
+
+def test_that_check_would_notice_a_batch_that_does_not_divide(monkeypatch):
+    monkeypatch.setattr("adora_vl.rollout.sync.engine_runs_on_cpu", lambda: False)
+    path = CONFIGS / "train" / "adora_7b_geo3k.yaml"
+    _, config, model = parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
+    with pytest.raises(UserError, match="num_generations"):
+        check_run(config, model, Qwen2_5_VLConfig(), 2101, num_processes=7)
+    with pytest.raises(UserError, match="100 rows do not fill one generation of 128"):
+        check_run(config, model, Qwen2_5_VLConfig(), 100, num_processes=8)
 
 
 def test_the_papers_recipe_samples_128_prompts_of_8():
