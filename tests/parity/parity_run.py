@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--sabotage", default="")
     parser.add_argument("--prompt-repeats", type=int, default=1, help="of the system prompt; 9 make about 200 tokens")
     parser.add_argument("settings", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     sabotage(options.sabotage)
     own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
