@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from adora_vl.errors import UserError
@@ -17,6 +18,11 @@ class BatchPlan:
     prompts_per_generation: int
     cycle_micro_batches: int  # micro-batches from one generation to the next
     gradient_accumulation_steps: int
+
+    @property
+    def cycle_steps(self) -> int:
+        """Optimizer steps after which a generation ends together with a step: where a run can be cut."""
+        return math.lcm(self.cycle_micro_batches, self.gradient_accumulation_steps) // self.gradient_accumulation_steps
 
     def describe(self) -> str:
         return (

@@ -94,6 +94,16 @@ class AdoraGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL is untyped to my
     adora_freeze_vision_tower: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
     adora_freeze_projector: bool = field(default=False, metadata={"help": "Do not train the projector (merger)."})
     adora_freeze_language_model: bool = field(default=False, metadata={"help": "Do not train the language model."})
+    adora_seeded_rollouts: bool = field(
+        default=True,
+        metadata={
+            "help": "Sample each rollout from a seed of its own (run seed, step, row), so that a resumed run goes on "
+            "exactly. On a GPU vLLM samples a little slower with it."
+        },
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Start anew in an output_dir that holds a run; its checkpoints are deleted."}
+    )
     min_pixels: int | None = field(
         default=None,
         metadata={"help": "Smallest image in pixels, for the processor and vLLM alike; null: the model's."},

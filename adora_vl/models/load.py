@@ -24,6 +24,16 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
         ) from error
 
 
+def restore_weights(model: Any, folder: Path) -> None:
+    """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same class.
+
+    Transformers saves Qwen2.5-VL under other names (`visual.blocks`) than the module has (`model.visual.blocks`);
+    `from_pretrained` knows how to turn them back.
+    """
+    saved = type(model).from_pretrained(folder, dtype="auto")
+    model.load_state_dict(saved.state_dict())
+
+
 def load_processor(model: str, revision: str | None = None) -> Any:
     """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it."""
     return AutoProcessor.from_pretrained(model, revision=revision, truncation_side="left", padding_side="left")

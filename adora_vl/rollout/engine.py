@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -16,6 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from adora_vl.errors import RolloutError
 from adora_vl.models.components import component_of, trainable_components
 from adora_vl.rollout.lora import can_merge, merged_parameters
+from adora_vl.rollout.seeds import rollout_seed, seeded
 from adora_vl.rollout.sync import push_weights, refuse_on_cpu, reset_caches, reset_server_encoder_cache
 from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
 
@@ -42,14 +42,14 @@ def pixel_limits(processing_class: Any) -> dict[str, int] | None:
 
 
 @contextmanager
-def replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """`module.name` is `value` inside the block: the way past a constructor call that TRL leaves no argument for."""
-    original = getattr(module, name)
-    setattr(module, name, value)
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` inside the block: the way past a call that TRL leaves no argument for."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(owner, name, original)
 
 
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -61,6 +61,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
         self.tensors_sent = 0  # by the last sync
+        self.position: tuple[int, str] | None = None  # the run's seed and where it stands; None: the engine's own seed
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._bans_only = not generation_kwargs  # nothing of the user's changes what is sampled
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
@@ -175,6 +176,23 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if image_token_id is None or self.mode == "server":
             return tuple(super().generate(prompts, images, num_generations, profiler))
         collapsed = [collapse_image_runs(ids, image_token_id) for ids in prompts]
-        prompt_ids, *rest = super().generate(collapsed, images, num_generations, profiler)
+        with self._seeded(len(prompts)):
+            prompt_ids, *rest = super().generate(collapsed, images, num_generations, profiler)
         check_prompts(prompts, prompt_ids, image_token_id)
         return (prompt_ids, *rest)
+
+    @contextmanager
+    def _seeded(self, rows: int) -> Iterator[None]:
+        """Inside, each rollout is sampled from a seed of its own. Stock TRL goes on from wherever the engine's random
+        state is, which no checkpoint holds.
+
+        With tensor parallelism the ranks of a group must ask for the same, so there the engine's own seed is kept.
+        """
+        if self.position is None or self.tensor_parallel_size > 1:
+            yield
+            return
+        seed, where = self.position
+        first = self.accelerator.process_index * rows
+        seeds = [rollout_seed(seed, where, first + row) for row in range(rows)]
+        with replaced(self.llm, "generate", seeded(self.llm.generate, seeds)):
+            yield

@@ -27,7 +27,8 @@ def test_the_demo_learns(tmp_path):
 
 def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
     """Sampling solves 20 to 50 % of the held-out problems: groups then have right and wrong rollouts to compare."""
-    run([sys.executable, "-m", "data_prep", "synthetic", "--output", str(tmp_path / "data"), "--test-rows", "600"])
-    command = ["-m", "eval.geometry3k", "run", "--model", str(PRETRAINED), "--data", str(tmp_path / "data")]
+    data = str(tmp_path / "data")
+    run([sys.executable, "-m", "data_prep", "synthetic", "--output", data, "--rows", "1", "--test-rows", "600"])
+    command = ["-m", "eval.geometry3k", "run", "--model", str(PRETRAINED), "--data", data]
     run([sys.executable, *command, "--output", str(tmp_path / "out"), "--temperature", "1", "--max-tokens", "48"])
     assert 0.2 <= json.loads((tmp_path / "out" / "score.json").read_text())["accuracy"] <= 0.5

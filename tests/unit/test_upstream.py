@@ -14,7 +14,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.environment import prepare_engine_environment
@@ -26,6 +26,18 @@ SIGNATURES = {
     GRPOTrainer._calculate_rewards: ["self", "inputs", "prompts", "completions", "completion_ids_list"],
     GRPOTrainer._generate_and_score_completions: ["self", "inputs"],
     GRPOTrainer._save_checkpoint: ["self", "model", "trial"],
+    GRPOTrainer._get_output_dir: ["self", "trial"],
+    GRPOTrainer._load_from_checkpoint: ["self", "resume_from_checkpoint", "model"],
+    GRPOTrainer._get_train_sampler: ["self", "dataset"],
+    RepeatSampler.__init__: [
+        "self",
+        "data_source",
+        "mini_repeat_count",
+        "batch_size",
+        "repeat_count",
+        "shuffle",
+        "seed",
+    ],
     VLLMGeneration._init_vllm: ["self"],
     VLLMGeneration._iter_named_params: ["self"],
     VLLMGeneration.sync_weights: ["self"],
@@ -43,7 +55,8 @@ def test_the_signature_is_the_one_that_we_override_or_call(function):
 
 @pytest.mark.parametrize(("ours", "theirs"), [(AdoraGRPOTrainer, GRPOTrainer), (AdoraVLLMGeneration, VLLMGeneration)])
 def test_every_override_exists_upstream_and_says_what_stock_does(ours, theirs):
-    own = {"close", "_never_sample", "_weigh", "_tabulate", "_check_drift", "_build_llm", "save_merged"}
+    own = {"close", "_never_sample", "_weigh", "_tabulate", "_check_drift", "save_merged", "restore_metrics"}
+    own |= {"_seed_rollouts", "_build_llm", "_logprobs_mode", "_seeded"}
     for name, function in vars(ours).items():
         if not inspect.isfunction(function) or name in own or name == "__init__":
             continue

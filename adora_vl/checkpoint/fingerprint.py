@@ -1,0 +1,64 @@
+"""What a run is made of: two runs with the same fingerprint take the same steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+# What may differ between a run and its continuation: where it writes, what it shows, and how long it goes on.
+_FREE_KEYS = {
+    "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "run_name", "project", "trackio_space_id",
+    "report_to", "disable_tqdm", "logging_dir", "logging_steps", "logging_strategy", "logging_first_step", "log_level",
+    "log_level_replica", "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts",
+    "log_completions_hub_repo", "save_strategy", "save_steps", "save_total_limit", "vllm_gpu_memory_utilization",
+    "adora_max_drift", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
+    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
+}  # fmt: skip
+_FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "vllm_server_", "trackio_")
+_LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # decisive only where the learning rate depends on the end
+
+Fingerprint = dict[str, str]
+
+
+def fingerprint(*settings: Any, data: Path | str, model: Path | str, revision: str, processes: int) -> Fingerprint:
+    """Every decisive key with its value as text.
+
+    `settings` are the run's dataclasses, `data` and `model` folders or hub ids.
+    """
+    values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
+    constant = str(getattr(values.get("lr_scheduler_type"), "value", values.get("lr_scheduler_type"))) == "constant"
+    free = _FREE_KEYS | (_LENGTH_KEYS if constant else set())
+    kept = {
+        key: json.dumps(value, default=str, sort_keys=True)
+        for key, value in values.items()
+        if key not in free and not key.startswith(_FREE_PREFIXES)
+    }
+    return {
+        **kept,
+        "processes": str(processes),
+        "dataset": _identity(Path(data), str(data), ("manifest.json",), "data/*.parquet"),
+        "model": _identity(Path(model), f"{model}@{revision}", ("config.json",), "*.safetensors"),
+    }
+
+
+def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """`key: before -> now` for every key that differs, what a person sets first."""
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    changed.sort(key=lambda key: (not key.startswith("adora_"), key))
+    return [f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in changed]
+
+
+def _identity(folder: Path, name: str, described_by: tuple[str, ...], pattern: str) -> str:
+    """A folder by what describes it and the sizes of its large files, wherever it lies; a hub id as it is."""
+    if not folder.is_dir():
+        return name
+    digest = hashlib.sha256()
+    for file in described_by:
+        if (folder / file).is_file():
+            digest.update((folder / file).read_bytes())
+    for path in sorted(folder.glob(pattern)):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,69 @@
+"""Which checkpoint a run goes on from, or why it does not start."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from adora_vl.checkpoint.fingerprint import Fingerprint, differences
+from adora_vl.checkpoint.store import checkpoints, clear_staging, facts_of, newest_valid, problem_of
+from adora_vl.errors import UserError
+
+_ANEW = "--overwrite_output_dir true starts anew (and deletes its checkpoints)"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the run begins: a checkpoint, or None for the first step; and what the user should know of the choice."""
+
+    checkpoint: str | None
+    notes: list[str]
+
+
+def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerprint) -> Start:
+    """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None is that too).
+
+    `auto` goes on where `output_dir` holds a run with the same fingerprint and begins where it holds none. Raises
+    `UserError` for a run that is another one, and for a checkpoint that is not whole. One process calls this.
+    """
+    clear_staging(output_dir)
+    if overwrite:
+        for checkpoint in checkpoints(output_dir):
+            shutil.rmtree(checkpoint)
+        shutil.rmtree(output_dir / "completions", ignore_errors=True)
+        return Start(None, [])
+    word = str(wanted).lower()
+    if wanted is not None and word not in ("auto", "true", "false"):
+        return _start_at(Path(str(wanted)), now)
+    found = newest_valid(output_dir)
+    skipped = [f"skipped {path}: {reason}" for path, reason in found.skipped]
+    if found.checkpoint is None:
+        if skipped:
+            raise UserError(f"output_dir: no checkpoint in {str(output_dir)!r} is whole; {skipped[0]}; {_ANEW}")
+        if word == "true":
+            raise UserError(f"resume_from_checkpoint: true, but {str(output_dir)!r} holds no checkpoint-N folder")
+        return Start(None, [])
+    if word == "false":
+        raise UserError(
+            f"resume_from_checkpoint: false, but {str(output_dir)!r} holds {found.checkpoint.name}; {_ANEW}"
+        )
+    changed = differences(facts_of(found.checkpoint).get("fingerprint", {}), now)
+    if changed:
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise UserError(
+            f"output_dir: {str(output_dir)!r} holds {found.checkpoint.name} of another run: {changed[0]}{more}; choose "
+            f"another output_dir, or {_ANEW}"
+        )
+    return Start(str(found.checkpoint), [*skipped, f"going on from {found.checkpoint}"])
+
+
+def _start_at(checkpoint: Path, now: Fingerprint) -> Start:
+    """A checkpoint that the user named: it must be whole, and what differs is said."""
+    if not (checkpoint / "trainer_state.json").is_file():
+        raise UserError(f"resume_from_checkpoint: {str(checkpoint)!r} is no checkpoint folder (no trainer_state.json)")
+    problem = problem_of(checkpoint)
+    if problem:
+        raise UserError(f"resume_from_checkpoint: {str(checkpoint)!r} is not whole: {problem}; name another one")
+    changed = differences(facts_of(checkpoint).get("fingerprint", {}), now)
+    return Start(str(checkpoint), [f"going on from {checkpoint}", *(f"changed since then: {line}" for line in changed)])

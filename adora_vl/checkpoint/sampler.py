@@ -1,0 +1,27 @@
+"""TRL's sampler with an order that depends on the epoch alone, not on how many epochs this process has run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from trl.trainer.utils import RepeatSampler
+
+
+class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped to mypy
+    """Stock TRL draws each epoch's order from one generator, so a resumed run repeats the first epoch's order.
+
+    Here the generator is seeded from (seed, epoch) anew; epoch 0 has TRL's own order.
+    """
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by `transformers.Trainer` before each epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator = torch.Generator()
+            self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
+        return iter(super().__iter__())

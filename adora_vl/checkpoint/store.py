@@ -1,0 +1,162 @@
+"""A checkpoint folder on disk: sealed with the hash of every file, made visible by one rename, verified before use.
+
+output_dir/.saving/checkpoint-40    being written; means nothing
+output_dir/checkpoint-40            whole: manifest.json has every file's hash, `complete` the manifest's own
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MANIFEST, MARK, STAGING = "manifest.json", "complete", ".saving"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_HASHING_THREADS = 8  # hashlib lets go of the GIL
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that is whole, and why each newer one is not."""
+
+    checkpoint: Path | None
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def step_of(checkpoint: Path) -> int:
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match, f"{checkpoint} is no checkpoint folder"
+    return int(match[1])
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """All `checkpoint-N` folders, whole or not, newest first."""
+    if not output_dir.is_dir():
+        return []
+    found = (path for path in output_dir.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
+    return sorted(found, key=step_of, reverse=True)
+
+
+def publish(staged: Path, final: Path, facts: dict[str, Any]) -> None:
+    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename; nothing is lost in a crash.
+
+    A folder that stands at `final` already (one that was found damaged) is moved away first. One process calls this,
+    after all have written.
+    """
+    _seal(staged, facts)
+    replaced = None
+    if final.exists():
+        replaced = staged.with_name(f"{staged.name}.replaced")
+        final.rename(replaced)
+    staged.rename(final)
+    _sync(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Everything onto the disk, then the manifest, then the mark."""
+    paths = _files(folder)
+    for path in paths:
+        _sync(path)
+    manifest = json.dumps({**facts, "files": _hashes(folder, paths)}, indent=2, sort_keys=True)
+    _write(folder / MANIFEST, manifest)
+    _write(folder / MARK, hashlib.sha256(manifest.encode()).hexdigest())
+    for directory in {path.parent for path in paths} | {folder}:
+        _sync(directory)
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Why this checkpoint does not count, in a few words; None for a whole one. Reads every byte of it."""
+    try:
+        manifest_bytes = (checkpoint / MANIFEST).read_bytes()
+        mark = (checkpoint / MARK).read_text().strip()
+    except OSError as error:
+        return f"it was never finished ({Path(error.filename).name} is missing)"
+    if hashlib.sha256(manifest_bytes).hexdigest() != mark:
+        return f"{MANIFEST} is not the one that was finished"
+    expected: dict[str, dict[str, Any]] = json.loads(manifest_bytes)["files"]
+    for name, entry in expected.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+    found = _hashes(checkpoint, [checkpoint / name for name in expected])
+    damaged = [name for name in expected if found[name] != expected[name]]
+    return f"{damaged[0]} is damaged (its SHA-256 is another one)" if damaged else None
+
+
+def facts_of(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a whole checkpoint."""
+    facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
+    return facts
+
+
+def newest_valid(output_dir: Path) -> Found:
+    """The newest whole checkpoint of a run, and what was skipped on the way to it."""
+    skipped: list[tuple[Path, str]] = []
+    for checkpoint in checkpoints(output_dir):
+        problem = problem_of(checkpoint)
+        if problem is None:
+            return Found(checkpoint, skipped)
+        skipped.append((checkpoint, problem))
+    return Found(None, skipped)
+
+
+def rotate(output_dir: Path, keep: int | None) -> None:
+    """Delete finished checkpoints but the newest `keep` (None: keep all). Call it after the newest is published.
+
+    What has no mark is not counted and not touched. A folder disappears by a rename, so none is ever half there.
+    """
+    finished = [path for path in checkpoints(output_dir) if (path / MARK).is_file()]
+    for checkpoint in finished[keep:] if keep else []:
+        doomed = output_dir / STAGING / f"{checkpoint.name}.deleted"
+        doomed.parent.mkdir(exist_ok=True)
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_staging(output_dir: Path) -> None:
+    """Remove what a killed process left behind."""
+    shutil.rmtree(output_dir / STAGING, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        digests = list(pool.map(_sha256, paths))
+    return {
+        path.relative_to(folder).as_posix(): {"sha256": digest, "bytes": path.stat().st_size}
+        for path, digest in zip(paths, digests, strict=True)
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(path: Path) -> None:
+    """A file or a folder onto the disk: a rename alone does not order the data before it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

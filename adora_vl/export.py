@@ -1,0 +1,114 @@
+"""`python -m adora_vl.export RUN OUT`: plain Hugging Face weights from a run or one of its checkpoints.
+
+RUN is a checkpoint folder, or an output_dir: of that the newest whole checkpoint, or the final model where none is.
+OUT loads offline with `from_pretrained` and with vLLM. A LoRA adapter is merged into its base model, unless --adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
+from adora_vl.errors import UserError
+
+ADAPTER = "adapter_config.json"
+_MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+_PROCESSOR = (
+    "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json",
+)  # fmt: skip
+
+
+def export(run: Path, output: Path, *, adapter: bool = False) -> Path:
+    """Write `output`, whole or not at all. Returns the folder that was exported.
+
+    Raises `UserError` where there is nothing to export, or `output` is there already.
+    """
+    source = find_weights(run)
+    if output.exists():
+        raise UserError(f"OUT: {str(output)!r} is there already; name a new folder")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+        staged = Path(temporary) / "model"
+        staged.mkdir()
+        if (source / ADAPTER).is_file() and not adapter:
+            _merge(source, staged)
+        elif list(source.glob("*.safetensors")):
+            _copy(source, staged, ("adapter_*.json", *_MODEL))
+        else:
+            _gather(source, staged)
+        _copy(source, staged, _PROCESSOR)
+        staged.rename(output)
+    return source
+
+
+def find_weights(run: Path) -> Path:
+    """The folder to export: `run` itself where it is a checkpoint, else its newest whole one, else its final model."""
+    if not run.is_dir():
+        raise UserError(f"RUN: no folder {str(run)!r}")
+    if (run / MARK).is_file() or run.name.startswith("checkpoint-"):
+        problem = problem_of(run)
+        if problem:
+            raise UserError(f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint")
+        return run
+    found = newest_valid(run)
+    if found.checkpoint is not None:
+        return found.checkpoint
+    if (run / ADAPTER).is_file() or list(run.glob("*.safetensors")):
+        return run
+    raise UserError(f"RUN: {str(run)!r} holds neither a whole checkpoint nor a model")
+
+
+def _copy(source: Path, target: Path, patterns: Sequence[str]) -> None:
+    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
+        shutil.copy2(path, target / path.name)
+
+
+def _merge(source: Path, target: Path) -> None:
+    """The base model with the adapter added to its weights, in the base model's dtype."""
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    name = PeftConfig.from_pretrained(source).base_model_name_or_path
+    try:
+        base = AutoModelForImageTextToText.from_pretrained(name, dtype="auto")
+    except OSError as error:
+        raise UserError(
+            f"RUN: the adapter's base model {name!r} cannot be loaded ({str(error).splitlines()[0]})"
+        ) from error
+    PeftModel.from_pretrained(base, source).merge_and_unload().save_pretrained(target)
+
+
+def _gather(source: Path, target: Path) -> None:
+    """ZeRO-3 without `zero3_save_16bit_model`: the float32 weights out of every rank's part, in the model's dtype."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(source)
+    model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype)
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)))
+    model.save_pretrained(target)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m adora_vl.export", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("output", type=Path, metavar="OUT")
+    parser.add_argument("--adapter", action="store_true", help="leave a LoRA adapter as it is")
+    options = parser.parse_args(arguments)
+    try:
+        source = export(options.run, options.output, adapter=options.adapter)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{source} -> {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""From the arguments to a checked run: everything that needs no weights, so that a mistake costs seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adora_vl.errors import UserError
+from adora_vl.rollout.environment import prepare_engine_environment
+from adora_vl.versions import check_versions
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from trl import ModelConfig
+
+    from adora_vl.arithmetic import BatchPlan
+    from adora_vl.checkpoint.fingerprint import Fingerprint
+    from adora_vl.checkpoint.resume import Start
+    from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training command, read and checked."""
+
+    script: AdoraScriptArguments
+    config: AdoraGRPOConfig
+    model: ModelConfig
+    dataset: Dataset
+    plan: BatchPlan
+    start: Start
+    fingerprint: Fingerprint
+
+
+def prepare(arguments: Sequence[str]) -> Run:
+    """Read and check everything that can be checked without loading a weight. Raises `UserError`."""
+    check_versions(use_vllm=False)
+    prepare_engine_environment()
+    from adora_vl.assets import resolve_model
+    from adora_vl.cli import parse
+    from adora_vl.models.load import load_config
+    from adora_vl.preflight import check_run
+    from adora_vl.rewards import reward_function
+
+    script, config, model = parse(arguments)
+    check_versions(config.use_vllm)
+    if not model.model_name_or_path:
+        raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
+    reward_function(script.adora_reward)
+    with config.main_process_first(desc="building the tiny model where it is missing"):
+        model.model_name_or_path = resolve_model(model.model_name_or_path)
+    model_config = load_config(model.model_name_or_path, model.model_revision)
+    folder = _folder(script, config)
+    dataset = _load(script, folder)
+    plan = check_run(config, model, model_config, len(dataset), config.world_size)
+    start, now = _choose_start(script, config, model, folder)
+    if config.process_index == 0:
+        print("\n".join([f"{len(dataset)} training problems; {plan.describe()}", *start.notes]), flush=True)
+    return Run(script, config, model, dataset, plan, start, now)
+
+
+def _folder(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> str:
+    """The folder of the dataset, made by the first rank where it is the synthetic one and missing."""
+    from adora_vl.assets import resolve_dataset
+
+    with config.main_process_first(desc="making the dataset where it is missing"):
+        return resolve_dataset(script.dataset_name, script.adora_synthetic_rows)
+
+
+def _load(script: AdoraScriptArguments, folder: str) -> Dataset:
+    """The prepared rows with a conversational `prompt` column; images are decoded when a row is read."""
+    from adora_vl.prompts import conversation
+    from data_prep.storage import load_split
+
+    dataset = load_split(folder, script.dataset_train_split)
+    prompts = [conversation(problem, script.adora_system_prompt) for problem in dataset["problem"]]
+    return dataset.add_column("prompt", prompts)
+
+
+def _choose_start(
+    script: AdoraScriptArguments, config: AdoraGRPOConfig, model: ModelConfig, data: str
+) -> tuple[Start, Fingerprint]:
+    """The first rank looks at `output_dir` and its checkpoints, all ranks do what it found. Raises `UserError`."""
+    from accelerate.utils import broadcast_object_list
+
+    from adora_vl.checkpoint.fingerprint import fingerprint
+    from adora_vl.checkpoint.resume import choose_start
+
+    found: list[Any] = [None, None, None]
+    if config.process_index == 0:
+        name, revision = str(model.model_name_or_path), model.model_revision
+        now = fingerprint(script, config, model, data=data, model=name, revision=revision, processes=config.world_size)
+        output_dir, wanted = Path(config.output_dir), config.resume_from_checkpoint
+        try:
+            found = [choose_start(output_dir, wanted, config.overwrite_output_dir, now), now, None]
+        except UserError as error:
+            found[2] = str(error)
+    if config.world_size > 1:
+        broadcast_object_list(found)
+    start, now, refusal = found
+    if refusal:
+        raise UserError(refusal)
+    return start, now

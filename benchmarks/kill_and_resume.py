@@ -1,0 +1,167 @@
+"""A run that is killed again and again against one that is not: the same losses, rollouts and weights?
+
+    python benchmarks/kill_and_resume.py --kills rollout:4,grading:9,backward:13,saving:18 --processes 1
+
+Each kill is a SIGKILL to every process of the run, at a random moment inside the phase of that step. Then the same
+command is started again. Prints a table, and ends with exit code 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+PHASES = ("rollout", "grading", "backward", "saving")
+KILL = "ADORA_KILL"  # phase:step:delay in seconds, for the child
+UNTIMED = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "grading/")
+
+
+def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
+    """The demo's command, smaller, with every step logged."""
+    own = {
+        "config": "configs/train/smoke_cpu.yaml", "output_dir": str(folder), "max_steps": steps, "logging_steps": 1,
+        "save_steps": 3, "save_total_limit": 2, "per_device_train_batch_size": 16, "num_generations": 4,
+        "adora_synthetic_rows": 128, "max_completion_length": 24,
+    }  # fmt: skip
+    return [word for key, value in own.items() for word in (f"--{key}", str(value))] + extra
+
+
+def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
+    """Run the training command in a session of its own. Returns its exit code, -9 where it was killed."""
+    config = "cpu" if options.processes == 1 else "cpu_zero3"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}.yaml"]
+    command += [__file__, "--child", *settings(folder, options.steps, options.extra)]
+    environment = {**os.environ, KILL: kill, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(REPOSITORY)}
+    log = folder.with_suffix(".log")
+    with log.open("a") as stream:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=stream, stderr=stream, start_new_session=True
+        )
+        code = process.wait()
+    if code not in (0, -signal.SIGKILL):
+        sys.exit(f"the run ended with {code}; see {log}\n{log.read_text()[-1500:]}")
+    return code
+
+
+def child(arguments: list[str]) -> int:
+    """The training command, in which entering a phase of a step may start the timer of a kill."""
+    from adora_vl.train import main
+
+    if os.environ.get(KILL):
+        arm(*os.environ[KILL].split(":"))
+    return main(arguments)
+
+
+def arm(phase: str, step: str, delay: str) -> None:
+    """Patch the place where `phase` begins."""
+    from adora_vl import trainer as module
+    from adora_vl.trainer import AdoraGRPOTrainer
+
+    trainer_class: Any = AdoraGRPOTrainer
+    owner, name = {
+        "rollout": (trainer_class, "_generate_and_score_completions"),
+        "grading": (trainer_class, "_calculate_rewards"),
+        "backward": (trainer_class, "_compute_loss"),
+        "saving": (module, "publish"),
+    }[phase]
+    original = getattr(owner, name)
+    state: dict[str, int] = {"step": 0}
+    stock_step = trainer_class.training_step
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state["step"] = self.state.global_step + 1
+        return stock_step(self, *args, **kwargs)
+
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        if state["step"] >= int(step):
+            threading.Timer(float(delay), os.killpg, (0, signal.SIGKILL)).start()
+        return original(*args, **kwargs)
+
+    trainer_class.training_step = training_step
+    setattr(owner, name, entered)
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """What has to be equal: each step's figures, each step's rollouts, and the bytes of the final weights."""
+    import pandas as pd
+
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    steps = {
+        entry["step"]: {key: value for key, value in entry.items() if not key.startswith(UNTIMED)}
+        for entry in history
+        if "reward" in entry
+    }
+    rollouts = {}
+    for path in sorted((folder / "completions").glob("*.parquet")):
+        table = pd.read_parquet(path)[["step", "prompt", "completion", "advantage", "adora_weight"]]
+        rollouts[path.stem] = hashlib.sha256(table.to_json().encode()).hexdigest()
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return {"steps": steps, "rollouts": rollouts, "weights": weights}
+
+
+def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
+    """One line a difference."""
+    lines = []
+    for step, figures in reference["steps"].items():
+        other = killed["steps"].get(step, {})
+        names = [name for name in figures if figures[name] != other.get(name)]
+        if names:
+            name = names[0]
+            lines.append(f"step {step}: {name} is {figures[name]} and {other.get(name)} ({len(names)} figures differ)")
+    if reference["rollouts"] != killed["rollouts"]:
+        other = killed["rollouts"]
+        lines.append("rollouts of " + ", ".join(k for k, v in reference["rollouts"].items() if other.get(k) != v))
+    if reference["weights"] != killed["weights"]:
+        lines.append("the final weights")
+    return lines
+
+
+def killed_run(folder: Path, options: argparse.Namespace) -> None:
+    """Start, be killed, start again, ..., and print a line a start."""
+    rng = random.Random(options.seed)
+    print(f"{'start':>5}  {'killed in':<12}{'at step':>8}{'after s':>9}  {'went on from'}")
+    for number, kill in enumerate([*options.kills.split(","), ""]):
+        phase, _, step = kill.partition(":")
+        delay = rng.uniform(0, 0.05 if phase in ("grading", "saving") else 0.3)
+        before = sorted((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), reverse=True)
+        code = launch(folder, options, f"{kill}:{delay:.3f}" if kill else "")
+        assert bool(code) == bool(kill), f"start {number} was to be killed in {kill!r} and ended with {code}"
+        start = f"checkpoint-{before[0]}" if before else "the beginning"
+        print(f"{number:>5}  {phase or '(finished)':<12}{step:>8}{delay if kill else 0:>9.3f}  {start}", flush=True)
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--child"]:
+        return child(sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--kills", default="rollout:4,grading:10,backward:14,saving:18,rollout:25")
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "kill_and_resume")
+    parser.add_argument("extra", nargs="*", help="further training options, after --")
+    options = parser.parse_args()
+    out = options.output.resolve() / time.strftime("%Y%m%d-%H%M%S")
+    out.mkdir(parents=True)
+    launch(out / "whole", options)
+    killed_run(out / "killed", options)
+    reference = facts(out / "whole")
+    differences = compare(reference, facts(out / "killed"))
+    print(f"{len(reference['steps'])} steps, {len(reference['rollouts'])} tables of rollouts, weights: ", end="")
+    print("all equal" if not differences else "\n".join(["different", *differences]))
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

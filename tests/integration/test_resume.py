@@ -1,0 +1,81 @@
+"""Killed, stopped or moved: the run goes on as if nothing had happened, and its weights come out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from adora_vl.checkpoint.stop import EXIT_STOPPED
+from adora_vl.checkpoint.store import checkpoints, problem_of
+from adora_vl.export import main as export
+from adora_vl.models.tiny.build import PRETRAINED
+from tests.integration.support import REPOSITORY, run
+
+pytestmark = pytest.mark.slow
+KILLS = [sys.executable, "benchmarks/kill_and_resume.py", "--steps", "6"]
+
+
+def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
+    done = run([*KILLS, "--kills", "backward:5", "--output", str(tmp_path)])
+    assert "checkpoint-3" in done.stdout
+    assert "6 steps, 6 tables of rollouts, weights: all equal" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that got a SIGTERM in the middle of its steps, and what it said."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    command = [
+        sys.executable, "-m", "adora_vl.train", "--config", "configs/train/smoke_cpu.yaml", "--output_dir", str(out),
+        "--per_device_train_batch_size", "8", "--num_generations", "4", "--adora_synthetic_rows", "64",
+        "--logging_steps", "1", "--save_strategy", "no", "--max_steps", "100000",
+    ]  # fmt: skip
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(out, 2, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=200)
+    return out, process.returncode, errors
+
+
+def wait_for_steps(out: Path, steps: int, process: subprocess.Popen[str], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while len(list(out.glob("completions/*.parquet"))) < steps:
+        assert process.poll() is None, process.communicate()[1][-2000:]
+        assert time.monotonic() < end, f"no {steps} steps within {seconds} s"
+        time.sleep(0.2)
+
+
+def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(stopped):
+    out, code, errors = stopped
+    assert code == EXIT_STOPPED, errors[-2000:]
+    (checkpoint,) = checkpoints(out)
+    assert problem_of(checkpoint) is None
+    step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
+    assert "SIGTERM: saving after this step" in errors
+    assert f"Stopped after step {step}; the same command goes on from checkpoint-{step}" in errors
+
+
+def test_the_export_holds_the_checkpoints_weights_and_loads_offline(stopped, tmp_path):
+    out, _, _ = stopped
+    assert export([str(out), str(tmp_path / "model")]) == 0
+    (checkpoint,) = checkpoints(out)
+    exported, saved, shipped = (
+        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "model", checkpoint, PRETRAINED)
+    )
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+    assert any(not torch.equal(exported[name], shipped[name]) for name in saved)
+    assert {path.name for path in PRETRAINED.iterdir()} - {"build.json"} <= {
+        p.name for p in (tmp_path / "model").iterdir()
+    }
+    assert export([str(out), str(tmp_path / "model")]) == 2  # never over something that is there
