@@ -66,7 +66,7 @@ def _compared(answer: Form, gold: Form, rounding: bool) -> Decision:
     """The verdict on two values."""
     if gold.kind in {"unreadable", "never_right"} and not _same_text_only(gold):
         return "wrong", f"gold_{gold.reason}"
-    if _same_text_only(answer) and answer.text == gold.text:
+    if _same_text_only(answer) and _unspaced(answer.text) == _unspaced(gold.text):
         return "correct", "same_text"
     if answer.kind == "never_right":
         return "wrong", answer.reason
@@ -97,6 +97,11 @@ def _left_to_sympy(answer: Tree, gold: Tree) -> Decision:
 def _same_text_only(form: Form) -> bool:
     """Whether the form can be equal to the same text though it is no number: `rhombus`, `3x+1`, `12%`, `3:4`."""
     return form.kind in {"text", "expression"} or form.reason in {"percentage", "not_read"}
+
+
+def _unspaced(text: str) -> str:
+    """`text` without the spaces between letters: `A B` is the side `AB`. Those between digits tell numbers apart."""
+    return re.sub(r"(?<=[A-Za-z]) (?=[A-Za-z])", "", text)
 
 
 def _letter(form: Form) -> str | None:

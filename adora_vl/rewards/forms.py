@@ -34,6 +34,8 @@ _READABLE = re.compile(
     r"|widehat|theta|alpha|beta|gamma|phi)(?![A-Za-z]))*"
 )
 
+_RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
+
 
 @dataclass(frozen=True)
 class Form:
@@ -67,6 +69,7 @@ def read(raw: str) -> Form:
             return Form(text, "expression", "not_a_number", tree=tree)
         if error.reason != "not_read":
             return Form(text, "unreadable", error.reason)
-    if re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(text):
+    worded = re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(text)
+    if worded or _RATIO.fullmatch(text):
         return Form(text, "text", "not_a_number")
     return Form(text, "unreadable", "not_read")

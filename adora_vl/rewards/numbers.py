@@ -84,7 +84,8 @@ class _Evaluator:
             return _Part(_sized(int(tree[1]) + Fraction(int(tree[2]), int(tree[3]))))
         if kind == "power":
             exponent = self.of(tree[2])
-            _check_exponent(exponent.value)  # before the base, which may be an unknown: `x^{999}` is over the cap too
+            # before the base, which may be an unknown: `x^{999}` is over the cap too
+            self.closed_form |= _check_exponent(exponent.value).denominator != 1
             return _raised(self.of(tree[1]), exponent)
         if kind in {"pi", "root", "call"}:
             self.closed_form = True
