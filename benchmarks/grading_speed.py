@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -53,34 +54,29 @@ def mixed(count: int, seed: int) -> list[Case]:
 def soak(count: int, seed: int) -> None:
     drawn = mixed(count, seed)
     thought = "The triangle is right, so I use $a^2 + b^2 = c^2$ and {2} \\frac{1}{2}. " * 20
-    grades: list[Grade] = []
-    attacked: list[float] = []
+    verdicts: Counter[str] = Counter()
+    times_ms = {"honest": array("d"), "attacks": array("d")}  # no grade is kept, so that what grows is the grader's
     memory: list[str] = []
 
-    def one(case: Case) -> Grade:
-        return grade(thought + case.response, case.gold, choices=case.choices, rounding=case.rounding)
+    def one(case: Case) -> tuple[Case, Grade]:
+        return case, grade(thought + case.response, case.gold, choices=case.choices, rounding=case.rounding)
 
     began = time.perf_counter()
     with ThreadPoolExecutor(2) as threads:
         for step in range(CHECKPOINTS):
-            part = drawn[step * count // CHECKPOINTS : (step + 1) * count // CHECKPOINTS]
-            grades += threads.map(one, part)
+            for case, found in threads.map(one, drawn[step * count // CHECKPOINTS : (step + 1) * count // CHECKPOINTS]):
+                verdicts[found.verdict] += 1
+                verdicts["not as labelled"] += found.verdict != case.label and case.label != "rejected"
+                verdicts["reached sympy"] += found.symbolic
+                times_ms["attacks" if case.kind == "attacks" else "honest"].append(found.ms)
             memory.append(f"{resident_mb([os.getpid()]):.0f}+{resident_mb(shared_pool().pids):.0f}")
     seconds = time.perf_counter() - began
-    labelled = [
-        grade.verdict == case.label or case.label == "rejected" for grade, case in zip(grades, drawn, strict=True)
-    ]
-    attacked = [one.ms for one, case in zip(grades, drawn, strict=True) if case.kind == "attacks"]
-    honest = [one.ms for one, case in zip(grades, drawn, strict=True) if case.kind != "attacks"]
-    print(
-        f"soak: {count} responses, {len(attacked)} attacks, 2 threads: {seconds:.1f} s, {count / seconds:.0f} a second"
-    )
-    for name, times in (("all", [*attacked, *honest]), ("honest", honest), ("attacks", attacked)):
-        times.sort()
-        marks = [times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99, 1.0)]
-        print(f"  {name:<8} median {marks[0]:.2f} ms, p99 {marks[1]:.2f} ms, slowest {marks[2]:.0f} ms")
-    print(f"  verdicts {dict(Counter(one.verdict for one in grades))}, not as labelled: {labelled.count(False)}")
-    print(f"  reached sympy {sum(one.symbolic for one in grades)}")
+    print(f"soak: {count} responses, 1 % attacks, 2 threads: {seconds:.1f} s, {count / seconds:.0f} a second")
+    for name, times in {"all": times_ms["honest"] + times_ms["attacks"], **times_ms}.items():
+        ordered = sorted(times)
+        median, p99 = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
+        print(f"  {name:<8} median {median:.2f} ms, p99 {p99:.2f} ms, slowest {ordered[-1]:.0f} ms")
+    print(f"  {', '.join(f'{name} {number}' for name, number in verdicts.items())}")
     print(f"  resident MB, this process + workers, at {CHECKPOINTS} points: {', '.join(memory)}")
 
 
@@ -109,9 +105,7 @@ def speed(rounds: int) -> None:
     for _ in range(rounds):
         fast, slow = rate(mine, honest), rate(theirs, honest)
         ratios.append(fast / slow)
-        print(
-            f"speed: {len(honest)} honest answers: ours {fast:.0f} a second, math-verify {slow:.0f}, {fast / slow:.1f} x"
-        )
+        print(f"speed: {len(honest)} honest answers a second: ours {fast:.0f}, math-verify {slow:.0f}")
     print(f"  median ratio {sorted(ratios)[len(ratios) // 2]:.1f}")
 
 
