@@ -127,7 +127,10 @@ class Pool:
         until = None if queue else time.monotonic() + seconds
         found: Answer = "no_worker"
         for _ in range(2):  # a worker that dies, by whatever hand, costs one more try
-            worker = self._take(None if until is None else until - time.monotonic())
+            try:
+                worker = self._take(None if until is None else until - time.monotonic())
+            except OSError:  # no process to be had: out of memory, processes or descriptors
+                continue
             if worker is None:
                 return "no_worker" if self._closed else "deadline"
             waited = time.monotonic()
@@ -135,11 +138,12 @@ class Pool:
             if until is not None:
                 until += time.monotonic() - waited
             left = seconds if until is None else until - time.monotonic()
-            found = self._tried(worker, answer, gold, max(0.0, left)) if ready else "no_worker"
-            if found not in {"no_worker", "worker_died"}:
-                return found
             if not ready:
                 self._drop(worker)
+                continue
+            found = self._tried(worker, answer, gold, max(0.0, left))
+            if found != "worker_died":
+                return found
         if found == "no_worker" and not self._closed:
             warnings.warn("a grading worker did not start: is sympy installed?", RuntimeWarning, stacklevel=2)
         return found
@@ -193,7 +197,10 @@ class Pool:
             worker.abandon()
 
     def _take(self, seconds: float | None) -> Worker | None:
-        """A worker for this thread alone, started if need be; None if none gets free in time or the pool is closed."""
+        """A worker for this thread alone, started if need be; None if none gets free in time or the pool is closed.
+
+        Raises `OSError` where the system refuses a process.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._free or len(self._all) < self.size, seconds)
             if self._closed:
@@ -219,7 +226,8 @@ class Pool:
         with self._changed:
             self._all.discard(worker)
             if replace and not self._closed:
-                self._free.insert(0, self._started())  # at the end of the queue, which is taken from the back
+                with contextlib.suppress(OSError):  # then the next job tries again
+                    self._free.insert(0, self._started())  # at the end of the queue, which is taken from the back
             self._changed.notify()
 
 
