@@ -27,13 +27,22 @@ class AdoraScriptArguments:
     adora_system_prompt: str | None = field(
         default=SYSTEM_PROMPT, metadata={"help": "System prompt of every conversation; null for none."}
     )
-    adora_reward: str = field(
-        default="adora",
-        metadata={"help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format) or accuracy (1 / 0)."},
+    adora_reward: list[str] = field(
+        default_factory=lambda: ["adora"],
+        metadata={
+            "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0) or format "
+            "(1 for a box). Several are summed with TRL's reward_weights."
+        },
     )
     adora_rounding: bool = field(
         default=False, metadata={"help": "Accept a decimal that equals the gold rounded to as many places."}
     )
+
+    def __post_init__(self) -> None:
+        """A YAML file may name a single preset without brackets."""
+        reward: object = self.adora_reward
+        if isinstance(reward, str):
+            self.adora_reward = [reward]
 
 
 @dataclass

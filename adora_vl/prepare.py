@@ -42,13 +42,16 @@ def prepare(arguments: Sequence[str]) -> Run:
     from adora_vl.cli import parse
     from adora_vl.models.load import load_config
     from adora_vl.preflight import check_run
-    from adora_vl.rewards import reward_function
+    from adora_vl.rewards import reward_functions
 
     script, config, model = parse(arguments)
     check_versions(config.use_vllm)
     if not model.model_name_or_path:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
-    reward_function(script.adora_reward)
+    functions = reward_functions(script.adora_reward)
+    weights = config.reward_weights
+    if weights is not None and len(weights) != len(functions):
+        raise UserError(f"reward_weights: {weights} has {len(weights)} values for adora_reward: {script.adora_reward}")
     with config.main_process_first(desc="building the tiny model where it is missing"):
         model.model_name_or_path = resolve_model(model.model_name_or_path)
     model_config = load_config(model.model_name_or_path, model.model_revision)

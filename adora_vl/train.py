@@ -23,7 +23,7 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
     """Weights are loaded here, and nowhere before."""
     from trl import get_peft_config
 
-    from adora_vl.rewards import reward_function
+    from adora_vl.rewards import reward_functions
     from adora_vl.trainer import AdoraGRPOTrainer
 
     script, config, model = run.script, run.config, run.model
@@ -33,7 +33,7 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
     config.model_init_kwargs = {**own, **(config.model_init_kwargs or {})}
     return AdoraGRPOTrainer(
         model=model.model_name_or_path,
-        reward_funcs=reward_function(script.adora_reward, rounding=script.adora_rounding),
+        reward_funcs=reward_functions(script.adora_reward, rounding=script.adora_rounding),
         args=config,
         train_dataset=run.dataset,
         peft_config=get_peft_config(model),

@@ -24,7 +24,14 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 PHASES = ("rollout", "grading", "backward", "saving")
 KILL = "ADORA_KILL"  # phase:step:delay in seconds, for the child
-UNTIMED = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "grading/")
+UNTIMED = (
+    "step_time",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "total_flos",
+    "grading/ms",
+)
 
 
 def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ FIGURES = (
     ("reward", "reward", "{:.3f}"),
     ("pass rate", "adora/pass_rate", "{:.3f}"),
     ("TDS share", "adora/tds_share", "{:.3f}"),
+    ("grading time-outs", "grading/timeout", "{:.3f}"),
     ("mean weight", "adora/weight_mean", "{:.3f}"),
     ("length, correct", "adora/length_correct", "{:.1f}"),
     ("length, wrong", "adora/length_wrong", "{:.1f}"),

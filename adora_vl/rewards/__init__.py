@@ -1,7 +1,18 @@
-"""Grading answers and turning verdicts into rewards. Standard library only, so that importing it costs nothing."""
+"""Grading answers and turning verdicts into rewards. Standard library only, so that importing it costs nothing; sympy
+is imported in worker processes alone.
+"""
 
 from adora_vl.rewards.canonical import canonical_gold
-from adora_vl.rewards.grade import Grade, grade, verify_gold
-from adora_vl.rewards.presets import PRESETS, reward_function
+from adora_vl.rewards.grade import Grade, grade, grade_batch, verify_gold
+from adora_vl.rewards.presets import PRESETS, reward_function, reward_functions
 
-__all__ = ["PRESETS", "Grade", "canonical_gold", "grade", "reward_function", "verify_gold"]
+__all__ = [
+    "PRESETS",
+    "Grade",
+    "canonical_gold",
+    "grade",
+    "grade_batch",
+    "reward_function",
+    "reward_functions",
+    "verify_gold",
+]

@@ -126,6 +126,8 @@ def _plain_commands(text: str) -> str:
     last = rf"{one}(?!\d|\.\d)"
     text = re.sub(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])", r"\\\1", text)
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
+    # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of two numbers.
+    text = re.sub(r"(\\log\s*_|\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}", text)
     text = re.sub(r"\\surd\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text).replace(r"\surd", r"\sqrt")
     text = re.sub(rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{last}", r"\\sqrt\1{\2}", text)
     text = re.sub(rf"\\frac\s*{one}\s*{last}", r"\\frac{\1}{\2}", text)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adora_vl.rewards.canonical import UncanonicalError, canonical
-from adora_vl.rewards.numbers import NotReadError, Number, read_number
+from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
+from adora_vl.rewards.numbers import Number, number_of
 
-Kind = Literal["number", "text", "never_right", "unreadable"]
+# An expression has a tree, but no number that `numbers` can find: an unknown, a logarithm, a sine of a sum.
+Kind = Literal["number", "expression", "text", "never_right", "unreadable"]
 
 # The first that matches names the answer. All run on canonical text, which is short and has no line breaks.
 _NEVER_RIGHT = (
@@ -32,15 +34,21 @@ _READABLE = re.compile(
     r"|widehat|theta|alpha|beta|gamma|phi)(?![A-Za-z]))*"
 )
 
+_RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
+
 
 @dataclass(frozen=True)
 class Form:
-    """One side of a comparison: its canonical text, its kind, its number if it has one, else the rule that named it."""
+    """One side of a comparison: its canonical text, its kind, and its number, or the rule that named it.
+
+    `tree`: numbers and expressions, as `grammar` reads them.
+    """
 
     text: str
     kind: Kind
     reason: str = ""
     number: Number | None = None
+    tree: Tree | None = None
 
 
 def read(raw: str) -> Form:
@@ -52,11 +60,16 @@ def read(raw: str) -> Form:
     for reason, pattern in _NEVER_RIGHT:
         if pattern.search(text):
             return Form(text, "never_right", reason)
+    tree: Tree | None = None
     try:
-        return Form(text, "number", number=read_number(text))
+        tree = read_tree(text)
+        return Form(text, "number", number=number_of(tree), tree=tree)
     except NotReadError as error:
+        if error.reason == "beyond":
+            return Form(text, "expression", "not_a_number", tree=tree)
         if error.reason != "not_read":
             return Form(text, "unreadable", error.reason)
-    if re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(text):
+    worded = re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(text)
+    if worded or _RATIO.fullmatch(text):
         return Form(text, "text", "not_a_number")
     return Form(text, "unreadable", "not_read")

@@ -1,45 +1,84 @@
-"""Reward functions in TRL's form, by name. Each grades a completion once and logs what it found."""
+"""Reward functions in TRL's form, by name. A completion is graded once however many of them there are."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adora_vl.errors import UserError, nearest
-from adora_vl.rewards.grade import VERDICTS, Grade, grade, verify_gold
+from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
 
 RewardFunction = Callable[..., list[float]]
+_Golds = list[tuple[str, tuple[str, ...] | None]]
 
 # Rewards for (a correct answer, a complete box that is not correct, no complete box).
 #   adora: the paper's, source: the grading policy, point 7.
 #   easyr1: 0.9 x accuracy + 0.1 x format, the weights of EasyR1's examples/reward_function/math.py. There the format is
 #     a <think> block and a box; here it is a complete box, since our prompt asks for no block. So it equals `adora`.
-#   accuracy: the verdict alone.
+#   accuracy: the verdict alone. format: a complete box alone, to be weighed against another one.
 PRESETS: Mapping[str, tuple[float, float, float]] = {
     "adora": (1.0, 0.1, 0.0),
     "easyr1": (0.9 + 0.1, 0.1, 0.0),
     "accuracy": (1.0, 0.0, 0.0),
+    "format": (1.0, 1.0, 0.0),
 }
 
 
-def reward_function(preset: str, rounding: bool = False) -> RewardFunction:
-    """The TRL reward function of a preset, named `<preset>_reward`.
-
-    It takes TRL's keyword arguments and returns one float a completion. The dataset columns it reads are `answer` (a
-    canonical gold) and, where there is one, `choices` (a list of strings or None). It adds the columns `verdict` and
-    `extracted` to TRL's completions table, and logs the shares `grading/<verdict>` and the time `grading/ms_p99`.
-
-    Raises `UserError` for an unknown preset; the function raises it for a missing or unusable gold, since a reward of
-    zero for every answer to a problem would never be noticed.
-    """
-    if preset not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise UserError(f"reward preset '{preset}' is unknown, use one of {known}{nearest(preset, PRESETS)}")
+def reward(grade: Grade, preset: str) -> float:
+    """What a preset gives for a grade."""
     correct, boxed, none = PRESETS[preset]
+    return correct if grade.verdict == "correct" else none if grade.extracted is None else boxed
 
-    def reward(
+
+def reward_function(preset: str, rounding: bool = False) -> RewardFunction:
+    """The TRL reward function of one preset; see `reward_functions`."""
+    return reward_functions([preset], rounding)[0]
+
+
+def reward_functions(presets: Sequence[str], rounding: bool = False) -> list[RewardFunction]:
+    """The TRL reward functions of some presets, named `<preset>_reward`; TRL's `reward_weights` weigh their sum.
+
+    Each takes TRL's keyword arguments and returns one float a completion. The dataset columns it reads are `answer` (a
+    canonical gold) and, where there is one, `choices` (a list of strings or None). The first adds the columns `verdict`
+    and `extracted` to TRL's completions table and logs, for its batch, the shares `grading/<verdict>` and
+    `grading/symbolic` (sympy was asked) and the milliseconds a completion `grading/ms_median` and `grading/ms_p99`.
+
+    Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
+    gold, since a reward of zero for every answer to a problem would never be noticed.
+    """
+    known = ", ".join(PRESETS)
+    if not presets:
+        raise UserError(f"adora_reward: [] names no reward preset, use one or more of {known}")
+    for index, preset in enumerate(presets):
+        if preset not in PRESETS:
+            raise UserError(f"reward preset '{preset}' is unknown, use one of {known}{nearest(preset, PRESETS)}")
+        if preset in presets[:index]:
+            raise UserError(f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead")
+    grader = _Grader(rounding)
+    return [_reward_function(preset, grader, logs=index == 0) for index, preset in enumerate(presets)]
+
+
+class _Grader:
+    """Grades a batch, and remembers the last one for the functions that ask for the same batch next."""
+
+    def __init__(self, rounding: bool) -> None:
+        self._rounding = rounding
+        self._last: tuple[list[str], _Golds] = ([], [])
+        self._grades: list[Grade] = []
+
+    def __call__(self, texts: list[str], golds: _Golds) -> list[Grade]:
+        if (texts, golds) != self._last:
+            answers = [gold for gold, _ in golds]
+            self._grades = grade_batch(
+                texts, answers, choices=[options for _, options in golds], rounding=self._rounding
+            )
+            self._last = (texts, golds)
+        return self._grades
+
+
+def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunction:
+    def function(
         prompts: Sequence[Any] | None = None,
         completions: Sequence[Any] = (),
         completion_ids: Sequence[Any] | None = None,
@@ -51,38 +90,44 @@ def reward_function(preset: str, rounding: bool = False) -> RewardFunction:
         **columns: Any,
     ) -> list[float]:
         golds = _golds(answer, choices, len(completions))
-        grades: list[Grade] = []
-        times_ms: list[float] = []
-        for completion, (gold, options) in zip(completions, golds, strict=True):
-            start = time.perf_counter()
-            grades.append(grade(_text(completion), gold, choices=options, rounding=rounding))
-            times_ms.append(1000 * (time.perf_counter() - start))
-        if log_extra:
+        grades = grader([_text(completion) for completion in completions], golds)
+        if logs and log_extra:
             log_extra("verdict", [one.verdict for one in grades])
             log_extra("extracted", [one.extracted for one in grades])
-        if log_metric and grades:
-            for verdict in VERDICTS:
-                log_metric(f"grading/{verdict}", sum(one.verdict == verdict for one in grades) / len(grades))
-            log_metric("grading/ms_p99", _p99(times_ms))
-        return [correct if one.verdict == "correct" else none if one.extracted is None else boxed for one in grades]
+        if logs and log_metric and grades:
+            for name, value in grading_metrics(grades).items():
+                log_metric(f"grading/{name}", value)
+        return [reward(one, preset) for one in grades]
 
-    reward.__name__ = reward.__qualname__ = f"{preset}_reward"
-    return reward
+    function.__name__ = function.__qualname__ = f"{preset}_reward"
+    return function
 
 
-def _golds(
-    answer: Sequence[str] | None, choices: Sequence[Sequence[str] | None] | None, count: int
-) -> list[tuple[str, Sequence[str] | None]]:
+def grading_metrics(grades: Sequence[Grade]) -> dict[str, float]:
+    """The share of each verdict and of what reached sympy, the median and 99th percentile of the milliseconds."""
+    shares: dict[str, float] = {
+        verdict: sum(one.verdict == verdict for one in grades) / len(grades) for verdict in VERDICTS
+    }
+    times_ms = [one.ms for one in grades]
+    return {
+        **shares,
+        "symbolic": sum(one.symbolic for one in grades) / len(grades),
+        "ms_median": _quantile(times_ms, 0.5),
+        "ms_p99": _quantile(times_ms, 0.99),
+    }
+
+
+def _golds(answer: Sequence[str] | None, choices: Sequence[Sequence[str] | None] | None, count: int) -> _Golds:
     """One (gold, choices) a completion. Raises `UserError` where a gold is missing or does not verify itself."""
     if answer is None:
         raise UserError("the dataset has no column 'answer': the reward needs the gold of every row")
     if len(answer) != count or (choices is not None and len(choices) != count):
         raise UserError(f"'answer' and 'choices' need one value for each of the {count} completions")
-    golds: list[tuple[str, Sequence[str] | None]] = []
-    usable: set[tuple[str, tuple[str, ...]]] = set()  # the G rollouts of a prompt share a gold
+    golds: _Golds = []
+    usable: set[tuple[str, tuple[str, ...] | None]] = set()  # the G rollouts of a prompt share a gold
     for row, gold in enumerate(answer):
         options = choices[row] if choices is not None else None
-        key = (str(gold), tuple(options) if options is not None else ())
+        key = (str(gold), None if options is None else tuple(options))
         if key not in usable:
             reason = verify_gold(*key) if isinstance(gold, str) else "not_a_string"
             if reason:
@@ -102,6 +147,6 @@ def _text(completion: Any) -> str:
     return "".join(part.get("text") or "" for part in content or [])
 
 
-def _p99(values: list[float]) -> float:
-    """The 99th percentile (nearest rank) of at least one value."""
-    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
+def _quantile(values: list[float], share: float) -> float:
+    """The nearest-rank quantile of at least one value."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]

@@ -66,6 +66,10 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
         ([*BATCH, "--adora_max_drift", "-1"], "adora_max_drift: -1.0"),
         ([*BATCH, "--adora_reward", "adorra"], "adorra"),
         (
+            [*BATCH, "--adora_reward", "accuracy", "format", "--reward_weights", "1"],
+            "reward_weights: [1.0] has 1 values",
+        ),
+        (
             [*BATCH, "--use_vllm", "true", "--vllm_enable_sleep_mode", "true"],
             "vllm_enable_sleep_mode: true needs a GPU",
         ),

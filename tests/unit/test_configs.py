@@ -147,3 +147,18 @@ def test_every_key_of_ours_is_documented():
     ours = {f.name for dataclass in (AdoraScriptArguments, AdoraGRPOConfig) for f in fields(dataclass)} - stock
     text = (CONFIGS.parent / "docs" / "configuration.md").read_text()
     assert [name for name in sorted(ours) if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "presets"),
+    [
+        ("", [], ["adora"]),
+        ("adora_reward: easyr1\n", [], ["easyr1"]),
+        ("adora_reward: [accuracy, format]\n", [], ["accuracy", "format"]),
+        ("adora_reward: easyr1\n", ["--adora_reward", "accuracy", "format"], ["accuracy", "format"]),
+    ],
+)
+def test_a_reward_is_one_preset_or_a_list(tmp_path, content, words, presets):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"use_cpu: true\nbf16: false\n{content}")
+    assert parse(["--config", str(file), *words])[0].adora_reward == presets

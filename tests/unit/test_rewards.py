@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from adora_vl.errors import UserError
-from adora_vl.rewards import PRESETS, grade, reward_function
+from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
 
 TEXTS = [r"so \boxed{5}", r"so \boxed{6}", r"so \boxed{\input{x}}", r"so 5", r"\boxed{5"]
 EXPECTED = {
     "adora": [1.0, 0.1, 0.1, 0.0, 0.0],
     "easyr1": [1.0, 0.1, 0.1, 0.0, 0.0],
     "accuracy": [1.0, 0.0, 0.0, 0.0, 0.0],
+    "format": [1.0, 1.0, 1.0, 0.0, 0.0],
 }
 
 
@@ -79,11 +80,24 @@ def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> No
         "verdict": ["correct", "wrong", "unparseable", "unparseable", "unparseable"],
         "extracted": ["5", "6", r"\input{x}", None, None],
     }
-    shares = {name: value for name, value in log.metrics.items() if name != "grading/ms_p99"}
-    assert shares == pytest.approx(
-        {"grading/correct": 0.2, "grading/wrong": 0.2, "grading/unparseable": 0.6, "grading/timeout": 0.0}
+    times = {name: log.metrics.pop(name) for name in ("grading/ms_median", "grading/ms_p99")}
+    assert 0 < times["grading/ms_median"] <= times["grading/ms_p99"]
+    assert log.metrics == pytest.approx(
+        {
+            "grading/correct": 0.2,
+            "grading/wrong": 0.2,
+            "grading/unparseable": 0.6,
+            "grading/timeout": 0.0,
+            "grading/symbolic": 0.0,
+        }
     )
-    assert log.metrics["grading/ms_p99"] >= 0
+
+
+def test_what_reached_sympy_is_counted() -> None:
+    log = Log()
+    texts = conversational([r"\boxed{3+x}", r"\boxed{2x}", r"\boxed{x+3}", r"\boxed{3}"])
+    assert trl_call(reward_function("accuracy"), texts, answer=["x + 3"] * 4, log=log) == [1.0, 0.0, 1.0, 0.0]
+    assert log.metrics["grading/symbolic"] == 0.5
 
 
 def test_the_hooks_and_choices_may_be_missing() -> None:
@@ -107,16 +121,30 @@ def test_rounding_is_off_unless_asked_for() -> None:
     assert trl_call(reward_function("adora", rounding=True), texts, answer=[r"5\sqrt{3}"]) == [1.0]
 
 
-def test_a_completion_is_graded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def counting(response: str, gold: str, **options: Any) -> Any:
-        seen.append(response)
-        return grade(response, gold, **options)
+    def counting(responses: list[str], golds: list[str], **options: Any) -> Any:
+        seen.extend(responses)
+        return grade_batch(responses, golds, **options)
 
-    monkeypatch.setattr("adora_vl.rewards.presets.grade", counting)
-    trl_call(reward_function("easyr1"), conversational(TEXTS), answer=["5"] * 5)
+    monkeypatch.setattr("adora_vl.rewards.presets.grade_batch", counting)
+    log = Log()
+    functions = reward_functions(["accuracy", "format"])
+    rewards = [trl_call(one, conversational(TEXTS), answer=["5"] * 5, log=log) for one in functions]
+    assert rewards == [EXPECTED["accuracy"], EXPECTED["format"]]
     assert seen == TEXTS
+    assert len(log.columns["verdict"]) == len(TEXTS)  # twice as many would shift TRL's table of completions
+    # the next step: the same texts with other golds are another batch
+    assert trl_call(functions[0], conversational(TEXTS), answer=["6"] * 5) == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("presets", "message"), [([], "names no reward preset"), (["accuracy", "accuracy"], "'accuracy' is given twice")]
+)
+def test_a_list_of_rewards_that_means_nothing_is_refused(presets: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        reward_functions(presets)
 
 
 def test_empty_completions_and_empty_batches_get_their_rewards() -> None:

@@ -1,0 +1,247 @@
+r"""The one grammar of closed forms and expressions: canonical text in, a small tree out. Nothing is computed here.
+
+A tree is a nested tuple that JSON can carry, so that a worker process gets trees and never a text to parse:
+
+    ("num", "12.5")  ("pi",)  ("unknown", "x")  ("mixed", "7", "1", "2")
+    ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
+    ("frac", above, below)  ("power", base, exponent)  ("root", degree, tree)  ("call", name, tree)  ("log", base, tree)
+
+The nesting, the length and the digits of a literal are capped, so the depth of a tree is bounded and reading it cannot
+hang. Ambiguous spellings are not read, so that nothing is right by accident: `1/2\pi`, `2^34`, `\sqrt{3}2`,
+`3\frac{5}{2}`, `\sin30^2`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+Tree = tuple[Any, ...]
+Reason = Literal["not_read", "too_large", "undefined", "beyond"]
+
+MAX_CHARS = 500
+MAX_NESTING = 16
+MAX_DIGITS = 40  # of one literal
+
+# An unknown is one lower-case letter on its own: `rhombus` is a word and `AB` a side, not products of letters.
+_TOKEN = re.compile(
+    r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|(?<![A-Za-z])[a-z](?![A-Za-z])|(?<=[A-Za-z]) (?=[A-Za-z])"
+    r"|[-+*/^(){}\[\]_]"
+)
+_TIMES = frozenset({r"\cdot", r"\times", "*"})
+_OVER = frozenset({"/", r"\div"})
+_GREEK = frozenset({r"\theta", r"\alpha", r"\beta", r"\gamma", r"\phi"})
+FUNCTIONS = frozenset({"sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln"})
+_CALLS = frozenset({f"\\{name}" for name in FUNCTIONS} | {r"\log"})
+_INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
+
+
+class NotReadError(ValueError):
+    """`reason`: `not_read` (not one of the forms above), `too_large` (over a cap), `undefined` (such as 1/0), or
+    `beyond` (read, but its value takes more than `numbers` does).
+    """
+
+    def __init__(self, reason: Reason = "not_read") -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+
+def read_tree(text: str) -> Tree:
+    """The tree of a text in canonical form. Raises `NotReadError`."""
+    if len(text) > MAX_CHARS:
+        raise NotReadError("too_large")
+    nesting = deepest = 0
+    for char in text:
+        nesting += (char in "({[") - (char in ")}]")
+        deepest = max(deepest, nesting)
+    if deepest > MAX_NESTING:
+        raise NotReadError("too_large")
+    tokens = _TOKEN.findall(text)
+    if "".join(tokens) != text:
+        raise NotReadError
+    parser = _Parser([symbol for symbol in tokens if symbol != " "])
+    tree = parser.sum()
+    if parser.peek():
+        raise NotReadError
+    return tree
+
+
+def unknowns(tree: Tree) -> frozenset[str]:
+    """The names of the unknowns in a tree."""
+    return frozenset(node[1] for node in _nodes(tree) if node[0] == "unknown")
+
+
+def _nodes(tree: Tree) -> Iterator[Tree]:
+    yield tree
+    for child in tree[1:]:
+        if isinstance(child, tuple):
+            # a term of a sum or product is a pair of its sign or operator and a tree
+            yield from _nodes(child[1] if child[0] in (1, -1, "*", "/") else child)
+
+
+def _is_unknown(symbol: str) -> bool:
+    return symbol in _GREEK or (len(symbol) == 1 and symbol.isalpha())
+
+
+class _Parser:
+    """Recursive descent over the tokens; its depth is bounded by `MAX_NESTING`. Raises `NotReadError`."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens = tokens
+        self._next = 0
+
+    def peek(self) -> str:
+        """The next token, or an empty string at the end."""
+        return self._tokens[self._next] if self._next < len(self._tokens) else ""
+
+    def _take(self, expected: str = "") -> str:
+        symbol = self.peek()
+        if not symbol or (expected and symbol != expected):
+            raise NotReadError
+        self._next += 1
+        return symbol
+
+    def sum(self) -> Tree:
+        """`[sign] term (+|- term)*`"""
+        sign = -1 if self.peek() in {"+", "-"} and self._take() == "-" else 1
+        terms = [(sign, self._product())]
+        while self.peek() in {"+", "-"}:
+            sign = -1 if self._take() == "-" else 1
+            terms.append((sign, self._product()))
+        return terms[0][1] if len(terms) == 1 and terms[0][0] == 1 else ("sum", *terms)
+
+    def _product(self) -> Tree:
+        """`factor (operator factor | factor)*`, where juxtaposition multiplies."""
+        factors = [("*", self._power())]
+        divided = False
+        while (symbol := self.peek()) and symbol not in {"+", "-", ")", "}", "]"}:
+            if symbol in _OVER:
+                self._take()
+                factors.append(("/", self._power()))
+                divided = True
+                continue
+            if symbol in _TIMES:
+                self._take()
+                divided = False
+            elif divided or symbol == "{" or symbol[0] in ".0123456789":
+                raise NotReadError  # `1/2\pi` can be meant in two ways; `1{2}` and `\sqrt{3}2` look like something else
+            factors.append(("*", self._power()))
+        return factors[0][1] if len(factors) == 1 else ("product", *factors)
+
+    def _power(self) -> Tree:
+        """`primary [^ digit | ^ letter | ^ {sum}]`"""
+        symbol = self.peek()
+        base = self._primary()
+        if self.peek() != "^":
+            return base
+        if symbol in _CALLS:
+            raise NotReadError  # `\sin30^2` can be meant in two ways
+        exponent = self._exponent()
+        if self.peek() == "^":
+            raise NotReadError
+        return ("power", base, exponent)
+
+    def _exponent(self) -> Tree:
+        self._take("^")
+        symbol = self.peek()
+        if symbol == "{":
+            return self._group("{", "}")
+        if len(symbol) == 1 and symbol.isdigit():
+            return self._literal()
+        if _is_unknown(symbol):
+            return ("unknown", self._take())
+        raise NotReadError  # `2^34` is 2^3 beside a 4 in TeX
+
+    def _primary(self) -> Tree:
+        symbol = self.peek()
+        if symbol in {"(", "{"}:
+            return self._group(symbol, ")" if symbol == "(" else "}")
+        if symbol == r"\frac":
+            return self._fraction()
+        if symbol == r"\sqrt":
+            return self._root()
+        if symbol in _CALLS:
+            return self._call()
+        if symbol == r"\pi":
+            self._take()
+            return ("pi",)
+        if _is_unknown(symbol):
+            return ("unknown", self._take())
+        literal = self._literal()
+        return self._mixed(literal) if self.peek() == r"\frac" else literal
+
+    def _group(self, opening: str, closing: str) -> Tree:
+        self._take(opening)
+        tree = self.sum()
+        self._take(closing)
+        return tree
+
+    def _literal(self) -> Tree:
+        symbol = self._take()
+        if symbol[0] not in ".0123456789":
+            raise NotReadError
+        if len(symbol) > MAX_DIGITS:
+            raise NotReadError("too_large")
+        return ("num", symbol)
+
+    def _fraction(self) -> Tree:
+        self._take(r"\frac")
+        above = self._group("{", "}")
+        return ("frac", above, self._group("{", "}"))
+
+    def _mixed(self, whole: Tree) -> Tree:
+        r"""`7\frac{1}{2}` is 7.5, but `7\frac{\sqrt{3}}{2}` a product; `3\frac{5}{2}` may be either and is not read."""
+        start = self._next
+        window = self._tokens[start : start + 7]
+        if len(window) < 7 or not (window[2] + window[5]).isdigit() or window[3:5] != ["}", "{"] or window[6] != "}":
+            return whole  # the fraction is the next factor of the product
+        _, (_, above), (_, below) = self._fraction()
+        if int(below) == 0:
+            raise NotReadError("undefined")
+        if "." in whole[1] or not 0 < int(above) < int(below) or self.peek() == "^":
+            raise NotReadError
+        return ("mixed", whole[1], above, below)
+
+    def _root(self) -> Tree:
+        self._take(r"\sqrt")
+        degree = 2
+        if self.peek() == "[":
+            self._take()
+            symbol = self._take()
+            if not (len(symbol) == 1 and symbol.isdigit() and int(symbol) >= 2):
+                raise NotReadError
+            degree = int(symbol)
+            self._take("]")
+        radicand = self._group("(", ")") if self.peek() == "(" else self._group("{", "}")
+        return ("root", degree, radicand)
+
+    def _call(self) -> Tree:
+        r"""`\sin30`, `\sin(2x)`, `\cos{60}`, `\tan^{-1}(1)`, `\sin^2x`, `\ln(2)`, `\log_{2}(8)`, `\log100`."""
+        name = self._take()
+        if name == r"\log":
+            base: Tree = ("num", "10")
+            if self.peek() == "_":
+                self._take()
+                base = self._group("{", "}") if self.peek() == "{" else self._literal()
+            return ("log", base, self._argument())
+        exponent = self._exponent() if self.peek() == "^" else None
+        if exponent == ("sum", (-1, ("num", "1"))):
+            if name not in _INVERSES:
+                raise NotReadError
+            return ("call", _INVERSES[name], self._argument())
+        if exponent not in (None, ("num", "2"), ("num", "3")):
+            raise NotReadError
+        call = ("call", name[1:], self._argument())
+        return call if exponent is None else ("power", call, exponent)
+
+    def _argument(self) -> Tree:
+        """The argument of a function, with or without brackets around it."""
+        bracket = self.peek()
+        closing = {"(": ")", "{": "}"}.get(bracket)
+        if closing:
+            return self._group(bracket, closing)
+        argument: Tree = ("unknown", self._take()) if _is_unknown(bracket) else self._literal()
+        if self.peek() in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(self.peek()):
+            raise NotReadError  # `\sin30\sqrt{3}`: where the angle ends is anybody's guess
+        return argument
