@@ -103,6 +103,9 @@ class AdoraGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL is untyped to my
     adora_freeze_vision_tower: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
     adora_freeze_projector: bool = field(default=False, metadata={"help": "Do not train the projector (merger)."})
     adora_freeze_language_model: bool = field(default=False, metadata={"help": "Do not train the language model."})
+    adora_max_bad_steps: int = field(
+        default=3, metadata={"help": "Stop after this many steps in a row whose gradients are not finite."}
+    )
     adora_seeded_rollouts: bool = field(
         default=True,
         metadata={

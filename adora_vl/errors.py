@@ -1,4 +1,4 @@
-"""The two families of errors: the user's mistakes (exit code 2) and a run that must not go on (exit code 1)."""
+"""The families of errors: the user's mistakes (exit code 2), and a run that must not or cannot go on (exit code 1)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ class UserError(ValueError):
 
 class RolloutError(RuntimeError):
     """Engine and trainer do not see the same thing: learning from these rollouts would be learning from noise."""
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message says why, and from where it can."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.errors import UserError
+from adora_vl.errors import RunError, UserError
 from adora_vl.prepare import Run, prepare
 
 if TYPE_CHECKING:
@@ -43,18 +43,23 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
+    from adora_vl.guards import SkipBadSteps
     from adora_vl.report.summary import print_summary
 
     run = prepare(arguments)
     trainer = build_trainer(run)
     trainer.run_facts = {"fingerprint": run.fingerprint}
     stop = StopOnSignal(run.plan.cycle_steps)
-    trainer.add_callback(stop)
+    bad_steps = SkipBadSteps(trainer, run.config.adora_max_bad_steps)
+    for callback in (stop, bad_steps):
+        trainer.add_callback(callback)
     if run.start.checkpoint:
         trainer.restore_metrics(run.start.checkpoint)
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=run.start.checkpoint)
     seconds = time.perf_counter() - started
+    if bad_steps.reason:
+        raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")
     if stop.stopped:
         if trainer.accelerator.is_main_process:
             step = trainer.state.global_step

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from adora_vl.advantage import is_constant, weigh_groups
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import STAGING, facts_of, publish, rotate
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.errors import RolloutError
+from adora_vl.errors import RolloutError, RunError
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor, restore_weights
 from adora_vl.report.metrics import adora_metrics
@@ -206,6 +207,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         else:
             restore_weights(model, folder)
 
+    def log_figure(self, name: str, value: float) -> None:
+        """One value of this step for the next log, which averages; the same on every rank."""
+        self._metrics["train"][name].append(value)
+
     def restore_metrics(self, checkpoint: str) -> None:
         """The figures between the last log and this checkpoint, so that the next log averages what it would have."""
         for name, values in facts_of(Path(checkpoint)).get("metrics", {}).items():
@@ -235,14 +240,18 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         one, or none; ours lets it write beside, seals the result, renames it, and then deletes.
         """
         output_dir, step = Path(self.args.output_dir), self.state.global_step
-        with replaced(self, "_get_output_dir", lambda trial=None: str(output_dir / STAGING)):
-            super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
-            facts = {**self.run_facts, "step": step, "metrics": self._metrics["train"]}
-            publish(output_dir / STAGING / name, output_dir / name, facts)
-            rotate(output_dir, self.args.save_total_limit)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        try:
+            with replaced(self, "_get_output_dir", lambda trial=None: str(output_dir / STAGING)):
+                super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                facts = {**self.run_facts, "step": step, "metrics": self._metrics["train"]}
+                publish(output_dir / STAGING / name, output_dir / name, facts)
+                rotate(output_dir, self.args.save_total_limit)
+        except Exception as error:  # torch and safetensors have their own for a full disk
+            shutil.rmtree(output_dir / STAGING / name, ignore_errors=True)
+            raise RunError(f"{name} could not be written ({error}); older checkpoints are as they were") from error
         self.accelerator.wait_for_everyone()
         self._saved_at = step
 

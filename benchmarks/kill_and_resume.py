@@ -45,7 +45,7 @@ def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
 
 
 def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
-    """Run the training command in a session of its own. Returns its exit code, -9 where it was killed."""
+    """Run the training command in a session of its own. Returns 0, or -9 where it was killed."""
     config = "cpu" if options.processes == 1 else "cpu_zero3"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}.yaml"]
     command += [__file__, "--child", *settings(folder, options.steps, options.extra)]
@@ -56,6 +56,8 @@ def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
             command, cwd=REPOSITORY, env=environment, stdout=stream, stderr=stream, start_new_session=True
         )
         code = process.wait()
+    if kill and code == 1 and "SIGKILL" in log.read_text():
+        return -signal.SIGKILL  # the launcher of several processes outlives them, and says what they died of
     if code not in (0, -signal.SIGKILL):
         sys.exit(f"the run ended with {code}; see {log}\n{log.read_text()[-1500:]}")
     return code
