@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
+    "adora_vl.checkpoint": ("adora_vl.errors",),
     "adora_vl.prompts": (),
     "adora_vl.rewards": ("adora_vl.errors",),
     "adora_vl.rollout": ("adora_vl.errors", "adora_vl.models"),
