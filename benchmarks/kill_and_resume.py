@@ -23,7 +23,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 PHASES = ("rollout", "grading", "backward", "saving")
-KILL = "ADORA_KILL"  # phase:step:delay in seconds, for the child
+KILL = "ADORA_KILL"  # phase:step:delay in seconds, for the child; with :rank that rank alone dies
 UNTIMED = (
     "step_time",
     "train_runtime",
@@ -72,8 +72,11 @@ def child(arguments: list[str]) -> int:
     return main(arguments)
 
 
-def arm(phase: str, step: str, delay: str) -> None:
+def arm(phase: str, step: str, delay: str, rank: str = "") -> None:
     """Patch the place where `phase` begins."""
+    if rank and os.environ.get("RANK") != rank:
+        return
+    die = (os.kill, (os.getpid(), signal.SIGKILL)) if rank else (os.killpg, (0, signal.SIGKILL))
     from adora_vl import trainer as module
     from adora_vl.trainer import AdoraGRPOTrainer
 
@@ -94,7 +97,7 @@ def arm(phase: str, step: str, delay: str) -> None:
 
     def entered(*args: Any, **kwargs: Any) -> Any:
         if state["step"] >= int(step):
-            threading.Timer(float(delay), os.killpg, (0, signal.SIGKILL)).start()
+            threading.Timer(float(delay), *die).start()
         return original(*args, **kwargs)
 
     trainer_class.training_step = training_step

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from adora_vl.checkpoint.stop import EXIT_STOPPED
 from adora_vl.checkpoint.store import checkpoints, problem_of
 from adora_vl.export import main as export
 from adora_vl.models.tiny.build import PRETRAINED
+from benchmarks.kill_and_resume import settings
 from tests.integration.support import REPOSITORY, run
 
 pytestmark = pytest.mark.slow
@@ -79,3 +82,31 @@ def test_the_export_holds_the_checkpoints_weights_and_loads_offline(stopped, tmp
         p.name for p in (tmp_path / "model").iterdir()
     }
     assert export([str(out), str(tmp_path / "model")]) == 2  # never over something that is there
+
+
+def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path):
+    mark = uuid.uuid4().hex
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
+    command += ["configs/accelerate/cpu_zero3.yaml", "benchmarks/kill_and_resume.py", "--child"]
+    command += settings(tmp_path / "out", 100_000, [])
+    environment = {**os.environ, "ADORA_KILL": "backward:4:0:1", "TEST_MARK": mark, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1
+    assert "exitcode  : -9" in done.stderr, done.stderr[-2000:]
+    assert processes_with(mark) == []
+    (checkpoint,) = checkpoints(tmp_path / "out")
+    assert checkpoint.name == "checkpoint-3" and problem_of(checkpoint) is None
+
+
+def processes_with(mark: str) -> list[str]:
+    """The command lines of the processes that inherited `mark`, graders' workers among them; they may take a moment."""
+    for _ in range(50):
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark.encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_text().replace("\0", " "))
+        if not found:
+            break
+        time.sleep(0.2)
+    return found
