@@ -25,12 +25,14 @@ class ChatProcessor:
     model has no configuration or processor, or where the limits cross.
     """
 
-    def __init__(self, model: str, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
+    def __init__(
+        self, model: str, min_pixels: int | None = None, max_pixels: int | None = None, revision: str | None = None
+    ) -> None:
         from transformers import AutoConfig, AutoProcessor
 
         try:
-            self._config: Any = AutoConfig.from_pretrained(model)
-            self._processor: Any = AutoProcessor.from_pretrained(model)
+            self._config: Any = AutoConfig.from_pretrained(model, revision=revision)
+            self._processor: Any = AutoProcessor.from_pretrained(model, revision=revision)
             size = self._processor.image_processor.size
         except (OSError, ValueError, AttributeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

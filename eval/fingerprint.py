@@ -15,7 +15,7 @@ from adora_vl import __version__
 from adora_vl.errors import UserError
 
 FILE_NAME = "fingerprint.json"
-Fields = dict[str, str | int | float | None]
+Fields = dict[str, Any]
 
 # Whatever decides what a model answers; a README or a trainer's state beside it does not.
 _MODEL_FILES = (
@@ -39,27 +39,28 @@ def model_hash(model: str) -> str | None:
     folder = Path(model)
     if not folder.is_dir():
         return None
-    return _digest({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
+    return digest({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
 
 
 def data_hash(folder: Path, split: str) -> str:
     """A hash of a prepared dataset's manifest (where there is one) and of the files of `split`."""
-    return _digest({*folder.glob("manifest.json"), *folder.glob(f"data/{split}-*.parquet")})
+    return digest({*folder.glob("manifest.json"), *folder.glob(f"data/{split}-*.parquet")})
 
 
-def _digest(paths: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
+def digest(paths: Iterable[Path]) -> str:
+    """A hash of files by name, size and content (of a large file its windows)."""
+    sha = hashlib.sha256()
     for path in sorted(paths):
         size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
+        sha.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
             if size <= _WINDOWS * _WINDOW_BYTES:
-                digest.update(file.read())
+                sha.update(file.read())
                 continue
             for window in range(_WINDOWS):
                 file.seek(window * (size - _WINDOW_BYTES) // (_WINDOWS - 1))
-                digest.update(file.read(_WINDOW_BYTES))
-    return digest.hexdigest()[:16]
+                sha.update(file.read(_WINDOW_BYTES))
+    return sha.hexdigest()[:16]
 
 
 def settle(output: Path, fields: Fields, *, has_predictions: bool) -> None:
