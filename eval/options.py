@@ -61,7 +61,9 @@ def parse(
     config: Path | None = getattr(options, "config", None)
     if config is not None:
         # The file's options first: argparse keeps the last of two.
-        options = parser.parse_args([options.verb, *_file_options(config, options), *words[1:]])
+        # What is for the score may stand in the file of an `infer` too: it is the file of a `run`.
+        unused = _destinations(add_score_options) if options.verb == "infer" else set()
+        options = parser.parse_args([options.verb, *_file_options(config, options, unused), *words[1:]])
     for name in _NEEDED[options.verb]:
         if getattr(options, name) is None:
             raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
@@ -93,7 +95,13 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--batch-size", type=optional(whole(1)), metavar="N", help="default: 256 for vllm, 64 for transformers")
 
 
-def _file_options(path: Path, options: argparse.Namespace) -> list[str]:
+def _destinations(add_options: AddOptions) -> set[str]:
+    parser = _Parser()
+    add_options(parser)
+    return set(vars(parser.parse_args([])))
+
+
+def _file_options(path: Path, options: argparse.Namespace, unused: set[str]) -> list[str]:
     """The YAML file's keys as command-line words, so that they are checked in one place."""
     try:
         content = yaml.safe_load(path.read_text())
@@ -104,6 +112,8 @@ def _file_options(path: Path, options: argparse.Namespace) -> list[str]:
     known = set(vars(options)) - {"verb", "config"}
     words = []
     for key, value in content.items():
+        if key in unused:
+            continue
         if key not in known:
             raise UserError(f"config: {str(path)!r} has the unknown key {key!r}{nearest(str(key), known)}")
         option = "--" + str(key).replace("_", "-")

@@ -117,6 +117,8 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
 
 def _exact(reader: _Reader, text: str) -> int | None:
     key = _key(text)
+    if len(key) == 1 and key.upper() in reader.letters:
+        return reader.letters.index(key.upper())
     return reader.keys.index(key) if key and key in reader.keys else None
 
 

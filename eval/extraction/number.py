@@ -9,7 +9,7 @@ from eval.extraction.text import MAX_CHARS, Extraction, own_part, plain, refuses
 
 _NUMBER = re.compile(r"(?<![\w.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?")
 _FRACTION = re.compile(r"(-?)\\frac\s*\{\s*(\d+(?:\.\d+)?)\s*\}\s*\{\s*(\d+(?:\.\d+)?)\s*\}")
-_LIST = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
+_LIST = re.compile(r"\[[^\[\]]*\]")
 _SAYS = re.compile(
     r"(?:\b(?:answer|final value|result)\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bwould be\b|[:：=])|答案[是为:：]*)[\s:：]*",
     re.IGNORECASE,
@@ -145,7 +145,11 @@ def _clean(number: str) -> str:
 def extract_list(response: str) -> Extraction:
     """The last bracketed list of a response, spaced as Python prints one."""
     response = response[-MAX_CHARS:]
-    found = _LIST.findall(plain(last_boxed(response) or "")) or _LIST.findall(plain(own_part(response)))
+    found = _lists(last_boxed(response) or "") or _lists(own_part(response))
     if not found:
         return Extraction("", "no_list")
     return Extraction("[" + ", ".join(part.strip() for part in found[-1][1:-1].split(",")) + "]", "list")
+
+
+def _lists(text: str) -> list[str]:
+    return [found for found in _LIST.findall(plain(text)) if re.search(r"\d", found)]

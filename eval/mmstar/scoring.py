@@ -99,11 +99,11 @@ def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 
     S_v is this run, S_wv the same model without the image, S_t its language backbone; shares, over the same items.
     """
+    if options.text_only and not options.without_image:
+        raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
     blind = _others(options.without_image, rows, options, "without_image")
     text = _others(options.text_only, rows, options, "text_only")
     if blind is None:
-        if text is not None:
-            raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
         return None
     seen = [float(item.correct) for item in graded]
     gains = [a - b for a, b in zip(seen, blind, strict=True)]
