@@ -117,6 +117,8 @@ def _file_options(path: Path, options: argparse.Namespace, unused: set[str]) -> 
         if key not in known:
             raise UserError(f"config: {str(path)!r} has the unknown key {key!r}{nearest(str(key), known)}")
         option = "--" + str(key).replace("_", "-")
+        if value is False and str(key).startswith("no_"):
+            continue
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--no-", 1))
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,8 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
 
 def _data_options(parser: ArgumentParser) -> None:
     parser.add_argument("--data-revision", type=optional(str), metavar="NAME", help="of the data on the hub")
-    parser.add_argument(
-        "--no-image", action=BooleanOptionalAction, default=False, help="ask without the image, for the leakage metrics"
-    )
+    # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a no.
+    parser.add_argument("--no-image", action="store_true", help="ask without the image, for the leakage metrics")
 
 
 def _score_options(parser: ArgumentParser) -> None:

@@ -115,3 +115,10 @@ def test_score_writes_the_file_and_shows_the_table(tmp_path: Path, capsys: pytes
     score = json.loads(output.read_text())
     assert (score["correct"], score["total"], score["accuracy"]) == (1, 1, 1.0)
     assert "1/1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "blind"), [("true", True), ("false", False)])
+def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(value: str, blind: bool, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"no_image: {value}\n")
+    assert options_of(["run", *NEEDED, "--config", str(tmp_path / "c.yaml")], MMSTAR).no_image is blind
+    assert options_of(["run", *NEEDED, "--no-image"], MMSTAR).no_image is True
