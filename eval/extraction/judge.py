@@ -7,6 +7,7 @@ that scoring again asks nothing twice and gives the same figures.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import os
 import sys
@@ -51,7 +52,7 @@ class Judge:
 
     url: str
     model: str
-    cache: Path | None = None
+    cache: Path
     timeout_s: float = 60.0
     attempts: int = 4
     wait_s: float = 1.0
@@ -59,7 +60,11 @@ class Judge:
 
 
 class JudgeError(Exception):
-    """One call gave no usable answer; `str` says why."""
+    """One call gave no usable answer; `str` says why. `again`: another attempt may."""
+
+    def __init__(self, reason: str, *, again: bool = True) -> None:
+        super().__init__(reason)
+        self.again = again
 
 
 def judge_of(options: Namespace) -> Judge:
@@ -71,10 +76,15 @@ def judge_of(options: Namespace) -> Judge:
         raise UserError(
             f"judge_url: {options.judge_url!r} is no http address; give one such as http://localhost:8000/v1"
         )
-    cache = options.judge_cache or options.output.with_name("judge_cache.jsonl")
-    if options.verb == "run":
-        cache = options.judge_cache or options.output / "judge_cache.jsonl"
-    return Judge(options.judge_url, options.judge_model, cache, options.judge_timeout, options.judge_attempts)
+    beside = options.output if options.verb == "run" else options.output.parent
+    return Judge(
+        options.judge_url,
+        options.judge_model,
+        options.judge_cache or beside / "judge_cache.jsonl",
+        options.judge_timeout,
+        options.judge_attempts,
+        options.judge_wait,
+    )
 
 
 def judged(rows: Sequence[Prediction], judge: Judge) -> list[Extraction]:
@@ -128,7 +138,7 @@ def _ask_patiently(judge: Judge, messages: list[dict[str, str]]) -> str:
         try:
             return _ask(judge, messages)
         except JudgeError as error:
-            if attempt == judge.attempts or not getattr(error, "again", True):
+            if attempt == judge.attempts or not error.again:
                 raise JudgeError(f"{error} (attempt {attempt})") from error
         time.sleep(wait)
         wait *= 2
@@ -146,10 +156,8 @@ def _ask(judge: Judge, messages: list[dict[str, str]]) -> str:
         with urllib.request.urlopen(request, timeout=judge.timeout_s) as reply:  # noqa: S310 http(s), checked
             content = reply.read()
     except urllib.error.HTTPError as error:
-        failure = JudgeError(f"HTTP {error.code}")
-        failure.again = error.code in _RETRIED  # type: ignore[attr-defined]
-        raise failure from error
-    except OSError as error:  # no connection, or a time-out at any stage
+        raise JudgeError(f"HTTP {error.code}", again=error.code in _RETRIED) from error
+    except (OSError, http.client.HTTPException) as error:  # no connection, a time-out at any stage, no HTTP
         raise JudgeError(f"{type(error).__name__}: {error}") from error
     try:
         text = json.loads(content)["choices"][0]["message"]["content"]
@@ -173,8 +181,6 @@ class _Cache:
 
     def __init__(self, judge: Judge) -> None:
         self._judge, self._answers = judge, dict[str, str]()
-        if judge.cache is None:
-            return
         judge.cache.parent.mkdir(parents=True, exist_ok=True)
         lines = judge.cache.read_text().splitlines() if judge.cache.is_file() else []
         for line in lines:
@@ -192,7 +198,5 @@ class _Cache:
 
     def put(self, key: str, answer: str) -> None:
         self._answers[key] = answer
-        if self._judge.cache is not None:
-            line = json.dumps({"key": key, "answer": answer}) + "\n"
-            with self._judge.cache.open("a") as file:  # one write of a short line: whole, whichever thread is first
-                file.write(line)
+        with self._judge.cache.open("a") as file:  # one write of a short line: whole, whichever thread is first
+            file.write(json.dumps({"key": key, "answer": answer}) + "\n")

@@ -52,6 +52,7 @@ def _score_options(parser: ArgumentParser) -> None:
     add("--judge-cache", type=optional(Path), metavar="FILE.jsonl", help="default: beside the score")
     add("--judge-timeout", type=positive, default=60.0, metavar="SECONDS", help="of one call; default 60")
     add("--judge-attempts", type=whole(1), default=4, metavar="N", help="before a row counts as failed; default 4")
+    add("--judge-wait", type=positive, default=1.0, metavar="SECONDS", help="before the second attempt; doubles")
 
 
 BENCHMARK = Benchmark("mathvista", "testmini", load, score, _score_options, _data_options, check, ("data_revision",))
