@@ -13,6 +13,7 @@ from eval.engines import EngineSettings, build_engine, check_model
 from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
 from eval.options import parse
 from eval.predictions import Prediction, read_predictions
+from eval.ranks import Ranks, ranks
 from eval.runner import PREDICTIONS, SCORE, Problem, infer
 from eval.scoring import Score
 from eval.table import table
@@ -58,8 +59,9 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         if options.verb == "score":
             _score(benchmark, options.predictions, options.output, options)
             return 0
-        _infer(benchmark, options)
-        if options.verb == "run":
+        processes = ranks()
+        _infer(benchmark, options, processes)
+        if options.verb == "run" and processes.rank == 0:
             _score(benchmark, options.output / PREDICTIONS, options.output / SCORE, options)
     except UserError as error:
         for line in str(error).splitlines():
@@ -84,7 +86,7 @@ def settings_of(options: Namespace) -> EngineSettings:
     )
 
 
-def _infer(benchmark: Benchmark, options: Namespace) -> None:
+def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     if options.samples > 1 and not options.temperature:
         raise UserError(f"samples: {options.samples} greedy answers are the same; give --temperature, such as 1.0")
     settings = settings_of(options)
@@ -102,7 +104,10 @@ def _infer(benchmark: Benchmark, options: Namespace) -> None:
         system_prompt=options.system_prompt,
         build=build_engine,
         samples=options.samples,
+        ranks=processes,
     )
+    if processes.rank:
+        return
     failed = f", {summary.image_failed} images failed" if summary.image_failed else ""
     print(
         f"{summary.asked} answered in {summary.seconds:.1f} s{failed} -> {options.output / PREDICTIONS}",

@@ -95,10 +95,15 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file that is never half there."""
+    replace_file(path, json.dumps(value, indent=2) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
     """Write a file that is never half there: to a neighbour, to the disk, then renamed."""
     neighbour = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with neighbour.open("w") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     neighbour.replace(path)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from adora_vl.errors import UserError
+from eval.fingerprint import replace_file
 
 REQUIRED_FIELDS = ("pid", "answer", "response")
 IMAGE_FAILED = "image_failed"  # the finish reason of a problem that was never asked
@@ -162,3 +163,33 @@ class PredictionLog:
         whole = self._file.read()
         self._file.truncate(whole.rfind(b"\n") + 1)
         self._file.seek(0, os.SEEK_END)
+
+
+def read_rows(path: Path) -> list[Prediction]:
+    """The rows of a predictions file; none where there is no file or it is empty."""
+    return read_predictions(path) if path.is_file() and path.stat().st_size else []
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """The file of one of several processes, until it is merged."""
+    return folder / f"predictions.rank{rank}.jsonl"
+
+
+def absorb_parts(folder: Path, log: PredictionLog) -> bool:
+    """Move the rows of the parts in `folder` into `log`; whether there were any.
+
+    A part goes only when its rows are on the disk in the log, so being killed here loses nothing and doubles nothing.
+    """
+    parts = sorted(folder.glob("predictions.rank*.jsonl"))
+    for path in parts:
+        with PredictionLog(path):  # takes a torn line away, and makes sure that nobody writes it
+            log.append(row for row in read_rows(path) if key(row) not in log.done)
+            path.unlink()
+    return bool(parts)
+
+
+def sort_rows(path: Path, order: Sequence[tuple[str, int]]) -> None:
+    """Rewrite a predictions file in the order of `order`, at once."""
+    rows = {key(row): row for row in read_rows(path)}
+    text = "".join(json.dumps(rows[at]) + "\n" for at in order if at in rows)
+    replace_file(path, text)

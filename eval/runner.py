@@ -17,9 +17,20 @@ from adora_vl.errors import UserError
 from adora_vl.prompts import conversation_with_images
 from eval.engines import Engine, EngineSettings, Request
 from eval.fingerprint import Fields, settle
-from eval.predictions import IMAGE_FAILED, Prediction, PredictionLog
+from eval.predictions import (
+    IMAGE_FAILED,
+    Prediction,
+    PredictionLog,
+    absorb_parts,
+    key,
+    part_path,
+    read_rows,
+    sort_rows,
+)
+from eval.ranks import Alone, Ranks
 
 PREDICTIONS, SCORE = "predictions.jsonl", "score.json"
+ALONE = Alone()
 
 
 @dataclass(frozen=True)
@@ -71,37 +82,86 @@ def infer(
     system_prompt: str | None,
     build: Callable[[EngineSettings], Engine],
     samples: int = 1,
+    ranks: Ranks = ALONE,
 ) -> Summary:
     """Give each problem the answers that `output` has no row for yet. The engine is built only when there are any.
+
+    Of several `ranks` each answers a slice into a part of its own; rank 0 merges them, in the order of the problems.
 
     Raises `UserError` where `output` holds predictions made with something else, or rows of problems not asked for now.
     """
     _check_unique(problems)
     output.mkdir(parents=True, exist_ok=True)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
+    work = _Work(asks, output, _bounded(settings, problems, system_prompt), system_prompt, build, ranks)
+    if ranks.rank:
+        ranks.meet("start")
+        done = {key(row) for row in read_rows(output / PREDICTIONS)}
+        work.answer_slice(done)
+        ranks.meet("end")
+        return Summary(len(asks), len(done), 0, 0, 0.0)
     with PredictionLog(output / PREDICTIONS) as log:
+        absorbed = absorb_parts(output, log)
         settle(output, fingerprint, has_predictions=bool(log.done))
-        pending = [ask for ask in asks if ask.key not in log.done]
-        resumed = len(asks) - len(pending)
+        pending = sum(ask.key not in log.done for ask in asks)
+        resumed = len(asks) - pending
         if len(log.done) > resumed:
             raise UserError(
                 f"limit: {str(output)!r} already has {len(log.done)} predictions and this run asks for "
                 f"{len(asks)}; raise --limit or use another --output"
             )
         what = f"{len(problems)} problems" + (f" x {samples} answers" if samples > 1 else "")
-        print(f"{what}: {resumed} there already, {len(pending)} to do", file=sys.stderr)
-        if not pending:
-            return Summary(len(asks), resumed, 0, 0, 0.0)
-        engine = build(_bounded(settings, problems, system_prompt))
-        start, failed = time.perf_counter(), 0
+        print(f"{what}: {resumed} there already, {pending} to do", file=sys.stderr)
+        before = set(log.done)
+        ranks.meet("start")
+        if ranks.world == 1:
+            seconds = work.answer_to(log, asks)
+        else:
+            seconds = work.answer_slice(before)
+            ranks.meet("end")
+            absorbed |= absorb_parts(output, log)
+        if absorbed:
+            sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
+    rows = read_rows(output / PREDICTIONS)
+    failed = sum(row["finish_reason"] == IMAGE_FAILED for row in rows if key(row) not in before)
+    return Summary(len(asks), resumed, pending, failed, seconds)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What has to be answered, and with what."""
+
+    asks: Sequence[Ask]
+    output: Path
+    settings: EngineSettings
+    system_prompt: str | None
+    build: Callable[[EngineSettings], Engine]
+    ranks: Ranks
+
+    def answer_slice(self, done: set[tuple[str, int]]) -> float:
+        """Answer this rank's part of what is not done, into a file of its own. Returns the seconds it took."""
+        mine = self.asks[self.ranks.rank :: self.ranks.world]
+        with PredictionLog(part_path(self.output, self.ranks.rank)) as log:
+            log.done |= done
+            return self.answer_to(log, mine)
+
+    def answer_to(self, log: PredictionLog, asks: Sequence[Ask]) -> float:
+        """Answer what the log does not have yet; the engine is built only when there is any.
+
+        Returns the seconds of answering, without those of building the engine.
+        """
+        resumed = sum(ask.key in log.done for ask in asks)
+        if resumed == len(asks):
+            return 0.0
+        engine = self.build(self.settings)
+        start = time.perf_counter()
         # `disable=None`: no bar where stderr is not a terminal.
-        with tqdm(total=len(asks), initial=resumed, unit="answer", disable=None) as bar:
+        with tqdm(total=len(asks), initial=resumed, unit="answer", disable=self.ranks.rank > 0 or None) as bar:
             for batch in _batches(asks, engine.batch_size, log.done):
-                rows = answer(engine, batch, seed=settings.seed, system_prompt=system_prompt)
+                rows = answer(engine, batch, seed=self.settings.seed, system_prompt=self.system_prompt)
                 log.append(rows)
-                failed += sum(row["finish_reason"] == IMAGE_FAILED for row in rows)
                 bar.update(len(rows))
-        return Summary(len(asks), resumed, len(pending), failed, time.perf_counter() - start)
+        return time.perf_counter() - start
 
 
 def answer(engine: Engine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None) -> list[Prediction]:

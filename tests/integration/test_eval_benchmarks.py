@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from adora_vl.models.tiny.build import PRETRAINED
+from eval.command import main
+from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
 from eval.predictions import IMAGE_FAILED, read_predictions
 from tests.benchmark_data import mathvista_rows, mmstar_rows, write_geometry3k, write_mathvista, write_mmstar
-from tests.integration.support import run
+from tests.integration.support import launch, run
 
 pytestmark = pytest.mark.slow
 
@@ -70,3 +72,19 @@ def test_mmstar_sees_the_image_unless_told_not_to(folder: Path) -> None:
     assert leakage["MG"] == pytest.approx(leakage["S_v"] - leakage["S_wv"])
     assert score(folder, "mmstar_blind")["fingerprint"]["fields"]["no_image"] is True
     assert len(score(folder, "mmstar")["groups"]["l2_category"]) == 2
+
+
+def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
+    data = write_mathvista(tmp_path / "data", mathvista_rows(5))
+    words = ["run", "--model", str(PRETRAINED), "--data", str(data), "--engine", "transformers", "--max-tokens", "12"]
+    words += ["--batch-size", "1"]  # on whose make-up rounding depends
+    assert main(MATHVISTA, [*words, "--output", str(tmp_path / "one")]) == 0
+    launch("cpu_zero3", "-m", "eval.mathvista", *words, "--output", str(tmp_path / "two"))
+    one, two = (tmp_path / name / "predictions.jsonl" for name in ("one", "two"))
+    assert two.read_bytes() == one.read_bytes()
+    assert score(tmp_path, "two")["items"] == score(tmp_path, "one")["items"]
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {
+        "predictions.jsonl",
+        "fingerprint.json",
+        "score.json",
+    }
