@@ -62,7 +62,7 @@ def parse(
     if config is not None:
         # The file's options first: argparse keeps the last of two.
         # What is for the score may stand in the file of an `infer` too: it is the file of a `run`.
-        unused = _destinations(add_score_options) if options.verb == "infer" else set()
+        unused = set(vars(score_defaults(add_score_options))) if options.verb == "infer" else set()
         options = parser.parse_args([options.verb, *_file_options(config, options, unused), *words[1:]])
     for name in _NEEDED[options.verb]:
         if getattr(options, name) is None:
@@ -95,10 +95,11 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--batch-size", type=optional(whole(1)), metavar="N", help="default: 256 for vllm, 64 for transformers")
 
 
-def _destinations(add_options: AddOptions) -> set[str]:
+def score_defaults(add_score_options: AddOptions) -> argparse.Namespace:
+    """The options of a benchmark's score as they are when none is given."""
     parser = _Parser()
-    add_options(parser)
-    return set(vars(parser.parse_args([])))
+    add_score_options(parser)
+    return parser.parse_args([])
 
 
 def _file_options(path: Path, options: argparse.Namespace, unused: set[str]) -> list[str]:
