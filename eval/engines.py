@@ -117,7 +117,7 @@ class VLLMEngine:
             # On a CPU this is a share of the machine's memory, which others use too.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
             max_num_batched_tokens=4096,
-            limit_mm_per_prompt={"image": max(settings.max_images, 1), "video": 0},
+            limit_mm_per_prompt=None if self._chat.text_only else {"image": max(settings.max_images, 1), "video": 0},
             mm_processor_kwargs=self._chat.pixel_limits or None,
             seed=settings.seed,
         )
@@ -153,12 +153,13 @@ class TransformersEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         import torch
-        from transformers import AutoModelForImageTextToText, GenerationConfig
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
         self.batch_size = settings.batch_size or 64
         self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForImageTextToText.from_pretrained(
+        kind: Any = AutoModelForCausalLM if self._chat.text_only else AutoModelForImageTextToText
+        model: Any = kind.from_pretrained(
             settings.model, revision=settings.revision, dtype=getattr(torch, self._chat.dtype(settings.dtype))
         )
         self._model = model.to(self._device).eval()
