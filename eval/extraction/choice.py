@@ -25,7 +25,7 @@ _SAYS_ANSWER = re.compile(
 # Before the letter's place, which ` | ` stands for, or behind it.
 _WRONG = re.compile(
     r"\b(?:incorrect|wrong|false|other)\s+\|"
-    r"| \| *[)）\]]?[^.]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also )?(?:incorrect|wrong|false|not)\b",
+    r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also )?(?:incorrect|wrong|false|not)\b",
     re.IGNORECASE,
 )
 _CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|conclusion|consequently|which means|因此|所以)\b", re.IGNORECASE)
