@@ -68,7 +68,14 @@ class _Reader:
         if leading:
             return self.index(leading)
         mentioned = self.mentioned(text)
-        return mentioned[0] if len(set(mentioned)) == 1 else None
+        if mentioned:
+            return mentioned[0] if len(set(mentioned)) == 1 else None
+        bare = [
+            i
+            for i, choice in enumerate(self.keys)
+            if _without_unit(key) and _without_unit(choice) == _without_unit(key)
+        ]
+        return bare[0] if len(bare) == 1 else None
 
     def mentioned(self, text: str) -> list[int]:
         """The choices whose text stands in `text`, in order of place; a choice inside a longer one's place is not."""
@@ -87,12 +94,22 @@ class _Reader:
 
 def _key(text: str, *, keep_end: bool = False) -> str:
     """A choice's text in one spelling: case, spaces, thousands separators, `.0`, degree words and decorations aside."""
-    text = plain(text).lower()
+    text = plain(text).lower().replace("\\sqrt", "√").replace("\\pi", "π")
+    text = re.sub(r" *([{}]) *", r"\1", text)
+    text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
+    text = re.sub(r"√\{(\w+)\}", r"√\1", text)
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<=\d)\.0+(?!\d)", "", text)
     text = re.sub(r"(?<=\d)\s*degrees?\b", "", text)
     text = re.sub(r"\s+", " ", text).strip()
     return text if keep_end else text.rstrip(" .。")
+
+
+def _without_unit(key: str) -> str:
+    """A value's key without a unit behind it or a name before it; empty where it has no digit."""
+    bare = re.sub(r"^[a-z∠ ]+= *", "", key)
+    bare = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", bare)
+    return bare if re.search(r"\d", bare) else ""
 
 
 def extract_choice(response: str, choices: Sequence[str]) -> Extraction:

@@ -9,6 +9,7 @@ from eval.extraction.text import MAX_CHARS, Extraction, own_part, plain, refuses
 
 _NUMBER = re.compile(r"(?<![\w.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?")
 _FRACTION = re.compile(r"(-?)\\frac\s*\{\s*(\d+(?:\.\d+)?)\s*\}\s*\{\s*(\d+(?:\.\d+)?)\s*\}")
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?(?:\\times|\\cdot|[×x*]) ?10 ?\^ ?\{? ?(-?\d+) ?\}?")
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _SAYS = re.compile(
     r"(?:\b(?:answer|final value|result)\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bwould be\b|[:：=])|答案[是为:：]*)[\s:：]*",
@@ -18,7 +19,7 @@ _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
 _CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|consequently)\b|因此|所以", re.IGNORECASE)
 _VERB = re.compile(
     r"(?:\b(?:is|are|was|were|be|equals?|gives?|get|left with|have|has|had|approximately|about|around|total of)\b"
-    r"|[=≈]|:(?!\d))",
+    r"|[=≈]|\\approx|:(?!\d))",
     re.IGNORECASE,
 )
 _WORDS = re.findall(
@@ -112,8 +113,8 @@ def _from_sentence(sentence: str, own: set[str]) -> str | None:
     Numbers of the question, `own`, count only where there is no other, and number words only where there is no digit
     but those.
     """
-    spots = [(m.start(), _clean(m[0])) for m in _NUMBER.finditer(_decimal_fractions(sentence))]
-    sentence = _decimal_fractions(sentence)
+    spots = [(m.start(), _clean(m[0])) for m in _NUMBER.finditer(_evaluated(sentence))]
+    sentence = _evaluated(sentence)
     new = [spot for spot in spots if spot[1] not in own]
     if not new:
         new = [(m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)] or spots
@@ -126,12 +127,14 @@ def _from_sentence(sentence: str, own: set[str]) -> str | None:
 
 def _numbers(text: str) -> list[str]:
     """The numbers of a text in order; a number word counts only where there is no digit."""
-    digits = [_clean(match[0]) for match in _NUMBER.finditer(_decimal_fractions(text))]
+    digits = [_clean(match[0]) for match in _NUMBER.finditer(_evaluated(text))]
     return digits or [str(_WORDS.index(match[1].lower())) for match in _WORD.finditer(text)]
 
 
-def _decimal_fractions(text: str) -> str:
-    return _FRACTION.sub(lambda match: f" {match[1]}{_quotient(match[2], match[3])} ", text)
+def _evaluated(text: str) -> str:
+    r"""The text with `\frac{3}{4}` as 0.75 and `2 \times 10^{3}` as 2e3."""
+    text = _FRACTION.sub(lambda match: f" {match[1]}{_quotient(match[2], match[3])} ", text)
+    return _SCIENTIFIC.sub(r"\1e\2", text)
 
 
 def _quotient(above: str, below: str) -> str:

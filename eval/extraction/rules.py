@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from eval.extraction.choice import extract_choice
@@ -19,7 +20,12 @@ def extract(row: dict[str, Any]) -> Extraction:
         return extract_choice(response, row["choices"])
     if row["answer_type"] == "list":
         return extract_list(response)
-    return extract_number(response, row["question"])
+    found = extract_number(response, row["question"])
+    if (
+        row["answer_type"] == "integer"
+    ):  # `5.0` is the integer that was asked for, also to a rule set with a strict `int`
+        return Extraction(re.sub(r"^(-?\d+)\.0+$", r"\1", found.text), found.how)
+    return found
 
 
 def quick_extract(row: dict[str, Any]) -> Extraction | None:

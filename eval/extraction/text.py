@@ -44,7 +44,7 @@ def plain(text: str) -> str:
     """
     text = re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text))
     text = _WRAPPERS.sub("", text.replace("’", "'").replace("−", "-").replace("–", "-"))
-    return _NOISE.sub("", re.sub(r"\\[dt]frac", r"\\frac", text)).replace("\\%", "%")
+    return _NOISE.sub("", re.sub(r"\\[dt]frac", r"\\frac", text)).replace("\\%", "%").replace("{,}", ",")
 
 
 def sentences(text: str) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 
 from eval.extraction.choice import extract_choice
 from eval.extraction.number import extract_list, extract_number
+from eval.extraction.rules import extract
 
 FRUIT = ["apple", "pear", "plum tree", "fig"]
 ANGLES = ["30°", "45°", "60°", "90°"]
@@ -40,6 +41,11 @@ YES_NO = ["Yes", "No"]
         ("The correct choice is plum tree because of the leaves.", FRUIT, "C"),
         ("The answer is (C). Option (A) is incorrect, and choice (B) is incorrect too.", FRUIT, "C"),
         ("Choice (D) is wrong. The answer is (A). The option (B) is not correct.", FRUIT, "A"),
+        (r"\boxed{30}", ["30m", r"30√{3}m", "60m"], "A"),
+        (r"\boxed{30\sqrt{3}}", ["30m", r"30√{3}m", "60m"], "B"),
+        (r"$\boxed{\dfrac{5}{12}}$", [r"\frac { 5 } { 12 }", r"\frac { 12 } { 5 }"], "A"),
+        (r"$\boxed{x = 4\pi \text{ cm}}$", ["2πcm", "3πcm", "4πcm", "5πcm"], "C"),
+        (r"\boxed{\angle A = 60}", ANGLES, "C"),
         ("By the leaves it must be (B), as (A) is incorrect.", FRUIT, "B"),
         ("Going by the leaves I would say option B fits, and option D is not right.", FRUIT, "B"),
         ("The answer is (C). The incorrect answers are A and B.", FRUIT, "C"),
@@ -85,6 +91,10 @@ def test_a_choice_is_found(response: str, choices: list[str], letter: str) -> No
         ("Let me think about it.", "", ""),
         ("", "", ""),
         ("It is 1e400 or so", "", "1e400"),
+        (r"x = 5\sqrt{3} \approx 8.66", "", "8.66"),
+        (r"\boxed{2.5 \times 10^{-3} \text{ m}}", "", "2.5e-3"),
+        (r"\boxed{1{,}000}", "", "1000"),
+        ("The answer is 1.5 x 10^3.", "", "1.5e3"),
     ],
 )
 def test_a_number_is_found(response: str, question: str, number: str) -> None:
@@ -134,3 +144,10 @@ def test_no_response_takes_long(response: str) -> None:
     extract_number(response, "How many?")
     extract_list(response)
     assert time.perf_counter() - start < 10  # quadratic ones take minutes
+
+
+def test_an_integer_item_gets_an_integer() -> None:
+    row = {"question": "", "question_type": "free_form", "answer_type": "integer", "choices": None}
+    assert extract(row | {"response": "5.0"}).text == "5"
+    assert extract(row | {"response": "It is 1.50."}).text == "1.50"
+    assert extract(row | {"response": "5.0", "answer_type": "float"}).text == "5.0"
