@@ -9,7 +9,7 @@ MAX_CHARS = 50_000  # of the end of a response
 
 # A model that runs on after its answer writes the next exercise by itself, with the words of the prompt.
 _RUNS_ON = re.compile(r"\n[^\S\n]*(?:Hint: Please answer|Question:|Human:|User:|###)")
-_WRAPPERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|boldsymbol|bf|rm)\b\s*")
+_WRAPPERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|boldsymbol|bf|rm)\b\s*(?:\{([^{}]*)\})?")
 _NOISE = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\*+|`+|\^?\{?\\circ\}?|°|~")
 _END = re.compile(r"(?<=[.!?。！？])\s+|[。！？]|\n+")
 _REFUSAL = re.compile(
@@ -43,7 +43,7 @@ def plain(text: str) -> str:
     Runs of spaces become one, and of line ends too, so that no pattern behind this takes long over them.
     """
     text = re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text))
-    text = _WRAPPERS.sub("", text.replace("’", "'").replace("−", "-").replace("–", "-"))
+    text = _WRAPPERS.sub(r"\1", text.replace("’", "'").replace("−", "-").replace("–", "-"))
     return _NOISE.sub("", re.sub(r"\\[dt]frac", r"\\frac", text)).replace("\\%", "%").replace("{,}", ",")
 
 
