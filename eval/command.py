@@ -94,7 +94,7 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     if options.limit is not None:
         problems = problems[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
-    fingerprint |= {"model_hash": model_hash(settings.model), "data_hash": data_hash}
+    fingerprint |= {"model_hash": model_hash(settings.model, settings.revision), "data_hash": data_hash}
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
     summary = infer(
         problems,

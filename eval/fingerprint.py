@@ -30,16 +30,26 @@ _MODEL_FILES = (
 _WINDOWS, _WINDOW_BYTES = 64, 64 * 1024
 
 
-def model_hash(model: str) -> str | None:
-    """A hash of a model folder's weights, settings and tokenizer; None for a hub id.
+def model_hash(model: str, revision: str | None = None) -> str | None:
+    """A hash of a model folder's weights, settings and tokenizer; of a hub id the commit, None where it is not known.
 
-    Of a file over 4 MiB only 64 evenly spaced windows of 64 KiB are read: enough to tell two checkpoints apart, and
-    quick for 15 GB.
+    The commit, because a branch such as `main` moves. Of a file over 4 MiB only 64 evenly spaced windows of 64 KiB are
+    read: enough to tell two checkpoints apart, and quick for 15 GB.
     """
     folder = Path(model)
     if not folder.is_dir():
-        return None
+        return _hub_commit(model, revision)
     return digest({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
+
+
+def _hub_commit(model: str, revision: str | None) -> str | None:
+    from transformers import AutoConfig
+
+    try:
+        commit: str | None = AutoConfig.from_pretrained(model, revision=revision)._commit_hash
+    except (OSError, ValueError):  # loading the model will say what is wrong
+        return None
+    return commit
 
 
 def data_hash(folder: Path, split: str) -> str:

@@ -34,12 +34,19 @@ class Rows:
     origin: str
 
 
-def load_rows(data: str, split: str, revision: str | None, needed: Sequence[str], image_columns: Sequence[str]) -> Rows:
+def load_rows(
+    data: str,
+    split: str,
+    revision: str | None,
+    needed: Sequence[str],
+    image_columns: Sequence[str],
+    check: Callable[[Row], str | None],
+) -> Rows:
     """The rows of a split. `image_columns`: where an image may be, the first that is there and not null counts.
 
     `data` is a hub id, a file, or a folder with Parquet files named after the split (or any), or `{split}.json`,
     `.jsonl`, whose rows name image files relative to the folder. Raises `UserError` with a line for each row that lacks
-    one of `needed`.
+    one of `needed` or in which `check` finds something wrong: before an answer is paid for, not when it is scored.
     """
     path = Path(data)
     if path.exists():
@@ -48,16 +55,16 @@ def load_rows(data: str, split: str, revision: str | None, needed: Sequence[str]
         loaded = _hub(data, split, revision, image_columns)
     else:
         raise UserError(f"data: {data!r} is neither a file or folder here nor a hub id of the form owner/name")
-    _check(loaded, needed)
+    _check(loaded, needed, check)
     return loaded
 
 
-def _check(loaded: Rows, needed: Sequence[str]) -> None:
+def _check(loaded: Rows, needed: Sequence[str], check: Callable[[Row], str | None]) -> None:
     wrong = Complaints(f"data: {loaded.origin}")
     for number, row in enumerate(loaded.rows, start=1):
-        lacking = missing_fields(row, needed)
-        if lacking:
-            wrong.add(f"row {number} {lacking}")
+        fault = missing_fields(row, needed) or check(row)
+        if fault:
+            wrong.add(f"row {number} {fault}")
     wrong.settle()
     if not loaded.rows:
         raise UserError(f"data: {loaded.origin} has no rows")

@@ -11,15 +11,18 @@ _MANY = 12  # values of a group; the longest are for the file
 def table(score: Score) -> str:
     """The overall line, the group lines, the benchmark's own figures, lengths, and whatever lessens the number."""
     lines = [made_with(score), ""]
-    rows = [("all", "", score)]
+    rows, hidden = [("all", "", score)], list[str]()
     for key, group in score["groups"].items():
         shown = list(group.items())[:_MANY]
         rows += [(key if i == 0 else "", value, cell) for i, (value, cell) in enumerate(shown)]
+        hidden += [f"{key} ({len(group) - _MANY} more)"] if len(group) > _MANY else []
     for name in ("ID", "OOD"):
         if score.get("id_ood", {}).get(name):
             rows.append(("id_ood" if name == "ID" else "", name, score["id_ood"][name]))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines += [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {_cell(cell)}" for key, value, cell in rows]
+    if hidden:
+        lines.append(f"in the score file only: {', '.join(hidden)}")
     lines += ["", *_samples(score), *_leakage(score), *_answers(score), *_warnings(score)]
     return "\n".join(lines)
 

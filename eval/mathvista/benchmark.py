@@ -20,13 +20,17 @@ _KEPT = (*_NEEDED[1:4], "precision", "unit", "choices", "answer", "metadata")
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split (testmini), and a hash of the data."""
-    loaded = load_rows(options.data, options.split, options.data_revision, _NEEDED, ("decoded_image", "image"))
+    loaded = load_rows(options.data, options.split, options.data_revision, _NEEDED, ("decoded_image", "image"), _fault)
     problems = [
         # `query` is the official prompt where the data has it.
         Problem(_fields(row), row.get("query") or build_query(row), 1, images)
         for row, images in zip(loaded.rows, loaded.images, strict=True)
     ]
     return problems, loaded.hash
+
+
+def _fault(row: dict[str, Any]) -> str | None:
+    return check({**row, "pid": "", "response": ""})
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _KEPT = (*_NEEDED, "meta_info")
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, the question as it is (its options are in it), and a hash of the data."""
-    loaded = load_rows(options.data, options.split, options.data_revision, _NEEDED, ("image",))
+    loaded = load_rows(options.data, options.split, options.data_revision, _NEEDED, ("image",), _fault)
     problems = [
         Problem(_fields(row), row["question"], 0 if options.no_image else 1, _none if options.no_image else images)
         for row, images in zip(loaded.rows, loaded.images, strict=True)
@@ -30,6 +30,10 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 def _none() -> list[Image.Image]:
     return []
+
+
+def _fault(row: dict[str, Any]) -> str | None:
+    return check({**row, "pid": "", "response": ""})
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:

@@ -95,6 +95,19 @@ def test_each_row_that_lacks_a_field_has_a_line(tmp_path: Path) -> None:
     assert "row 4 lacks the fields 'choices', 'metadata'" in lines[1]
 
 
+def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_path: Path) -> None:
+    rows = mathvista_rows(4)
+    rows[0]["choices"], rows[2]["precision"] = None, None
+    with pytest.raises(UserError) as error:
+        mathvista.load(options(write_mathvista(tmp_path / "v", rows), "testmini"))
+    assert ["row 1 is multiple choice with" in line for line in str(error.value).splitlines()] == [True, False]
+    assert "row 3 has precision = None" in str(error.value)
+    stars = mmstar_rows(2)
+    stars[1]["answer"] = "75"
+    with pytest.raises(UserError, match="row 2 has answer = '75', expected a letter"):
+        mmstar.load(options(write_mmstar(tmp_path / "s", stars), "val", no_image=False))
+
+
 def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path: Path) -> None:
     rows = mathvista_rows(2)
     write_mathvista(tmp_path, rows, "json")
