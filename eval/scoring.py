@@ -106,15 +106,16 @@ def cell(items: Sequence[Graded]) -> Score:
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def counted(correct: int, total: int) -> Score | None:
-    """A cell from counts; None where there is nothing to count."""
+def counted(correct: int, total: int, answers: int = 1) -> Score | None:
+    """A cell from counts, with so many answers a problem; None where there is nothing to count."""
     if total <= 0 or not 0 <= correct <= total:
         return None
-    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": list(wilson(correct, total))}
+    interval = list(wilson(correct / answers, max(1, total // answers)))
+    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
 def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
-    """Right or wrong of each answer, by problem, in the order of the answers."""
+    """Right or wrong of each answer, by problem, in the order of the answers and of the problems' first ones."""
     verdicts: dict[str, list[bool]] = {}
     for item in items:
         verdicts.setdefault(item.pid, []).append(item.correct)
@@ -122,7 +123,7 @@ def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
 
 
 def _samples(graded: Sequence[Graded]) -> Score | None:
-    """avg@k and pass@j for j in 1, 2, 4 ... k, with bootstrap intervals over problems; None with one answer each."""
+    """avg@k and pass@j for j in 1, 2, 4 ... k, with intervals over problems; None with one answer each."""
     problems = list(by_problem(graded).values())
     k = max(len(answers) for answers in problems)
     if k == 1:
@@ -138,4 +139,7 @@ def _samples(graded: Sequence[Graded]) -> Score | None:
 
 
 def _mean_with_interval(values: Sequence[float]) -> Score:
-    return {"value": sum(values) / len(values), "bootstrap_95": list(bootstrap(values))}
+    """The mean over problems: by Wilson where each is 0 or 1, where a bootstrap of few or like values falls short."""
+    mean, by_wilson = sum(values) / len(values), set(values) <= {0.0, 1.0}
+    interval = wilson(sum(values), len(values)) if by_wilson else bootstrap(values)
+    return {"value": mean, "interval_95": list(interval), "interval": "wilson" if by_wilson else "bootstrap"}

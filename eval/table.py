@@ -50,7 +50,7 @@ def _cell(cell: Score) -> str:
 
 def _samples(score: Score) -> list[str]:
     figures = {name: figure for name, figure in score.get("samples", {}).items() if "@" in name}
-    return [f"{name}: {_percent(figure['value'], figure['bootstrap_95'])}" for name, figure in figures.items()]
+    return [f"{name}: {_percent(figure['value'], figure['interval_95'])}" for name, figure in figures.items()]
 
 
 def _leakage(score: Score) -> list[str]:

@@ -121,8 +121,9 @@ def _id_ood(figures: Score) -> dict[str, Score | None]:
     groups = figures["groups"]
     parts = (groups.get("task", {}).get(_GEOMETRY_TASK), groups.get("skills", {}).get(_GEOMETRY_SKILL))
     correct, total = (sum(part[name] for part in parts if part) for name in ("correct", "total"))
+    answers_each = figures["samples"]["k"] if "samples" in figures else 1
     # On a small set with mostly geometry the double count can leave OOD with less than nothing: then it has no figure.
     return {
-        "ID": counted(correct, total),
-        "OOD": counted(figures["correct"] - correct, figures["total"] - total),
+        "ID": counted(correct, total, answers_each),
+        "OOD": counted(figures["correct"] - correct, figures["total"] - total, answers_each),
     }

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from adora_vl.errors import UserError
 from eval.extraction.choice import extract_choice
 from eval.predictions import Prediction, key, missing_fields, read_predictions
-from eval.scoring import Graded, Score, aggregate, answers, common_groups, failed_image
+from eval.scoring import Graded, Score, aggregate, answers, by_problem, common_groups, failed_image
 from eval.statistics import bootstrap
 
 RuleSet = Literal["official", "letter"]
@@ -105,7 +105,7 @@ def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     text = _others(options.text_only, rows, options, "text_only")
     if blind is None:
         return None
-    seen = [float(item.correct) for item in graded]
+    seen = _shares(graded)
     gains = [a - b for a, b in zip(seen, blind, strict=True)]
     leakage: Score = {"S_v": _mean(seen), "S_wv": _mean(blind), "MG": _mean(gains), "MG_bootstrap_95": bootstrap(gains)}
     if text is not None:
@@ -120,7 +120,7 @@ def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 
 
 def _others(path: Path | None, rows: Sequence[Prediction], options: Namespace, name: str) -> list[float] | None:
-    """Right (1) or wrong (0) of another run on the items of this one, in their order."""
+    """The shares of right answers of another run to the problems of this one, in their order."""
     if path is None:
         return None
     other = {key(row): row for row in read_predictions(path, check)}
@@ -128,7 +128,12 @@ def _others(path: Path | None, rows: Sequence[Prediction], options: Namespace, n
     if absent or len(other) != len(rows):
         first = f"pid {absent[0]!r} is missing" if absent else f"it has {len(other)} rows and this run {len(rows)}"
         raise UserError(f"{name}: {path} does not have the items of this run ({first}); run it on the same data")
-    return [float(_graded(other[key(row)], options.rules).correct) for row in rows]
+    return _shares([_graded(other[key(row)], options.rules) for row in rows])
+
+
+def _shares(graded: Sequence[Graded]) -> list[float]:
+    """The share of right answers to each problem, in the order of the problems."""
+    return [sum(right) / len(right) for right in by_problem(graded).values()]
 
 
 def _mean(values: Sequence[float]) -> float:

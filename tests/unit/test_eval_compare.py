@@ -10,7 +10,7 @@ import pytest
 
 from eval.compare import main
 from eval.scoring import Graded, aggregate
-from eval.statistics import bootstrap, mcnemar, pass_at
+from eval.statistics import bootstrap, mcnemar, pass_at, wilson
 
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:
@@ -138,7 +138,9 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     assert samples["avg@4"]["value"] == samples["pass@1"]["value"] == pytest.approx(0.5)
     assert samples["pass@2"]["value"] == pytest.approx((1 - 1 / 6 + 0 + 1) / 3)
     assert samples["pass@4"]["value"] == pytest.approx(2 / 3)
-    assert samples["avg@4"]["bootstrap_95"] == [0.0, 1.0]
+    assert (samples["avg@4"]["interval"], samples["avg@4"]["interval_95"]) == ("bootstrap", [0.0, 1.0])
+    # Solved or not: 2 of 3 problems, for which a bootstrap of three values has nothing to say.
+    assert (samples["pass@4"]["interval"], samples["pass@4"]["interval_95"]) == ("wilson", list(wilson(2, 3)))
     # Twelve answers to three problems are as sure as three answers, not as twelve.
     low, high = score["wilson_95"]
     assert high - low > 0.7

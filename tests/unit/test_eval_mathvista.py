@@ -178,6 +178,18 @@ def test_an_item_counts_for_each_of_its_skills_and_twice_for_id_if_it_is_in_both
     assert "counted twice" in result["id_ood"]["definition"]
 
 
+def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
+    rows = [
+        item(pid=str(i), extraction="5" if i % 2 else "6", metadata={"task": "geometry problem solving"})
+        for i in range(6)
+    ]
+    once = score(rows, options())
+    thrice = score([row | {"sample": sample} for row in rows for sample in range(3)], options())
+    assert thrice["id_ood"]["ID"]["total"] == 18
+    for path in (lambda s: s, lambda s: s["id_ood"]["ID"], lambda s: s["groups"]["task"]["geometry problem solving"]):
+        assert path(thrice)["wilson_95"] == pytest.approx(path(once)["wilson_95"])
+
+
 def test_a_failed_image_is_wrong_and_counted_even_where_the_nearest_choice_would_be_right() -> None:
     row = choice("No", "Yes", "No") | {"response": "", "finish_reason": IMAGE_FAILED, "error": "broken"}
     result = score([row], options("rules"))
