@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from adora_vl.rewards.boxed import last_boxed
 from eval.extraction.choice import extract_choice
 from eval.extraction.number import extract_list, extract_number
 from eval.extraction.text import Extraction
@@ -20,6 +21,9 @@ def extract(row: dict[str, Any]) -> Extraction:
         return extract_choice(response, row["choices"])
     if row["answer_type"] == "list":
         return extract_list(response)
+    if row["answer_type"] == "text":
+        box = last_boxed(response)
+        return Extraction(response.strip(), "whole") if box is None else Extraction(box, "box")
     found = extract_number(response, row["question"])
     if (
         row["answer_type"] == "integer"

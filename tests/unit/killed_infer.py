@@ -12,7 +12,7 @@ from PIL import Image
 from eval.engines import EngineSettings, Generation, Request
 from eval.runner import Problem, infer
 
-PROBLEMS, SAMPLES = 60, 2
+PROBLEMS, SAMPLES = 200, 2
 
 
 class Stub:

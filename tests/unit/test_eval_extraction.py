@@ -151,3 +151,9 @@ def test_an_integer_item_gets_an_integer() -> None:
     assert extract(row | {"response": "5.0"}).text == "5"
     assert extract(row | {"response": "It is 1.50."}).text == "1.50"
     assert extract(row | {"response": "5.0", "answer_type": "float"}).text == "5.0"
+
+
+def test_an_open_text_item_gets_its_box_or_all_that_was_said() -> None:
+    row = {"question": "", "question_type": "free_form", "answer_type": "text", "choices": None}
+    assert extract(row | {"response": r"It is \boxed{blue}."}).text == "blue"
+    assert extract(row | {"response": " blue\n"}).text == "blue"
