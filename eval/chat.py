@@ -9,7 +9,6 @@ from PIL import Image
 
 from adora_vl.errors import UserError
 from adora_vl.prompts import Message
-from adora_vl.rollout.tokens import never_sampled_ids
 
 if TYPE_CHECKING:
     from transformers import BatchFeature
@@ -28,7 +27,10 @@ class ChatProcessor:
     def __init__(
         self, model: str, min_pixels: int | None = None, max_pixels: int | None = None, revision: str | None = None
     ) -> None:
+        # Here and not above: scoring, which loads no model, should not wait for them.
         from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+        from adora_vl.rollout.tokens import never_sampled_ids
 
         try:
             self._config: Any = AutoConfig.from_pretrained(model, revision=revision)
