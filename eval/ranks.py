@@ -58,13 +58,13 @@ def ranks() -> Ranks:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Alone()
     launched = Launched()
-    _take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+    take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     for name in _LAUNCHER:
         os.environ.pop(name, None)
     return launched
 
 
-def _take_gpu(local_rank: int) -> None:
+def take_gpu(local_rank: int) -> None:
     """Leave this process one of the GPUs that it sees; before CUDA starts, or it would not be heeded."""
     import torch
 

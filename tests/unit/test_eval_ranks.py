@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from PIL import Image
 
 from eval.engines import EngineSettings, Generation, Request
 from eval.predictions import PredictionLog, part_path, read_predictions
-from eval.ranks import Alone, Ranks
+from eval.ranks import Alone, Ranks, ranks, take_gpu
 from eval.runner import Problem, Summary, infer
 
 
@@ -114,3 +115,19 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path: Path) -> None:
     assert len(engine.asked) == 8
     assert (output / "predictions.jsonl").read_bytes() == (tmp_path / "whole" / "predictions.jsonl").read_bytes()
     assert not list(output.glob("*rank*"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "taken"), [("4,5", 1, "5"), ("4,5", 0, "4"), ("GPU-a,GPU-b", 1, "GPU-b"), ("4", 1, "4")]
+)
+def test_each_process_takes_one_of_the_gpus_that_it_sees(
+    visible: str, local_rank: int, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    take_gpu(local_rank)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+
+
+def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert (ranks().rank, ranks().world) == (0, 1)
