@@ -9,7 +9,6 @@ from PIL import Image
 
 from adora_vl.errors import UserError
 from adora_vl.prompts import Message
-from adora_vl.rollout.tokens import never_sampled_ids
 
 if TYPE_CHECKING:
     from transformers import BatchFeature
@@ -22,36 +21,60 @@ class ChatProcessor:
 
     `pixel_limits` is empty when the user gave none, else it has both: Qwen's image processor ignores, without a word, a
     `min_pixels` or `max_pixels` that comes alone, while vLLM counts image tokens with it. Raises `UserError` where the
-    model has no configuration or processor, or where the limits cross.
+    model has no configuration or processor, or where the limits cross. `text_only`: a language model without vision.
     """
 
-    def __init__(self, model: str, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
-        from transformers import AutoConfig, AutoProcessor
+    def __init__(
+        self, model: str, min_pixels: int | None = None, max_pixels: int | None = None, revision: str | None = None
+    ) -> None:
+        # Here and not above: scoring, which loads no model, should not wait for them.
+        from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+        from adora_vl.rollout.tokens import never_sampled_ids
 
         try:
-            self._config: Any = AutoConfig.from_pretrained(model)
-            self._processor: Any = AutoProcessor.from_pretrained(model)
-            size = self._processor.image_processor.size
+            self._config: Any = AutoConfig.from_pretrained(model, revision=revision)
+            self.text_only = getattr(self._config, "vision_config", None) is None
+            kind: Any = AutoTokenizer if self.text_only else AutoProcessor
+            self._processor: Any = kind.from_pretrained(model, revision=revision)
+            self._image_processor: Any = None if self.text_only else self._processor.image_processor
         except (OSError, ValueError, AttributeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"model: {model!r} cannot be loaded as a vision-language model ({reason})") from error
-        self.pixel_limits: dict[str, int] = {}
-        self._max_pixels: int = max_pixels or size["longest_edge"]
-        if min_pixels or max_pixels:
-            self.pixel_limits = {"min_pixels": min_pixels or size["shortest_edge"], "max_pixels": self._max_pixels}
-            if self.pixel_limits["min_pixels"] > self._max_pixels:
-                raise UserError(
-                    f"min_pixels: {self.pixel_limits['min_pixels']} is over max_pixels, {self._max_pixels} "
-                    "(what is not given comes from the model's processor); give both"
-                )
-        self._tokenizer = self._processor.tokenizer
+            raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
+        self.pixel_limits, self._max_pixels = self._limits(min_pixels, max_pixels)
+        self._tokenizer = self._processor if self.text_only else self._processor.tokenizer
         self._tokenizer.padding_side = "left"
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
         self.pad_id: int = self._tokenizer.pad_token_id
         self.context: int = self._config.get_text_config().max_position_embeddings
 
+    def _limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[dict[str, int], int]:
+        """What to tell the image processor, and the largest image in pixels that comes of it."""
+        if self._image_processor is None:
+            if min_pixels or max_pixels:
+                raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
+            return {}, 0
+        size = self._image_processor.size
+        if not (min_pixels or max_pixels):
+            return {}, size["longest_edge"]
+        limits = {
+            "min_pixels": min_pixels or size["shortest_edge"],
+            "max_pixels": max_pixels or size["longest_edge"],
+        }
+        if limits["min_pixels"] > limits["max_pixels"]:
+            raise UserError(
+                f"min_pixels: {limits['min_pixels']} is over max_pixels, {limits['max_pixels']} "
+                "(what is not given comes from the model's processor); give both"
+            )
+        return limits, limits["max_pixels"]
+
     def render(self, messages: list[Message]) -> str:
-        """The prompt as text, with one placeholder an image."""
+        """The prompt as text, with one placeholder an image.
+
+        Raises `UserError` where there is an image and the model sees none.
+        """
+        if self.text_only:
+            messages = [{**message, "content": _text_of(message["content"])} for message in messages]
         text: str = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return text
 
@@ -80,7 +103,18 @@ class ChatProcessor:
 
     def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
         """A bound, in tokens, on prompt and answer (a byte is at most one token), at most the model's context."""
-        processor = self._processor.image_processor
-        unit: int = processor.patch_size * processor.merge_size  # the side, in pixels, of what becomes one image token
-        image_tokens: int = max_images * -(-self._max_pixels // unit**2)
+        image_tokens = 0
+        if not self.text_only:
+            # The side, in pixels, of what becomes one image token.
+            unit: int = self._image_processor.patch_size * self._image_processor.merge_size
+            image_tokens = max_images * -(-self._max_pixels // unit**2)
         return min(self.context, image_tokens + max_text_bytes + _TEMPLATE_TOKENS + max_tokens)
+
+
+def _text_of(content: str | list[Message]) -> str:
+    """The content of a message as one text, which is what the templates of language models without vision take."""
+    if isinstance(content, str):
+        return content
+    if any(part["type"] != "text" for part in content):
+        raise UserError("model: it sees no images, and the problems have some; use --no-image (MMStar)")
+    return "".join(part["text"] for part in content)

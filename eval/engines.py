@@ -18,6 +18,7 @@ from eval.chat import ChatProcessor
 if TYPE_CHECKING:
     from vllm.config.model import ModelDType
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 EngineName = Literal["vllm", "transformers"]
 ENGINES: tuple[EngineName, ...] = ("vllm", "transformers")
 
@@ -59,6 +60,7 @@ class EngineSettings:
 
     model: str
     engine: EngineName
+    revision: str | None = None
     dtype: str = "auto"
     max_tokens: int = 2048
     temperature: float = 0.0
@@ -83,7 +85,7 @@ def check_model(model: str) -> str:
             raise UserError(f"model: the folder {model!r} has no config.json; give a folder made by save_pretrained")
         return str(folder.resolve())
     # `runs/tyni` has the form of a hub id too, but where `runs` is a folder a mistyped path is far more likely.
-    if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*", model) or folder.parent.is_dir():
+    if not HUB_ID.fullmatch(model) or folder.parent.is_dir():
         raise UserError(f"model: {model!r} is neither a folder here nor a hub id of the form owner/name")
     return model
 
@@ -106,15 +108,16 @@ class VLLMEngine:
         from vllm import LLM, SamplingParams
 
         self.batch_size = settings.batch_size or 256
-        self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels)
+        self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
         self._llm: Any = LLM(
             model=settings.model,
+            revision=settings.revision,
             dtype=cast("ModelDType", self._chat.dtype(settings.dtype)),
             max_model_len=self._chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens),
             # On a CPU this is a share of the machine's memory, which others use too.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
             max_num_batched_tokens=4096,
-            limit_mm_per_prompt={"image": max(settings.max_images, 1), "video": 0},
+            limit_mm_per_prompt=None if self._chat.text_only else {"image": max(settings.max_images, 1), "video": 0},
             mm_processor_kwargs=self._chat.pixel_limits or None,
             seed=settings.seed,
         )
@@ -150,13 +153,14 @@ class TransformersEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         import torch
-        from transformers import AutoModelForImageTextToText, GenerationConfig
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
         self.batch_size = settings.batch_size or 64
-        self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels)
+        self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = AutoModelForImageTextToText.from_pretrained(
-            settings.model, dtype=getattr(torch, self._chat.dtype(settings.dtype))
+        kind: Any = AutoModelForCausalLM if self._chat.text_only else AutoModelForImageTextToText
+        model: Any = kind.from_pretrained(
+            settings.model, revision=settings.revision, dtype=getattr(torch, self._chat.dtype(settings.dtype))
         )
         self._model = model.to(self._device).eval()
         self._max_tokens = settings.max_tokens

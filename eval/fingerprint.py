@@ -15,7 +15,7 @@ from adora_vl import __version__
 from adora_vl.errors import UserError
 
 FILE_NAME = "fingerprint.json"
-Fields = dict[str, str | int | float | None]
+Fields = dict[str, Any]
 
 # Whatever decides what a model answers; a README or a trainer's state beside it does not.
 _MODEL_FILES = (
@@ -30,36 +30,47 @@ _MODEL_FILES = (
 _WINDOWS, _WINDOW_BYTES = 64, 64 * 1024
 
 
-def model_hash(model: str) -> str | None:
-    """A hash of a model folder's weights, settings and tokenizer; None for a hub id.
+def model_hash(model: str, revision: str | None = None) -> str | None:
+    """A hash of a model folder's weights, settings and tokenizer; of a hub id the commit, None where it is not known.
 
-    Of a file over 4 MiB only 64 evenly spaced windows of 64 KiB are read: enough to tell two checkpoints apart, and
-    quick for 15 GB.
+    The commit, because a branch such as `main` moves. Of a file over 4 MiB only 64 evenly spaced windows of 64 KiB are
+    read: enough to tell two checkpoints apart, and quick for 15 GB.
     """
     folder = Path(model)
     if not folder.is_dir():
+        return _hub_commit(model, revision)
+    return digest({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
+
+
+def _hub_commit(model: str, revision: str | None) -> str | None:
+    from transformers import AutoConfig
+
+    try:
+        commit: str | None = AutoConfig.from_pretrained(model, revision=revision)._commit_hash
+    except (OSError, ValueError):  # loading the model will say what is wrong
         return None
-    return _digest({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
+    return commit
 
 
 def data_hash(folder: Path, split: str) -> str:
     """A hash of a prepared dataset's manifest (where there is one) and of the files of `split`."""
-    return _digest({*folder.glob("manifest.json"), *folder.glob(f"data/{split}-*.parquet")})
+    return digest({*folder.glob("manifest.json"), *folder.glob(f"data/{split}-*.parquet")})
 
 
-def _digest(paths: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
+def digest(paths: Iterable[Path]) -> str:
+    """A hash of files by name, size and content (of a large file its windows)."""
+    sha = hashlib.sha256()
     for path in sorted(paths):
         size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
+        sha.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
             if size <= _WINDOWS * _WINDOW_BYTES:
-                digest.update(file.read())
+                sha.update(file.read())
                 continue
             for window in range(_WINDOWS):
                 file.seek(window * (size - _WINDOW_BYTES) // (_WINDOWS - 1))
-                digest.update(file.read(_WINDOW_BYTES))
-    return digest.hexdigest()[:16]
+                sha.update(file.read(_WINDOW_BYTES))
+    return sha.hexdigest()[:16]
 
 
 def settle(output: Path, fields: Fields, *, has_predictions: bool) -> None:
@@ -94,10 +105,15 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file that is never half there."""
+    replace_file(path, json.dumps(value, indent=2) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
     """Write a file that is never half there: to a neighbour, to the disk, then renamed."""
     neighbour = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with neighbour.open("w") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     neighbour.replace(path)

@@ -19,6 +19,9 @@ VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"
 _NEEDED = {"infer": ("model", "data", "output"), "score": ("predictions", "output"), "run": ("model", "data", "output")}
 
 
+AddOptions = Callable[[argparse.ArgumentParser], None]
+
+
 class _Parser(argparse.ArgumentParser):
     """Wrong options are the user's mistake like any other: one line, exit code 2."""
 
@@ -26,7 +29,13 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def parse(argv: Sequence[str] | None, benchmark: str) -> argparse.Namespace:
+def parse(
+    argv: Sequence[str] | None,
+    benchmark: str,
+    split: str,
+    add_data_options: AddOptions | None,
+    add_score_options: AddOptions,
+) -> argparse.Namespace:
     """The options of `python -m eval.{benchmark}`: command line over `--config` file over defaults.
 
     Raises `UserError` for an unknown option or key, a value of the wrong kind, or a needed option that is missing.
@@ -35,54 +44,65 @@ def parse(argv: Sequence[str] | None, benchmark: str) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
     for verb, what in VERBS.items():
         sub = verbs.add_parser(verb, help=what, allow_abbrev=False)
-        if verb != "score":
-            _add_inference(sub)
-            sub.add_argument("--config", type=Path, metavar="FILE.yaml", help="these options, with _ for -")
-        else:
+        if verb == "score":
             sub.add_argument("--predictions", type=Path, metavar="FILE.jsonl")
+        else:
+            _add_inference(sub, split)
+            sub.add_argument("--config", type=Path, metavar="FILE.yaml", help="these options, with _ for -")
+            if add_data_options:
+                add_data_options(sub)
         sub.add_argument(
             "--output", type=Path, help="a score file" if verb == "score" else "a folder; resumed if it is there"
         )
         if verb != "infer":
-            sub.add_argument(
-                "--rounding", action=argparse.BooleanOptionalAction, default=False, help="accept rounded decimals"
-            )
+            add_score_options(sub)
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(words)
     config: Path | None = getattr(options, "config", None)
     if config is not None:
         # The file's options first: argparse keeps the last of two.
-        options = parser.parse_args([options.verb, *_file_options(config, options), *words[1:]])
+        # What is for the score may stand in the file of an `infer` too: it is the file of a `run`.
+        unused = set(vars(score_defaults(add_score_options))) if options.verb == "infer" else set()
+        options = parser.parse_args([options.verb, *_file_options(config, options, unused), *words[1:]])
     for name in _NEEDED[options.verb]:
         if getattr(options, name) is None:
             raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
     return options
 
 
-def _add_inference(parser: argparse.ArgumentParser) -> None:
+def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add = parser.add_argument
     add("--model", help="a model folder or a hub id")
-    add("--data", type=Path, help="a folder made by data_prep")
-    add("--split", default="test")
+    add("--revision", type=optional(str), metavar="NAME", help="of the model on the hub; default: its newest")
+    add("--data", help="a folder or file, or a hub id")
+    add("--split", default=split, help=f"default {split}")
     add("--engine", choices=ENGINES, default=default_engine(), help="default: vllm where it is installed")
-    add("--limit", type=_optional(_whole(1)), metavar="N", help="the first N problems only")
-    add("--max-tokens", type=_whole(1), default=2048, metavar="N", help="of an answer; default 2048")
+    add("--limit", type=optional(whole(1)), metavar="N", help="the first N problems only")
+    add("--max-tokens", type=whole(1), default=2048, metavar="N", help="of an answer; default 2048")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
-    add("--min-pixels", type=_optional(_whole(1)), metavar="N", help="default: the model's own")
-    add("--max-pixels", type=_optional(_whole(1)), metavar="N", help="default: the model's own")
+    add("--min-pixels", type=optional(whole(1)), metavar="N", help="default: the model's own")
+    add("--max-pixels", type=optional(whole(1)), metavar="N", help="default: the model's own")
     add(
         "--system-prompt",
-        type=_optional(str),
+        type=optional(str),
         default=SYSTEM_PROMPT,
         metavar="TEXT",
         help="or none; default: the training's",
     )
     add("--temperature", type=_temperature, default=0.0, help="0: greedy, the default")
-    add("--seed", type=_whole(0), default=0)
-    add("--batch-size", type=_optional(_whole(1)), metavar="N", help="default: 256 for vllm, 64 for transformers")
+    add("--samples", type=whole(1), default=1, metavar="K", help="answers a problem, for avg@k and pass@k")
+    add("--seed", type=whole(0), default=0)
+    add("--batch-size", type=optional(whole(1)), metavar="N", help="default: 256 for vllm, 64 for transformers")
 
 
-def _file_options(path: Path, options: argparse.Namespace) -> list[str]:
+def score_defaults(add_score_options: AddOptions) -> argparse.Namespace:
+    """The options of a benchmark's score as they are when none is given."""
+    parser = _Parser()
+    add_score_options(parser)
+    return parser.parse_args([])
+
+
+def _file_options(path: Path, options: argparse.Namespace, unused: set[str]) -> list[str]:
     """The YAML file's keys as command-line words, so that they are checked in one place."""
     try:
         content = yaml.safe_load(path.read_text())
@@ -93,9 +113,13 @@ def _file_options(path: Path, options: argparse.Namespace) -> list[str]:
     known = set(vars(options)) - {"verb", "config"}
     words = []
     for key, value in content.items():
+        if key in unused:
+            continue
         if key not in known:
             raise UserError(f"config: {str(path)!r} has the unknown key {key!r}{nearest(str(key), known)}")
         option = "--" + str(key).replace("_", "-")
+        if value is False and str(key).startswith("no_"):
+            continue
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--no-", 1))
         else:
@@ -103,7 +127,9 @@ def _file_options(path: Path, options: argparse.Namespace) -> list[str]:
     return words
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def whole(least: int) -> Callable[[str], int]:
+    """A converter for argparse: whole numbers from `least` on."""
+
     def whole(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and int(text) >= least):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
@@ -112,8 +138,17 @@ def _whole(least: int) -> Callable[[str], int]:
     return whole
 
 
-def _optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A converter for argparse: `none`, else what `convert` makes of it."""
     return lambda text: None if text.lower() == "none" else convert(text)
+
+
+def positive(text: str) -> float:
+    """A converter for argparse: a number over 0."""
+    value = _temperature(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number over 0")
+    return value
 
 
 def _temperature(text: str) -> float:

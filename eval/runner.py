@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image
 from tqdm import tqdm
@@ -16,9 +17,20 @@ from adora_vl.errors import UserError
 from adora_vl.prompts import conversation_with_images
 from eval.engines import Engine, EngineSettings, Request
 from eval.fingerprint import Fields, settle
-from eval.predictions import IMAGE_FAILED, Prediction, PredictionLog
+from eval.predictions import (
+    IMAGE_FAILED,
+    Prediction,
+    PredictionLog,
+    absorb_parts,
+    key,
+    part_path,
+    read_rows,
+    sort_rows,
+)
+from eval.ranks import Alone, Ranks
 
 PREDICTIONS, SCORE = "predictions.jsonl", "score.json"
+ALONE = Alone()
 
 
 @dataclass(frozen=True)
@@ -38,9 +50,21 @@ class Problem:
         return str(self.fields["pid"])
 
 
+class Ask(NamedTuple):
+    """One answer to get: the problem, and which of its samples."""
+
+    problem: Problem
+    sample: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The key of the row that the answer becomes."""
+        return self.problem.pid, self.sample
+
+
 @dataclass(frozen=True)
 class Summary:
-    """What one `infer` did: problems in all, there before, asked now, images that failed now, seconds of generation."""
+    """What one `infer` did: answers in all, there before, asked now, images that failed now, seconds of generation."""
 
     total: int
     resumed: int
@@ -57,44 +81,96 @@ def infer(
     *,
     system_prompt: str | None,
     build: Callable[[EngineSettings], Engine],
+    samples: int = 1,
+    ranks: Ranks = ALONE,
 ) -> Summary:
-    """Answer the problems that `output` has no row for yet. The engine is built only when there are any.
+    """Give each problem the answers that `output` has no row for yet. The engine is built only when there are any.
+
+    Of several `ranks` each answers a slice into a part of its own; rank 0 merges them, in the order of the problems.
 
     Raises `UserError` where `output` holds predictions made with something else, or rows of problems not asked for now.
     """
     _check_unique(problems)
     output.mkdir(parents=True, exist_ok=True)
+    asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
+    work = _Work(asks, output, _bounded(settings, problems, system_prompt), system_prompt, build, ranks)
+    if ranks.rank:
+        ranks.meet("start")
+        done = {key(row) for row in read_rows(output / PREDICTIONS)}
+        work.answer_slice(done)
+        ranks.meet("end")
+        return Summary(len(asks), len(done), 0, 0, 0.0)
     with PredictionLog(output / PREDICTIONS) as log:
+        absorbed = absorb_parts(output, log)
         settle(output, fingerprint, has_predictions=bool(log.done))
-        pending = [problem for problem in problems if problem.pid not in log.done]
-        resumed = len(problems) - len(pending)
+        pending = sum(ask.key not in log.done for ask in asks)
+        resumed = len(asks) - pending
         if len(log.done) > resumed:
             raise UserError(
                 f"limit: {str(output)!r} already has {len(log.done)} predictions and this run asks for "
-                f"{len(problems)}; raise --limit or use another --output"
+                f"{len(asks)}; raise --limit or use another --output"
             )
-        print(f"{len(problems)} problems: {resumed} there already, {len(pending)} to do", file=sys.stderr)
-        if not pending:
-            return Summary(len(problems), resumed, 0, 0, 0.0)
-        engine = build(_bounded(settings, pending, system_prompt))
-        start, failed = time.perf_counter(), 0
+        what = f"{len(problems)} problems" + (f" x {samples} answers" if samples > 1 else "")
+        print(f"{what}: {resumed} there already, {pending} to do", file=sys.stderr)
+        before = set(log.done)
+        ranks.meet("start")
+        if ranks.world == 1:
+            seconds = work.answer_to(log, asks)
+        else:
+            seconds = work.answer_slice(before)
+            ranks.meet("end")
+            absorbed |= absorb_parts(output, log)
+        if absorbed:
+            sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
+    rows = read_rows(output / PREDICTIONS)
+    failed = sum(row["finish_reason"] == IMAGE_FAILED for row in rows if key(row) not in before)
+    return Summary(len(asks), resumed, pending, failed, seconds)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What has to be answered, and with what."""
+
+    asks: Sequence[Ask]
+    output: Path
+    settings: EngineSettings
+    system_prompt: str | None
+    build: Callable[[EngineSettings], Engine]
+    ranks: Ranks
+
+    def answer_slice(self, done: set[tuple[str, int]]) -> float:
+        """Answer this rank's part of what is not done, into a file of its own. Returns the seconds it took."""
+        mine = self.asks[self.ranks.rank :: self.ranks.world]
+        with PredictionLog(part_path(self.output, self.ranks.rank)) as log:
+            log.done |= done
+            return self.answer_to(log, mine)
+
+    def answer_to(self, log: PredictionLog, asks: Sequence[Ask]) -> float:
+        """Answer what the log does not have yet; the engine is built only when there is any.
+
+        Returns the seconds of answering, without those of building the engine.
+        """
+        resumed = sum(ask.key in log.done for ask in asks)
+        if resumed == len(asks):
+            return 0.0
+        engine = self.build(self.settings)
+        start = time.perf_counter()
         # `disable=None`: no bar where stderr is not a terminal.
-        with tqdm(total=len(problems), initial=resumed, unit="problem", disable=None) as bar:
-            for batch in _batches(pending, engine.batch_size):
-                rows = answer(engine, batch, seed=settings.seed, system_prompt=system_prompt)
+        with tqdm(total=len(asks), initial=resumed, unit="answer", disable=self.ranks.rank > 0 or None) as bar:
+            for batch in _batches(asks, engine.batch_size, log.done):
+                rows = answer(engine, batch, seed=self.settings.seed, system_prompt=self.system_prompt)
                 log.append(rows)
-                failed += sum(row["finish_reason"] == IMAGE_FAILED for row in rows)
                 bar.update(len(rows))
-        return Summary(len(problems), resumed, len(pending), failed, time.perf_counter() - start)
+        return time.perf_counter() - start
 
 
-def answer(engine: Engine, batch: Sequence[Problem], *, seed: int, system_prompt: str | None) -> list[Prediction]:
-    """One row a problem, in order; a problem whose image fails to decode gets an empty response and the reason."""
+def answer(engine: Engine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None) -> list[Prediction]:
+    """One row an ask, in order; a problem whose image fails to decode gets an empty response and the reason."""
     rows: list[Prediction] = []
     asked: list[Prediction] = []
     requests: list[Request] = []
-    for problem in batch:
-        row = dict(problem.fields)
+    for problem, sample in batch:
+        row = dict(problem.fields) | ({"sample": sample} if sample else {})
         rows.append(row)
         try:
             images = problem.images()
@@ -102,8 +178,10 @@ def answer(engine: Engine, batch: Sequence[Problem], *, seed: int, system_prompt
             reason = f"{type(error).__name__}: {error}"
             row.update(response="", finish_reason=IMAGE_FAILED, n_tokens=0, n_prompt_tokens=0, error=reason)
             continue
+        if images:
+            row["image_size"] = list(images[0].size)
         messages = conversation_with_images(problem.prompt, len(images), system_prompt)
-        requests.append(Request(messages, images, _seed_of(seed, problem.pid)))
+        requests.append(Request(messages, images, _seed_of(seed, problem.pid, sample)))
         asked.append(row)
     generations = engine.generate(requests) if requests else []
     for row, generation in zip(asked, generations, strict=True):
@@ -116,9 +194,10 @@ def answer(engine: Engine, batch: Sequence[Problem], *, seed: int, system_prompt
     return rows
 
 
-def _seed_of(seed: int, pid: str) -> int:
-    """A seed of its own for each problem, so that a resumed run samples what an uninterrupted one would."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{pid}".encode()).digest()[:4])
+def _seed_of(seed: int, pid: str, sample: int) -> int:
+    """A seed of its own for each answer, so that a resumed run samples what an uninterrupted one would."""
+    text = f"{seed}/{pid}" + (f"/{sample}" if sample else "")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
 
 def _bounded(settings: EngineSettings, problems: Sequence[Problem], system_prompt: str | None) -> EngineSettings:
@@ -126,9 +205,15 @@ def _bounded(settings: EngineSettings, problems: Sequence[Problem], system_promp
     return replace(settings, max_images=max(problem.n_images for problem in problems), max_text_bytes=longest)
 
 
-def _batches(problems: Sequence[Problem], size: int) -> Iterator[Sequence[Problem]]:
-    for start in range(0, len(problems), size):
-        yield problems[start : start + size]
+def _batches(asks: Sequence[Ask], size: int, done: Container[tuple[str, int]]) -> Iterator[Sequence[Ask]]:
+    """What is left of each batch of the whole list.
+
+    The whole list's, so that a resumed run has an uninterrupted one's batches, on whose make-up rounding can depend.
+    """
+    for start in range(0, len(asks), size):
+        batch = [ask for ask in asks[start : start + size] if ask.key not in done]
+        if batch:
+            yield batch
 
 
 def _check_unique(problems: Sequence[Problem]) -> None:

@@ -1,36 +1,33 @@
-r"""From predictions to a score file: each answer graded, then counted overall and by group."""
+"""From graded answers to a score: counts overall and by group, each with its interval, and how the answers were."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
-from pathlib import Path
 from typing import Any
 
-from adora_vl.rewards import grade
-from eval.fingerprint import FILE_NAME, read, versions
-from eval.predictions import IMAGE_FAILED, Prediction, read_predictions
+from eval.predictions import IMAGE_FAILED, Prediction
+from eval.responses import lengths, reflection, truncation
+from eval.statistics import bootstrap, pass_at, wilson
 
 Score = dict[str, Any]
-FAILED = "failed"  # the verdict on a problem whose image could not be read; counts as not correct
-
-_Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
-# The first that is found names the form.
-_FORMS = (
-    ("radical", re.compile(r"\\sqrt|√")),
-    ("pi", re.compile(r"\\pi|π")),
-    ("fraction", re.compile(r"\\[dt]?frac|/")),
-    ("integer", re.compile(r"^-?\d+$")),
-    ("decimal", re.compile(r"^-?\d*\.\d+$")),
+FAILED = "failed"  # the verdict on a problem that was not asked or whose extraction failed; counts as not correct
+# By total pixels of the first image: the upper ends of the groups.
+_SIZES = (
+    (128 * 128, "to 128x128"),
+    (256 * 256, "to 256x256"),
+    (512 * 512, "to 512x512"),
+    (1024 * 1024, "to 1024x1024"),
 )
 
 
 @dataclass(frozen=True)
 class Graded:
-    """One graded prediction. `groups`: for each kind of group, the values that this problem counts for."""
+    """One graded answer. `groups`: for each kind of group, the values that it counts for.
+
+    `extracted` is the answer that was compared, `reason` how it was found or why the verdict fell.
+    """
 
     pid: str
     verdict: str
@@ -38,97 +35,111 @@ class Graded:
     reason: str
     n_tokens: int | None = None
     groups: dict[str, list[str]] = field(default_factory=dict)
+    sample: int = 0
 
     @property
     def correct(self) -> bool:
         return self.verdict == "correct"
 
 
-def score_file(predictions: Path, *, rounding: bool = False) -> Score:
-    """The score of a predictions file, with the fingerprint that lies beside it (null where there is none).
-
-    `rounding`: also accept a decimal that is the gold rounded, which the paper preset does not.
-    """
-    graded = [grade_row(row, rounding=rounding) for row in read_predictions(predictions)]
-    fingerprint = predictions.parent / FILE_NAME
-    return {
-        "benchmark": "geometry3k",
-        **aggregate(graded),
-        "rules": {"rounding": rounding},
-        "versions": versions(),
-        "fingerprint": read(fingerprint) if fingerprint.is_file() else None,
-        "items": [
-            {"pid": item.pid, "verdict": item.verdict, "extracted": item.extracted, "reason": item.reason}
-            for item in graded
-        ],
-    }
+def failed_image(row: Prediction, groups: dict[str, list[str]]) -> Graded | None:
+    """The verdict on a problem whose image could not be read, whatever stands in its response; None for any other."""
+    if row.get("finish_reason") != IMAGE_FAILED:
+        return None
+    return Graded(
+        row["pid"], FAILED, None, row.get("error") or IMAGE_FAILED, groups=groups, sample=row.get("sample", 0)
+    )
 
 
-def grade_row(row: Prediction, *, rounding: bool = False) -> Graded:
-    """The verdict on one predictions row, and the groups that it counts for."""
-    groups = _groups(row)
-    if row.get("finish_reason") == IMAGE_FAILED:
-        return Graded(row["pid"], FAILED, None, row.get("error") or IMAGE_FAILED, groups=groups)
-    result = grade(row["response"], row["answer"], choices=row.get("choices"), rounding=rounding)
-    return Graded(row["pid"], result.verdict, result.extracted, result.reason, row.get("n_tokens"), groups)
-
-
-def _groups(row: Prediction) -> dict[str, list[str]]:
-    metadata = row.get("metadata") or {}
-    values = {
-        "goal": metadata.get("goal"),
-        "family": metadata.get("family"),
-        "answer_form": answer_form(row["answer"], row.get("choices")),
-        "finish_reason": row.get("finish_reason"),
-    }
-    return {key: [str(value)] for key, value in values.items() if value}
-
-
-def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
-    r"""How the gold is written: `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`.
-
-    A gold with several counts as the first of them in this order: `2 \sqrt { 3 } \pi` is a radical.
-    """
-    text = "".join(answer.split())
-    if choices and re.fullmatch(r"\(?[A-Z]\)?", text):
-        return "letter"
-    return next((name for name, pattern in _FORMS if pattern.search(text)), "other")
+def common_groups(row: Prediction) -> dict[str, list[str]]:
+    """The groups that every benchmark has: why the answer ended, and how large the image is."""
+    groups = {}
+    if row.get("finish_reason"):
+        groups["finish_reason"] = [str(row["finish_reason"])]
+    size = row.get("image_size")
+    if size:
+        pixels = size[0] * size[1]
+        groups["image_size"] = [next((name for limit, name in _SIZES if pixels <= limit), "over 1024x1024")]
+    return groups
 
 
 def aggregate(graded: Sequence[Graded]) -> Score:
-    """Counts over all items (at least one) and each group. The total has every item, also where the image failed."""
+    """Counts over all answers (at least one) and each group. The total has every one, also where the image failed."""
     members: dict[str, dict[str, list[Graded]]] = defaultdict(lambda: defaultdict(list))
     for item in graded:
         for key, values in item.groups.items():
             for value in values:
                 members[key][value].append(item)
-    return {
-        **_cell(graded),
-        "groups": {key: {value: _cell(members[key][value]) for value in sorted(members[key])} for key in members},
+    score: Score = {
+        **cell(graded),
+        "groups": {key: {value: cell(members[key][value]) for value in sorted(members[key])} for key in members},
         "verdicts": dict(Counter(item.verdict for item in graded).most_common()),
-        "image_failed": sum(item.verdict == FAILED for item in graded),
-        "unusable_golds": sum(item.reason.startswith("gold_") for item in graded),
-        "mean_tokens": {
-            "correct": _mean(item.n_tokens for item in graded if item.correct),
-            "wrong": _mean(item.n_tokens for item in graded if not item.correct and item.verdict != FAILED),
+        "image_failed": sum(item.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded),
+    }
+    samples = _samples(graded)
+    return score | ({"samples": samples} if samples else {})
+
+
+def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> Score:
+    """Lengths of right and wrong answers, the share cut off, reflective words: over the problems that were asked."""
+    asked = [(row, item) for row, item in zip(rows, graded, strict=True) if row.get("finish_reason") != IMAGE_FAILED]
+    return {
+        "tokens": {
+            "correct": lengths([item.n_tokens for _, item in asked if item.correct and item.n_tokens is not None]),
+            "wrong": lengths([item.n_tokens for _, item in asked if not item.correct and item.n_tokens is not None]),
         },
+        "truncated": truncation([row["finish_reason"] for row, _ in asked if row.get("finish_reason")]),
+        "reflective_words": reflection([row["response"] for row, _ in asked]),
+        "empty_responses": sum(not row["response"].strip() for row, _ in asked),
     }
 
 
-def _cell(items: Sequence[Graded]) -> Score:
+def cell(items: Sequence[Graded]) -> Score:
+    """Correct of total, and the Wilson interval of the accuracy.
+
+    With several answers a problem the interval is that of as many answers as there are problems: answers to one problem
+    are not independent, so more of them must not narrow it (never too narrow, and wider than needed where they differ).
+    """
     correct, total = sum(item.correct for item in items), len(items)
-    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": list(wilson(correct, total))}
+    problems = len({item.pid for item in items})
+    interval = list(wilson(correct / total * problems if problems < total else correct, problems))
+    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def wilson(correct: int, total: int) -> tuple[float, float]:
-    """The 95 % score interval of an accuracy, `total` over 0 (Wilson 1927, without continuity correction)."""
-    share, spread = correct / total, _Z_95**2 / total
-    centre = (share + spread / 2) / (1 + spread)
-    half = sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
-    # Exact at the ends, where rounding would leave 1e-17 or 1 + 1e-16.
-    return (0.0 if correct == 0 else centre - half, 1.0 if correct == total else centre + half)
+def counted(correct: int, total: int, answers: int = 1) -> Score | None:
+    """A cell from counts, with so many answers a problem; None where there is nothing to count."""
+    if total <= 0 or not 0 <= correct <= total:
+        return None
+    interval = list(wilson(correct / answers, max(1, total // answers)))
+    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def _mean(values: Iterable[int | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
+    """Right or wrong of each answer, by problem, in the order of the answers and of the problems' first ones."""
+    verdicts: dict[str, list[bool]] = {}
+    for item in items:
+        verdicts.setdefault(item.pid, []).append(item.correct)
+    return verdicts
+
+
+def _samples(graded: Sequence[Graded]) -> Score | None:
+    """avg@k and pass@j for j in 1, 2, 4 ... k, with intervals over problems; None with one answer each."""
+    problems = list(by_problem(graded).values())
+    k = max(len(answers) for answers in problems)
+    if k == 1:
+        return None
+    full = [answers for answers in problems if len(answers) == k]
+    sizes = sorted({1 << power for power in range(k.bit_length()) if 1 << power <= k} | {k})
+    average = [sum(answers) / k for answers in full]
+    result: Score = {"k": k, "problems": len(full), "incomplete": len(problems) - len(full)}
+    result[f"avg@{k}"] = _mean_with_interval(average)
+    for j in sizes:
+        result[f"pass@{j}"] = _mean_with_interval([pass_at(j, k, sum(answers)) for answers in full])
+    return result
+
+
+def _mean_with_interval(values: Sequence[float]) -> Score:
+    """The mean over problems: by Wilson where each is 0 or 1, where a bootstrap of few or like values falls short."""
+    mean, by_wilson = sum(values) / len(values), set(values) <= {0.0, 1.0}
+    interval = wilson(sum(values), len(values)) if by_wilson else bootstrap(values)
+    return {"value": mean, "interval_95": list(interval), "interval": "wilson" if by_wilson else "bootstrap"}

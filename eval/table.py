@@ -4,41 +4,101 @@ from __future__ import annotations
 
 from typing import Any
 
+Score = dict[str, Any]
+_MANY = 12  # values of a group; the longest are for the file
 
-def table(score: dict[str, Any]) -> str:
-    """The overall line, the group lines, verdicts and lengths, and whatever makes the number less than it seems."""
-    lines = [_made_with(score), ""]
-    rows = [("all", "", score)]
+
+def table(score: Score) -> str:
+    """The overall line, the group lines, the benchmark's own figures, lengths, and whatever lessens the number."""
+    lines = [made_with(score), ""]
+    rows, hidden = [("all", "", score)], list[str]()
     for key, group in score["groups"].items():
-        rows += [(key if i == 0 else "", value, cell) for i, (value, cell) in enumerate(group.items())]
+        shown = list(group.items())[:_MANY]
+        rows += [(key if i == 0 else "", value, cell) for i, (value, cell) in enumerate(shown)]
+        hidden += [f"{key} ({len(group) - _MANY} more)"] if len(group) > _MANY else []
+    for name in ("ID", "OOD"):
+        if score.get("id_ood", {}).get(name):
+            rows.append(("id_ood" if name == "ID" else "", name, score["id_ood"][name]))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines += [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {_cell(cell)}" for key, value, cell in rows]
-    lines += ["", "verdicts: " + ", ".join(f"{name} {count}" for name, count in score["verdicts"].items())]
-    lengths = ", ".join(f"{kind} {mean:.1f}" for kind, mean in score["mean_tokens"].items() if mean is not None)
-    if lengths:
-        lines.append(f"mean tokens: {lengths}")
-    if score["image_failed"]:
-        lines.append(f"warning: {score['image_failed']} problems were not asked (unreadable images) and count as wrong")
-    if score["unusable_golds"]:
-        lines.append(
-            f"warning: {score['unusable_golds']} golds cannot be graded against; see the items with a gold_ reason"
-        )
-    cut = score["groups"].get("finish_reason", {}).get("length")
-    if cut:
-        lines.append(f"note: {cut['total']} answers were cut off at the token limit")
+    if hidden:
+        lines.append(f"in the score file only: {', '.join(hidden)}")
+    lines += ["", *_samples(score), *_leakage(score), *_answers(score), *_warnings(score)]
     return "\n".join(lines)
 
 
-def _made_with(score: dict[str, Any]) -> str:
-    rounding = "rounded decimals accepted" if score["rules"]["rounding"] else "exact answers"
+def made_with(score: Score) -> str:
+    """One line: benchmark, model, engine, sampling, and by which rules the answers became right or wrong."""
+    rules = score["rules"]
+    if "rounding" in rules:
+        by = "rounded decimals accepted" if rules["rounding"] else "exact answers"
+    else:
+        by = f"rules {rules['rules']}" + (f", extraction {rules['extraction']}" if "extraction" in rules else "")
     fields = (score["fingerprint"] or {}).get("fields")
     if not fields:
-        return f"{score['benchmark']}: {rounding} (no fingerprint beside the predictions)"
+        return f"{score['benchmark']}: {by} (no fingerprint beside the predictions)"
     sampling = f"temperature {fields['temperature']}" if fields.get("temperature") else "greedy"
-    return f"{score['benchmark']} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}, {rounding}"
+    blind = ", without images" if fields.get("no_image") else ""
+    return f"{score['benchmark']} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{blind}, {by}"
 
 
-def _cell(cell: dict[str, Any]) -> str:
+def _cell(cell: Score) -> str:
     low, high = cell["wilson_95"]
     count = f"{cell['correct']}/{cell['total']}"
     return f"{count:>11}  {100 * cell['accuracy']:5.1f} %  (95 %: {100 * low:.1f} to {100 * high:.1f})"
+
+
+def _samples(score: Score) -> list[str]:
+    figures = {name: figure for name, figure in score.get("samples", {}).items() if "@" in name}
+    return [f"{name}: {_percent(figure['value'], figure['interval_95'])}" for name, figure in figures.items()]
+
+
+def _leakage(score: Score) -> list[str]:
+    leakage = score.get("leakage") or {}
+    lines = []
+    if "MG" in leakage:
+        shown = _percent(leakage["MG"], leakage["MG_bootstrap_95"])
+        lines.append(f"multi-modal gain MG: {shown}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}")
+    if "ML" in leakage:
+        lines.append(f"leakage ML: {_percent(leakage['ML'], leakage['ML_bootstrap_95'])}, S_t {leakage['S_t']:.3f}")
+    return lines
+
+
+def _percent(value: float, interval: list[float]) -> str:
+    return f"{100 * value:.1f} % (95 %: {100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
+
+
+def _answers(score: Score) -> list[str]:
+    lines = ["verdicts: " + ", ".join(f"{name} {count}" for name, count in score["verdicts"].items())]
+    if score.get("extraction_mix"):
+        lines.append("extraction: " + ", ".join(f"{how} {count}" for how, count in score["extraction_mix"].items()))
+    tokens = [
+        f"{kind} {known['mean']:.1f} (median {known['median']:g}, max {known['max']})"
+        for kind, known in score["tokens"].items()
+        if known
+    ]
+    if tokens:
+        lines.append("tokens of an answer: " + ", ".join(tokens))
+    reflection = score["reflective_words"]
+    if reflection:
+        lines.append(f"reflective words: in {100 * reflection['share']:.1f} % of the answers")
+    return lines
+
+
+def _warnings(score: Score) -> list[str]:
+    lines = []
+    if score["image_failed"]:
+        lines.append(f"warning: {score['image_failed']} problems were not asked (unreadable images) and count as wrong")
+    if score.get("extraction_failed"):
+        lines.append(f"warning: the judge failed on {score['extraction_failed']} answers, which count as wrong")
+    if score.get("unusable_golds"):
+        lines.append(
+            f"warning: {score['unusable_golds']} golds cannot be graded against; see the items with a gold_ reason"
+        )
+    if (score.get("samples") or {}).get("incomplete"):
+        lines.append(f"warning: {score['samples']['incomplete']} problems lack answers and are not in avg@k and pass@k")
+    if score["empty_responses"]:
+        lines.append(f"note: {score['empty_responses']} answers are empty")
+    if score["truncated"] and score["truncated"]["count"]:
+        lines.append(f"note: {score['truncated']['count']} answers were cut off at the token limit")
+    return lines

@@ -17,8 +17,10 @@ from adora_vl.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.rollout.tokens import NEVER_SAMPLED
 from data_prep.storage import write_split
 from data_prep.synthetic.generate import generate
-from eval import geometry3k
+from eval import command as eval_command
 from eval.chat import ChatProcessor
+from eval.command import main
+from eval.geometry3k.benchmark import BENCHMARK
 from eval.predictions import Prediction, read_predictions
 
 pytestmark = pytest.mark.slow
@@ -63,7 +65,7 @@ def command(workspace: Path, engine: str) -> list[str]:
 def predictions(workspace: Path) -> dict[str, list[Prediction]]:
     """The rows of each engine. vLLM in a process of its own, so that its memory and threads go away with it."""
     subprocess.run([sys.executable, "-m", "eval.geometry3k", *command(workspace, "vllm")], cwd=ROOT, check=True)
-    assert geometry3k.main(command(workspace, "transformers")) == 0
+    assert main(BENCHMARK, command(workspace, "transformers")) == 0
     return {engine: read_predictions(workspace / engine / "predictions.jsonl") for engine in ("vllm", "transformers")}
 
 
@@ -90,10 +92,10 @@ def test_a_second_run_gives_the_same_score_without_an_engine(
     def no_engine(settings: Any) -> Any:
         raise AssertionError("the engine was built again")
 
-    monkeypatch.setattr(geometry3k, "build_engine", no_engine)
+    monkeypatch.setattr(eval_command, "build_engine", no_engine)
     paths = [workspace / engine / name for name in ("score.json", "predictions.jsonl", "fingerprint.json")]
     before = [path.read_bytes() for path in paths]
-    assert geometry3k.main(command(workspace, engine)) == 0
+    assert main(BENCHMARK, command(workspace, engine)) == 0
     assert [path.read_bytes() for path in paths] == before
     score = json.loads(before[0])
     assert score["total"] == len(predictions[engine]) == 8
@@ -104,5 +106,5 @@ def test_other_settings_do_not_touch_the_folder(
     workspace: Path, predictions: dict[str, list[Prediction]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert predictions
-    assert geometry3k.main([*command(workspace, "vllm"), "--seed", "1"]) == 2
+    assert main(BENCHMARK, [*command(workspace, "vllm"), "--seed", "1"]) == 2
     assert "error: seed: " in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -10,34 +11,52 @@ import pytest
 from adora_vl.prompts import SYSTEM_PROMPT
 from data_prep.storage import write_split
 from data_prep.synthetic.generate import generate
-from eval import geometry3k
+from eval.command import Benchmark, main
+from eval.geometry3k.benchmark import BENCHMARK as GEOMETRY3K
+from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
+from eval.mmstar.benchmark import BENCHMARK as MMSTAR
 from eval.options import parse
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "eval").glob("geometry3k*.yaml"))
+BENCHMARKS = {benchmark.name: benchmark for benchmark in (GEOMETRY3K, MATHVISTA, MMSTAR)}
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "eval").glob("*.yaml"))
 NEEDED = ["--model", "M", "--data", "D", "--output", "O"]
+
+
+def options_of(words: list[str], benchmark: Benchmark = GEOMETRY3K) -> Namespace:
+    return parse(words, benchmark.name, benchmark.split, benchmark.add_data_options, benchmark.add_score_options)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
 def test_every_config_is_read(config: Path) -> None:
-    options = parse(["run", "--config", str(config), *NEEDED], "geometry3k")
-    assert (options.temperature, options.split, options.max_pixels) == (0.0, "test", None)
+    benchmark = BENCHMARKS[config.stem]
+    options = options_of(["run", "--config", str(config), *NEEDED], benchmark)
+    assert (options.temperature, options.split, options.max_pixels) == (0.0, benchmark.split, None)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_a_runs_config_serves_its_infer_too(config: Path) -> None:
+    assert not hasattr(options_of(["infer", "--config", str(config), *NEEDED], BENCHMARKS[config.stem]), "rules")
+
+
+def test_every_benchmark_has_a_config() -> None:
+    assert {path.stem for path in CONFIGS} == BENCHMARKS.keys()
 
 
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n")
-    options = parse(["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"], "geometry3k")
+    options = options_of(["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"])
     assert (options.model, options.max_tokens, options.limit, options.seed) == ("from/file", 7, 4, 5)
     assert options.system_prompt is None
     assert options.rounding is True
-    assert parse(["run", "--config", str(config), "--no-rounding", *NEEDED], "geometry3k").rounding is False
+    assert options_of(["run", "--config", str(config), "--no-rounding", *NEEDED]).rounding is False
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt() -> None:
-    options = parse(["infer", *NEEDED], "geometry3k")
+    options = options_of(["infer", *NEEDED])
     assert (options.temperature, options.system_prompt, options.dtype) == (0.0, SYSTEM_PROMPT, "auto")
     assert (options.limit, options.min_pixels, options.max_pixels) == (None, None, None)
-    assert parse(["infer", *NEEDED, "--system-prompt", "none"], "geometry3k").system_prompt is None
+    assert options_of(["infer", *NEEDED, "--system-prompt", "none"]).system_prompt is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +86,7 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(
 ) -> None:
     (tmp_path / "tests").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert geometry3k.main(arguments) == 2
+    assert main(GEOMETRY3K, arguments) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ")
     assert message in stderr
@@ -77,14 +96,14 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(
 def test_a_split_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_split(generate(1, split="test"), tmp_path / "data", "test")
     assert (
-        geometry3k.main(["infer", *NEEDED, "--model", "a/b", "--data", str(tmp_path / "data"), "--split", "val"]) == 2
+        main(GEOMETRY3K, ["infer", *NEEDED, "--model", "a/b", "--data", str(tmp_path / "data"), "--split", "val"]) == 2
     )
     assert "has no split 'val'" in capsys.readouterr().err
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.yaml").write_text("max_token: 5\n")
-    assert geometry3k.main(["run", *NEEDED, "--config", str(tmp_path / "c.yaml")]) == 2
+    assert main(GEOMETRY3K, ["run", *NEEDED, "--config", str(tmp_path / "c.yaml")]) == 2
     assert "unknown key 'max_token'; did you mean 'max_tokens'?" in capsys.readouterr().err
 
 
@@ -92,7 +111,14 @@ def test_score_writes_the_file_and_shows_the_table(tmp_path: Path, capsys: pytes
     row = {"pid": "1", "answer": "5", "response": r"\boxed{5}"}
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     output = tmp_path / "new" / "s.json"
-    assert geometry3k.main(["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(output)]) == 0
+    assert main(GEOMETRY3K, ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(output)]) == 0
     score = json.loads(output.read_text())
     assert (score["correct"], score["total"], score["accuracy"]) == (1, 1, 1.0)
     assert "1/1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "blind"), [("true", True), ("false", False)])
+def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(value: str, blind: bool, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"no_image: {value}\n")
+    assert options_of(["run", *NEEDED, "--config", str(tmp_path / "c.yaml")], MMSTAR).no_image is blind
+    assert options_of(["run", *NEEDED, "--no-image"], MMSTAR).no_image is True

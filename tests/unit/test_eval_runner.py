@@ -12,9 +12,9 @@ from PIL import Image
 from adora_vl.errors import UserError
 from data_prep.storage import load_split, write_split
 from data_prep.synthetic.generate import generate
-from eval import geometry3k
 from eval.engines import Engine, EngineSettings, Generation, Request
 from eval.fingerprint import Fields, data_hash, model_hash
+from eval.geometry3k.benchmark import problems as geometry3k_problems
 from eval.predictions import IMAGE_FAILED, Prediction, PredictionLog, read_predictions
 from eval.runner import Problem, Summary, infer
 
@@ -70,6 +70,7 @@ def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path: Path)
         "finish_reason": "stop",
         "n_tokens": 3,
         "n_prompt_tokens": 9,
+        "image_size": [8, 8],
     }
     system, user = engine.requests[0].messages
     assert system == {"role": "system", "content": "Think."}
@@ -163,7 +164,7 @@ def test_broken_images_are_recorded_and_the_others_answered(tmp_path: Path) -> N
     rows[1]["images"] = [{"bytes": b"no picture", "path": None}]
     write_split(rows, tmp_path / "data", "test")
     engine = Recorder()
-    problems = geometry3k.problems(load_split(tmp_path / "data", "test"))
+    problems = geometry3k_problems(load_split(tmp_path / "data", "test"))
     summary = ask(tmp_path / "out", engine, problems)
     predictions = read_predictions(tmp_path / "out" / "predictions.jsonl")
     assert summary.image_failed == 1

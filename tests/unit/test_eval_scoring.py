@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from adora_vl.errors import UserError
+from eval.command import score_file
+from eval.geometry3k.benchmark import BENCHMARK
+from eval.geometry3k.scoring import answer_form, grade_row
 from eval.predictions import IMAGE_FAILED, read_predictions
-from eval.scoring import Graded, aggregate, answer_form, grade_row, score_file, wilson
+from eval.scoring import Graded, aggregate
+from eval.statistics import wilson
 from eval.table import table
 
 
@@ -65,9 +70,6 @@ def test_aggregation_counted_by_hand() -> None:
         "circle": {"correct": 1, "total": 1, "accuracy": 1.0, "wilson_95": list(wilson(1, 1))}
     }
     assert score["verdicts"] == {"correct": 2, "wrong": 2, "unparseable": 1, "failed": 1}
-    # A problem that was never asked has no length; a row without a length (c + d have one, f has none) is left out.
-    assert score["mean_tokens"] == {"correct": 15.0, "wrong": 45.0}
-    assert (score["image_failed"], score["unusable_golds"]) == (1, 1)
 
 
 def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
         prediction("4", "", finish_reason=IMAGE_FAILED, n_tokens=0, error="UnidentifiedImageError: x"),
     ]
     path = write(tmp_path / "p.jsonl", rows)
-    score = score_file(path)
+    score = score_file(BENCHMARK, path, Namespace(rounding=False))
     assert [item["verdict"] for item in score["items"]] == ["correct", "correct", "wrong", "failed"]
     assert (score["correct"], score["total"]) == (2, 4)
     assert {value: cell["total"] for value, cell in score["groups"]["finish_reason"].items()} == {
@@ -88,7 +90,11 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     }
     assert score["groups"]["answer_form"]["radical"]["total"] == 1
     assert score["fingerprint"] is None
-    assert score_file(path, rounding=True)["correct"] == 3
+    assert score["image_failed"] == 1
+    assert score["tokens"]["correct"] == {"mean": 20.0, "median": 20.0, "p90": 30, "max": 30}
+    assert score["tokens"]["wrong"]["mean"] == 10.0  # the problem that was never asked has no length
+    assert (score["truncated"]["count"], score["truncated"]["total"]) == (1, 3)
+    assert score_file(BENCHMARK, path, Namespace(rounding=True))["correct"] == 3
     shown = table(score)
     assert "2/4" in shown
     assert "1 problems were not asked" in shown

@@ -1,0 +1,158 @@
+"""`python -m eval.compare A B ...`: scores of one benchmark side by side, with tests of their differences.
+
+A, B are score files or folders of a `run`. Every run is tested against the first, on the items that both have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adora_vl.errors import UserError
+from eval.published import PUBLISHED
+from eval.runner import SCORE
+from eval.statistics import bootstrap, mcnemar
+
+_NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A score file: its name here, its content, and the share of right answers to each problem."""
+
+    name: str
+    score: dict[str, Any]
+    shares: dict[str, float]
+    answers: int  # a problem, at most
+
+    @property
+    def cells(self) -> dict[str, dict[str, Any]]:
+        """The figures that have a row of their own: all, ID, OOD."""
+        id_ood = self.score.get("id_ood") or {}
+        return {"all": self.score} | {name: id_ood[name] for name in ("ID", "OOD") if id_ood.get(name)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code: 0 done, 2 the user's input is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m eval.compare", description="Scores side by side, with tests.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a score file, or the folder of a `run`")
+    parser.add_argument("--by", action="append", default=[], metavar="GROUP", help="also by group; may be repeated")
+    parser.add_argument("--no-published", action="store_true", help="leave the published rows out")
+    options = parser.parse_args(argv)
+    try:
+        runs = [read_run(path) for path in options.runs]
+        print("\n".join(comparison(runs, options.by, published=not options.no_published)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_run(path: str) -> Run:
+    """Read a score. Raises `UserError` where it is none."""
+    file = Path(path) / SCORE if Path(path).is_dir() else Path(path)
+    try:
+        score = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"run: {str(file)!r} is not a readable score file ({error})") from None
+    missing = [key for key in _NEEDED if not isinstance(score, dict) or key not in score]
+    if missing:
+        raise UserError(f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a benchmark")
+    verdicts: dict[str, list[bool]] = {}
+    for item in score["items"]:
+        verdicts.setdefault(item["pid"], []).append(item["verdict"] == "correct")
+    shares = {pid: sum(right) / len(right) for pid, right in verdicts.items()}
+    return Run(path, score, shares, max(len(right) for right in verdicts.values()))
+
+
+def comparison(runs: Sequence[Run], by: Sequence[str], *, published: bool) -> list[str]:
+    """The lines of the table, the tests, and the notes. Raises `UserError` for runs of two benchmarks."""
+    first = runs[0]
+    for run in runs:
+        if run.score["benchmark"] != first.score["benchmark"]:
+            raise UserError(
+                f"run: {run.name!r} is of {run.score['benchmark']} and {first.name!r} of {first.score['benchmark']}; "
+                "compare runs of one benchmark"
+            )
+    quoted = PUBLISHED.get(first.score["benchmark"], ()) if published else ()
+    width = max(len(name) for name in [*(run.name for run in runs), *(f"{row.name} (quoted)" for row in quoted)])
+    columns = [name for name in ("all", "ID", "OOD") if any(name in run.cells for run in runs)]
+    lines = [f"{first.score['benchmark']}: accuracy in %, [95 % interval], problems"]
+    lines.append(" ".join([f"{'':<{width}}", *(f"{name:<28}" for name in columns)]).rstrip())
+    for run in runs:
+        lines.append(_line(run.name, width, [_cell(run.cells.get(name)) for name in columns]))
+    for row in quoted:
+        figures = [row.figures.get(name) for name in columns]
+        shown = ["-" if figure is None else f"{figure:5.1f}" for figure in figures]
+        lines.append(_line(f"{row.name} (quoted)", width, shown))
+    lines += [f"quoted: {source}; not measured here" for source in dict.fromkeys(row.source for row in quoted)]
+    for key in by:
+        lines += ["", *_by_group(runs, key, width)]
+    if len(runs) > 1:
+        lines += ["", *(_test(first, other) for other in runs[1:])]
+    return lines + _notes(runs, bool(quoted))
+
+
+def _line(name: str, width: int, cells: Sequence[str]) -> str:
+    return " ".join([f"{name:<{width}}", *(f"{cell:<28}" for cell in cells)]).rstrip()
+
+
+def _cell(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
+    low, high = cell["wilson_95"]
+    return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {cell['total']}"
+
+
+def _by_group(runs: Sequence[Run], key: str, width: int) -> list[str]:
+    known = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
+    if key not in known:
+        raise UserError(f"by: no run has the group {key!r}; they have {', '.join(known)}")
+    values = list(dict.fromkeys(value for run in runs for value in run.score["groups"].get(key, {})))
+    lines = []
+    for value in values:
+        lines.append(f"{key} = {value}")
+        lines += [
+            _line("  " + run.name, width + 2, [_cell(run.score["groups"].get(key, {}).get(value))]) for run in runs
+        ]
+    return lines
+
+
+def _test(first: Run, other: Run) -> str:
+    """The difference on common items: its paired bootstrap interval, and McNemar's test where answers are single."""
+    common = [pid for pid in first.shares if pid in other.shares]
+    if not common:
+        raise UserError(f"run: {other.name!r} and {first.name!r} have no problem in common")
+    differences = [other.shares[pid] - first.shares[pid] for pid in common]
+    mean = sum(differences) / len(common)
+    low, high = bootstrap(differences)
+    text = (
+        f"{other.name} - {first.name}: {100 * mean:+.1f} points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}] "
+        f"(paired bootstrap, {len(common)} common problems)"
+    )
+    if max(first.answers, other.answers) > 1:
+        return text + "; several answers a problem, so no McNemar test"
+    gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return text + f"; McNemar p = {mcnemar(lost, gained):.3g} ({gained} gained, {lost} lost)"
+
+
+def _notes(runs: Sequence[Run], quoted: bool) -> list[str]:
+    notes = []
+    rules = {json.dumps(run.score["rules"], sort_keys=True) for run in runs}
+    if len(rules) > 1:
+        notes.append("warning: the runs were scored by different rules: " + " | ".join(sorted(rules)))
+    if any(run.shares.keys() != runs[0].shares.keys() for run in runs):
+        notes.append("warning: the runs do not have the same problems; the tests use the common ones, the table all")
+    is_mathvista = runs[0].score["benchmark"] == "mathvista"
+    if quoted and is_mathvista and any(run.score["rules"].get("rules") != "vlmevalkit" for run in runs):
+        notes.append("note: the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare")
+    return notes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Geometry3K, and any other dataset that `data_prep` made, graded as in training."""

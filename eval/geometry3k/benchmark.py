@@ -1,0 +1,60 @@
+"""Geometry3K as a benchmark: the prepared dataset's rows as problems."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from data_prep.storage import load_split
+from eval.command import Benchmark
+from eval.fingerprint import data_hash
+from eval.geometry3k.scoring import score
+from eval.runner import Problem
+
+_TRAINING_TEXTS = ("solution", "slip")  # of `meta`; what the warm start of the tiny model learns from
+
+
+def load(options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a split of a prepared dataset folder, and a hash of it."""
+    return problems(load_split(options.data, options.split)), data_hash(Path(options.data), options.split)
+
+
+def problems(dataset: Dataset) -> list[Problem]:
+    """The rows of a prepared split as the runner takes them; images stay encoded until they are needed."""
+    encoded = dataset.with_format("arrow")  # bytes as they are in the file
+    texts = dataset.remove_columns("images")
+    counts = [count for chunk in encoded["images"][:].chunks for count in chunk.value_lengths().to_pylist()]
+    return [
+        Problem(_fields(row), row["problem"], count or 0, partial(_decode, encoded, index))
+        for index, (row, count) in enumerate(zip(texts, counts, strict=True))
+    ]
+
+
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    known = {key: row[key] for key in ("source", "split") if row.get(key)}
+    meta = {key: value for key, value in (row.get("meta") or {}).items() if key not in _TRAINING_TEXTS}
+    return {
+        "pid": row["id"],
+        "question": row["problem"],
+        "answer": row["answer"],
+        "choices": row.get("choices"),
+        "metadata": {**known, **meta},
+    }
+
+
+def _decode(encoded: Dataset, index: int) -> list[Image.Image]:
+    images = encoded[index]["images"][0].as_py() or []
+    return [ImageFeature().decode_example(image).convert("RGB") for image in images]
+
+
+def _score_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--rounding", action=BooleanOptionalAction, default=False, help="accept rounded decimals")
+
+
+BENCHMARK = Benchmark("geometry3k", "test", load, score, _score_options)

@@ -1,0 +1,81 @@
+"""The same evaluation on an engine that somebody else runs: a trainer hands over how to generate, and logs the figures.
+
+Two halves, so that several processes can each answer a slice and put the rows together in between: `answer_all` and
+`figures`. Nothing is written, and no model is loaded.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from adora_vl.prompts import SYSTEM_PROMPT
+from eval.command import Benchmark
+from eval.engines import Generation, Request
+from eval.options import score_defaults
+from eval.predictions import Prediction
+from eval.runner import Ask, Problem, answer
+from eval.scoring import Score
+
+Generate = Callable[[Sequence[Request]], Sequence[Generation]]
+
+
+@dataclass
+class _Borrowed:
+    """An engine made of somebody's `generate`."""
+
+    batch_size: int
+    call: Generate
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        return list(self.call(requests))
+
+
+def answer_all(
+    problems: Sequence[Problem],
+    generate: Generate,
+    *,
+    system_prompt: str | None = SYSTEM_PROMPT,
+    samples: int = 1,
+    seed: int = 0,
+    batch_size: int = 256,
+) -> list[Prediction]:
+    """A predictions row for each problem and sample, by `generate`: one answer a request, in order.
+
+    A request has the messages with an image placeholder each, the decoded images, and the seed of its own sampling.
+    """
+    asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
+    engine = _Borrowed(batch_size, generate)
+    rows: list[Prediction] = []
+    for start in range(0, len(asks), batch_size):
+        rows += answer(engine, asks[start : start + batch_size], seed=seed, system_prompt=system_prompt)
+    return rows
+
+
+def figures(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace | None = None) -> dict[str, float]:
+    """The score of rows as flat numbers for a log: `mathvista_accuracy`, its interval, length, share cut off, ID, OOD.
+
+    `options` are those of the benchmark's `score` verb; its defaults where not given. At least one row.
+    """
+    score = benchmark.score(rows, options or score_defaults(benchmark.add_score_options))
+    return {f"{benchmark.name}_{name}": value for name, value in _flat(score).items()}
+
+
+def _flat(score: Score) -> dict[str, float]:
+    low, high = score["wilson_95"]
+    flat = {"accuracy": score["accuracy"], "accuracy_low": low, "accuracy_high": high}
+    for kind, known in score["tokens"].items():
+        if known:
+            flat[f"tokens_{kind}"] = known["mean"]
+    if score["truncated"]:
+        flat["truncated"] = score["truncated"]["share"]
+    if score["reflective_words"]:
+        flat["reflective"] = score["reflective_words"]["share"]
+    for name in ("ID", "OOD"):
+        if score.get("id_ood", {}).get(name):
+            flat[f"accuracy_{name}"] = score["id_ood"][name]["accuracy"]
+    for name, figure in score.get("samples", {}).items():
+        if "@" in name:
+            flat[name] = figure["value"]
+    return flat

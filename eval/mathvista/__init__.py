@@ -1,0 +1,1 @@
+"""MathVista (testmini): the official prompt, three rule sets, three ways to find the answer in a response."""

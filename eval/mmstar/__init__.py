@@ -1,0 +1,1 @@
+"""MMStar: two ways to read the letter, and the two leakage metrics."""

@@ -1,0 +1,46 @@
+"""Whole runs of all three benchmarks on one engine start: `python -m tests.integration.run_benchmarks MODEL FOLDER`.
+
+The commands are those of a user; only the engine is built once, since starting it takes longer than all the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from eval import command
+from eval.engines import Engine, EngineSettings, build_engine
+from eval.geometry3k.benchmark import BENCHMARK as GEOMETRY3K
+from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
+from eval.mmstar.benchmark import BENCHMARK as MMSTAR
+
+_engines: dict[EngineSettings, Engine] = {}
+
+
+def shared(settings: EngineSettings) -> Engine:
+    key = dataclasses.replace(settings, max_images=1, max_text_bytes=700)
+    assert settings.max_text_bytes <= key.max_text_bytes
+    if key not in _engines:
+        _engines[key] = build_engine(key)
+    return _engines[key]
+
+
+def main(model: str, folder: Path) -> int:
+    command.build_engine = shared  # type: ignore[assignment]
+    for benchmark, name, more in (
+        (GEOMETRY3K, "geometry3k", []),
+        (MATHVISTA, "mathvista", ["--rules", "vlmevalkit"]),
+        (MMSTAR, "mmstar_blind", ["--no-image"]),
+        (MMSTAR, "mmstar", ["--without-image", str(folder / "mmstar_blind" / "predictions.jsonl")]),
+    ):
+        data = folder / "data" / name.removesuffix("_blind")
+        words = ["run", "--model", model, "--data", str(data), "--output", str(folder / name), "--engine", "vllm"]
+        if command.main(benchmark, [*words, "--max-tokens", "32", *more]) != 0:
+            return 1
+    assert len(_engines) == 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

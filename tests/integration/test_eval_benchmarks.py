@@ -1,0 +1,90 @@
+"""Whole runs of all three benchmarks, in their published formats, on the shipped tiny model with real vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.models.tiny.build import PRETRAINED
+from eval.command import main
+from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
+from eval.predictions import IMAGE_FAILED, read_predictions
+from tests.benchmark_data import mathvista_rows, mmstar_rows, write_geometry3k, write_mathvista, write_mmstar
+from tests.integration.support import launch, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("benchmarks")
+    write_geometry3k(folder / "data" / "geometry3k")
+    rows = mathvista_rows()
+    rows[1]["decoded_image"]["bytes"] = b"no picture"
+    write_mathvista(folder / "data" / "mathvista", rows)
+    write_mmstar(folder / "data" / "mmstar", mmstar_rows())
+    run([sys.executable, "-m", "tests.integration.run_benchmarks", str(PRETRAINED), str(folder)])
+    return folder
+
+
+def score(folder: Path, name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / name / "score.json").read_text())
+    return result
+
+
+def test_geometry3k_is_answered_and_graded(folder: Path) -> None:
+    result = score(folder, "geometry3k")
+    # The shipped model is warm-started on such problems: it boxes an answer to most and gets some right.
+    assert result["total"] == 6
+    assert result["verdicts"].get("unparseable", 0) < 6
+    assert result["groups"]["image_size"]["to 128x128"]["total"] == 6
+    assert result["tokens"]["wrong"] or result["tokens"]["correct"]
+
+
+def test_mathvista_is_answered_and_its_broken_image_recorded(folder: Path) -> None:
+    result = score(folder, "mathvista")
+    assert (result["total"], result["image_failed"], result["verdicts"]["failed"]) == (6, 1, 1)
+    assert {value: cell["total"] for value, cell in result["groups"]["answer_type"].items()} == {
+        "text": 2,
+        "integer": 2,
+        "float": 1,
+        "list": 1,
+    }
+    assert result["rules"]["rules"] == "vlmevalkit"
+    rows = read_predictions(folder / "mathvista" / "predictions.jsonl")
+    assert [row["finish_reason"] == IMAGE_FAILED for row in rows] == [False, True, False, False, False, False]
+    assert "UnidentifiedImageError" in rows[1]["error"]
+    assert all(row["response"] for row in rows if row["finish_reason"] != IMAGE_FAILED)
+
+
+def test_mmstar_sees_the_image_unless_told_not_to(folder: Path) -> None:
+    seen = read_predictions(folder / "mmstar" / "predictions.jsonl")
+    blind = read_predictions(folder / "mmstar_blind" / "predictions.jsonl")
+    # 56 x 56 pixels are 4 image tokens; with the two tokens around them the blind prompt lacks 6.
+    assert [one["n_prompt_tokens"] - other["n_prompt_tokens"] for one, other in zip(seen, blind, strict=True)] == [
+        6
+    ] * 6
+    leakage = score(folder, "mmstar")["leakage"]
+    assert leakage["MG"] == pytest.approx(leakage["S_v"] - leakage["S_wv"])
+    assert score(folder, "mmstar_blind")["fingerprint"]["fields"]["no_image"] is True
+    assert len(score(folder, "mmstar")["groups"]["l2_category"]) == 2
+
+
+def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
+    data = write_mathvista(tmp_path / "data", mathvista_rows(5))
+    words = ["run", "--model", str(PRETRAINED), "--data", str(data), "--engine", "transformers", "--max-tokens", "12"]
+    words += ["--batch-size", "1"]  # on whose make-up rounding depends
+    assert main(MATHVISTA, [*words, "--output", str(tmp_path / "one")]) == 0
+    launch("cpu_zero3", "-m", "eval.mathvista", *words, "--output", str(tmp_path / "two"))
+    one, two = (tmp_path / name / "predictions.jsonl" for name in ("one", "two"))
+    assert two.read_bytes() == one.read_bytes()
+    assert score(tmp_path, "two")["items"] == score(tmp_path, "one")["items"]
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {
+        "predictions.jsonl",
+        "fingerprint.json",
+        "score.json",
+    }

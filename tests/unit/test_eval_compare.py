@@ -1,0 +1,146 @@
+"""Runs side by side: tests of their differences by hand, the published rows marked, and unlike things refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.compare import main
+from eval.scoring import Graded, aggregate
+from eval.statistics import bootstrap, mcnemar, pass_at, wilson
+
+
+def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:
+    graded = [
+        Graded(str(i), "correct" if hit == "1" else "wrong", None, "r", groups={"task": ["ab"[i % 2]]})
+        for i, hit in enumerate(right)
+    ]
+    items = [{"pid": item.pid, "verdict": item.verdict} for item in graded]
+    score = aggregate(graded) | {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items} | more
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(score))
+    return str(path)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_difference_and_its_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
+    score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
+    text = shown(capsys, one, str(tmp_path / "two"))
+    assert "+35.0 points" in text
+    # 8 gained and 1 lost: 2 * (1 + 9) / 2^9.
+    assert "McNemar p = 0.0391 (8 gained, 1 lost)" in text
+    assert "50.0 [29.9, 70.1] of 20" in text
+
+
+def test_published_rows_are_there_and_marked_as_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = score_file(tmp_path / "one.json", "01")
+    lines = shown(capsys, path).splitlines()
+    adora = next(line for line in lines if line.startswith("ADORA (quoted)"))
+    assert adora.split()[2] == "73.5"
+    assert any("not measured here" in line for line in lines)
+    assert "quoted" not in shown(capsys, path, "--no-published")
+    mmstar = shown(capsys, score_file(tmp_path / "m.json", "01", "mmstar"))
+    assert "Vision-R1" not in mmstar  # it has no MMStar figure
+    assert "GRPO (quoted)" in mmstar
+
+
+def test_groups_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [score_file(tmp_path / f"{name}.json", right) for name, right in (("a", "0101"), ("b", "0111"))]
+    text = shown(capsys, *paths, "--by", "task")
+    assert text.index("task = a") < text.index("task = b")
+    assert main([*paths, "--by", "tsk"]) == 2
+    assert "no run has the group 'tsk'; they have task" in capsys.readouterr().err
+
+
+def test_what_makes_a_comparison_unfair_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = score_file(tmp_path / "one.json", "0110")
+    other = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
+    text = shown(capsys, one, other)
+    assert "4 common problems" in text
+    assert "warning: the runs were scored by different rules" in text
+    assert "warning: the runs do not have the same problems" in text
+    assert "score with --rules vlmevalkit to compare" in text
+
+
+def test_several_answers_a_problem_are_compared_by_their_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = [{"pid": pid, "sample": s, "verdict": v} for pid in "ab" for s, v in ((0, "correct"), (1, "wrong"))]
+    one = score_file(tmp_path / "one.json", "0101", items=items)
+    two = score_file(tmp_path / "two.json", "0101", items=[item | {"verdict": "correct"} for item in items])
+    text = shown(capsys, one, two)
+    assert "+50.0 points, 95 % [+50.0, +50.0] (paired bootstrap, 2 common problems)" in text
+    assert "no McNemar" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "is not a readable score file"), ("{", "is not a readable"), ("[]", "has no 'benchmark'")],
+)
+def test_what_is_no_score_is_named(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "x.json").write_text(content)
+    assert main([str(tmp_path / "x.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_two_benchmarks_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([score_file(tmp_path / "a.json", "01"), score_file(tmp_path / "b.json", "01", "mmstar")]) == 2
+    assert "is of mmstar and" in capsys.readouterr().err
+
+
+def test_mcnemar_is_the_exact_binomial_test() -> None:
+    assert mcnemar(5, 5) == 1.0
+    assert mcnemar(0, 10) == pytest.approx(2 / 1024)
+    assert mcnemar(1, 8) == mcnemar(8, 1) == pytest.approx(20 / 512)
+    assert mcnemar(0, 0) == 1.0
+    assert 0 < mcnemar(2000, 2400) < 1e-8
+
+
+def test_pass_at_k_is_the_unbiased_estimate() -> None:
+    assert pass_at(1, 4, 1) == pytest.approx(0.25)
+    assert pass_at(2, 4, 1) == pytest.approx(0.5)
+    assert pass_at(4, 4, 1) == 1.0
+    assert pass_at(2, 4, 3) == 1.0
+    assert pass_at(3, 4, 0) == 0.0
+
+
+def test_the_bootstrap_covers_the_mean_and_repeats() -> None:
+    values = [0.0] * 70 + [1.0] * 30
+    low, high = bootstrap(values)
+    assert (low, high) == bootstrap(values)
+    # The normal approximation gives 0.3 -+ 0.09.
+    assert low == pytest.approx(0.21, abs=0.02)
+    assert high == pytest.approx(0.39, abs=0.02)
+
+
+def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
+    right = {"a": "1100", "b": "0000", "c": "1111"}
+    graded = [
+        Graded(pid, "correct" if hit == "1" else "wrong", None, "r", sample=sample)
+        for pid, hits in right.items()
+        for sample, hit in enumerate(hits)
+    ]
+    score = aggregate(graded)
+    assert (score["correct"], score["total"]) == (6, 12)
+    samples = score["samples"]
+    assert (samples["k"], samples["problems"], samples["incomplete"]) == (4, 3, 0)
+    assert samples["avg@4"]["value"] == samples["pass@1"]["value"] == pytest.approx(0.5)
+    assert samples["pass@2"]["value"] == pytest.approx((1 - 1 / 6 + 0 + 1) / 3)
+    assert samples["pass@4"]["value"] == pytest.approx(2 / 3)
+    assert (samples["avg@4"]["interval"], samples["avg@4"]["interval_95"]) == ("bootstrap", [0.0, 1.0])
+    # Solved or not: 2 of 3 problems, for which a bootstrap of three values has nothing to say.
+    assert (samples["pass@4"]["interval"], samples["pass@4"]["interval_95"]) == ("wilson", list(wilson(2, 3)))
+    # Twelve answers to three problems are as sure as three answers, not as twelve.
+    low, high = score["wilson_95"]
+    assert high - low > 0.7

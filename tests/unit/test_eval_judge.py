@@ -1,0 +1,196 @@
+"""The judge: asked only where it is needed, never trusted with a failure, cached, and quiet about nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.command import main
+from eval.extraction.judge import messages_for
+from eval.mathvista.benchmark import BENCHMARK
+
+Reply = tuple[int, bytes]
+Answer = Callable[[dict[str, Any], int], Reply | None]
+
+
+def completion(text: str) -> Reply:
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+class Server:
+    """A loopback endpoint that answers with `answer(request, number of the call)`; None: it never does."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self._gone = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append(body | {"path": self.path})
+                reply = answer(body, len(outer.requests))
+                if reply is None:
+                    outer._gone.wait(20)
+                    return
+                self.send_response(reply[0])
+                self.end_headers()
+                self.wfile.write(reply[1])
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self) -> None:
+        self._gone.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], Server]]:
+    servers: list[Server] = []
+
+    def start(answer: Answer) -> Server:
+        servers.append(Server(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def row(pid: str, response: str, **fields: Any) -> dict[str, Any]:
+    known = {"pid": pid, "question": f"How many {pid}?", "question_type": "free_form", "answer_type": "integer"}
+    known |= {"precision": None, "choices": None, "answer": "5", "metadata": {}, "response": response}
+    return known | fields
+
+
+YES_NO = {"question_type": "multi_choice", "answer_type": "text", "choices": ["Yes", "No"], "answer": "No"}
+ROWS = [row("1", "5"), row("2", "I count five."), row("3", "It does not.", **YES_NO), row("4", "")]
+
+
+def scored(tmp_path: Path, url: str, *words: str, rows: list[dict[str, Any]] = ROWS) -> dict[str, Any]:
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
+    judge = ["--extraction", "judge", "--judge-url", url, "--judge-model", "j"]
+    assert main(BENCHMARK, [*command, *judge, *words]) == 0
+    result: dict[str, Any] = json.loads((tmp_path / "s.json").read_text())
+    return result
+
+
+def reads(body: dict[str, Any], _: int) -> Reply:
+    reply = body["messages"][1]["content"]
+    return completion("<answer>5</answer>" if "five" in reply else "The reply says no.\n<answer>B</answer>")
+
+
+def test_the_judge_is_asked_only_where_the_official_code_asks_one(
+    tmp_path: Path, serve: Callable[[Answer], Server]
+) -> None:
+    server = serve(reads)
+    result = scored(tmp_path, server.url)
+    assert [item["verdict"] for item in result["items"]] == ["correct", "correct", "correct", "wrong"]
+    assert result["extraction_mix"] == {"judge": 2, "exact": 1, "empty": 1}
+    assert result["rules"]["judge"] == "j"
+    assert len(server.requests) == 2
+    assert {request["path"] for request in server.requests} == {"/v1/chat/completions"}
+    assert {(request["model"], request["temperature"]) for request in server.requests} == {("j", 0)}
+
+
+def test_a_second_score_asks_nothing(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
+    server = serve(reads)
+    first = scored(tmp_path, server.url)
+    second = scored(tmp_path, server.url)
+    assert len(server.requests) == 2
+    assert second["extraction_mix"]["judge_cached"] == 2
+    assert second["correct"] == first["correct"]
+    # Another answer to the same problem is another question.
+    changed = [*ROWS[:1], row("2", "I count five, no, six."), *ROWS[2:]]
+    scored(tmp_path, server.url, rows=changed)
+    assert len(server.requests) == 3
+
+
+def test_the_gold_is_not_told(tmp_path: Path) -> None:
+    assert "gold-value" not in json.dumps(messages_for(row("1", "I count five.", answer="gold-value")))
+
+
+def test_a_busy_judge_is_asked_again(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
+    server = serve(lambda body, call: (429, b"slow down") if call == 1 else completion("<answer>5</answer>"))
+    result = scored(tmp_path, server.url, "--judge-wait", "0.01", rows=ROWS[:2])
+    assert (result["correct"], result["extraction_failed"], len(server.requests)) == (2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "calls"),
+    [
+        (lambda body, call: None, 2),
+        (lambda body, call: (429, b"slow down"), 2),
+        (lambda body, call: (500, b""), 2),
+        (lambda body, call: (401, b"no"), 1),  # asking again would not help
+        (lambda body, call: (200, b"rubbish"), 2),
+        (lambda body, call: (200, b'{"choices": []}'), 2),
+        (lambda body, call: completion("It is B, I guess."), 2),
+        (lambda body, call: completion("<answer>" + "B " * 300 + "</answer>"), 2),
+        (lambda body, call: (200, json.dumps({"choices": [{"message": {"content": None}}]}).encode()), 2),
+    ],
+    ids=["timeout", "429", "500", "401", "rubbish", "no choice", "no tags", "an essay", "null"],
+)
+def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
+    answer: Answer,
+    calls: int,
+    tmp_path: Path,
+    serve: Callable[[Answer], Server],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = serve(answer)
+    # By edit distance an empty extraction would be `No`, which is right: it must not become one.
+    rows = [row("3", "It does not.", **YES_NO)]
+    options = ["--judge-timeout", "0.3", "--judge-attempts", "2", "--judge-wait", "0.01"]
+    result = scored(tmp_path, server.url, *options, rows=rows)
+    assert (result["correct"], result["extraction_failed"]) == (0, 1)
+    assert result["verdicts"] == {"failed": 1}
+    assert result["items"][0]["how"] == "judge_failed"
+    assert len(server.requests) == calls
+    assert "the judge failed on 1 answers" in (shown := capsys.readouterr()).out
+    assert "the judge failed on 1 rows, the first time: " in shown.err
+    assert not (tmp_path / "judge_cache.jsonl").exists()
+    # With the judge well again the same command gives the answer.
+    assert scored(tmp_path, serve(reads).url, rows=rows)["correct"] == 1
+
+
+def test_no_judge_at_the_address_is_a_failure_too(tmp_path: Path) -> None:
+    result = scored(tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=ROWS[1:2])
+    assert result["extraction_failed"] == 1
+
+
+def test_a_report_of_no_answer_is_an_empty_extraction(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
+    server = serve(lambda body, call: completion("<answer>NONE</answer>"))
+    result = scored(tmp_path, server.url, rows=ROWS[1:2])
+    assert (result["extraction_failed"], result["items"][0]["extraction"], result["correct"]) == (0, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--judge-url is missing"),
+        (["--judge-url", "http://localhost:1"], "--judge-model is missing"),
+        (["--judge-url", "file:///etc/passwd", "--judge-model", "j"], "is no http address"),
+    ],
+)
+def test_a_judge_that_is_not_named_is_the_users_mistake(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+    command = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
+    assert main(BENCHMARK, [*command, "--extraction", "judge", *words]) == 2
+    assert message in capsys.readouterr().err
