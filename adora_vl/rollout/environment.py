@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -14,11 +15,20 @@ def find_cpu_build() -> bool:
         return False
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def prepare_engine_environment() -> None:
     """Make the engine live in this process and fit a small machine. What the user has set stays as it is."""
     # Weights are synced by reaching into the engine, so it must not live in a process of its own.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        # Two runs on one machine: accelerate would give both the same port for the engine's group of one.
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
     if find_cpu_build():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default is a share of all memory
