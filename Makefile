@@ -22,8 +22,9 @@ lint: .venv/.installed
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+# Two at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long to start.
 test: lint
-	$(PYTHON_BIN) -m pytest
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
 
 unit: .venv/.installed
 	$(PYTHON_BIN) -m pytest tests/unit
