@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from datasets import disable_progress_bars
 
 from adora_vl.errors import UserError
+from data_prep.geometry3k import Options, prepare_geometry3k
 from data_prep.inspection import describe
-from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, prepare_geometry3k, prepare_synthetic
-from data_prep.sources import SOURCES
-from data_prep.storage import Manifest
+from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, prepare_synthetic
+from data_prep.quarantine import MAX_SHARE, QUARANTINE_NAME
+from data_prep.sources import DATASET_ID, DIAGRAMS, SOURCES
+from data_prep.storage import SPLITS, Manifest
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,22 +56,51 @@ def _parser() -> argparse.ArgumentParser:
     synthetic.add_argument("--families", type=_names, default=(), metavar="A,B", help="default: all")
     synthetic.set_defaults(run=_synthetic)
 
-    geometry3k = commands.add_parser(
-        "geometry3k", help="Geometry3K from the hub, from Parquet files or from its own folders"
-    )
-    geometry3k.add_argument("--source", choices=SOURCES, required=True)
-    geometry3k.add_argument("--input", required=True, metavar="ID_OR_PATH", help="a dataset id for hub, else a path")
-    geometry3k.add_argument("--output", type=Path, required=True, metavar="DIR")
-    geometry3k.add_argument(
-        "--max-pixels", type=int, metavar="N", help="shrink larger images, default: keep their size"
-    )
-    geometry3k.add_argument("--limit", type=int, metavar="N", help="only the first N rows of every split")
-    geometry3k.set_defaults(run=_geometry3k)
+    _add_geometry3k(commands)
 
     inspect = commands.add_parser("inspect", help="count what a prepared folder holds")
     inspect.add_argument("folder", type=Path, metavar="DIR")
     inspect.set_defaults(run=_inspect)
     return parser
+
+
+def _add_geometry3k(commands: Any) -> None:
+    command = commands.add_parser(
+        "geometry3k", help="Geometry3K from the hub, from Parquet files or from its own folders"
+    )
+    add = command.add_argument
+    add("--source", choices=SOURCES, required=True)
+    add("--input", metavar="ID_OR_PATH", help=f"a dataset id for hub (default: {DATASET_ID}), else a path")
+    add("--output", type=Path, required=True, metavar="DIR")
+    add(
+        "--revision", metavar="COMMIT", help="of the hub's dataset: a commit, tag or branch, default: the newest commit"
+    )
+    add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
+    add(
+        "--max-pixels", type=int, metavar="N", help="shrink larger images by the model's rule, default: keep their size"
+    )
+    add(
+        "--min-pixels",
+        type=int,
+        metavar="N",
+        help="enlarge smaller images by the model's rule, default: keep their size",
+    )
+    add("--limit", type=int, metavar="N", help="only N rows of every split: the first ones, or with --seed a sample")
+    add("--seed", type=int, metavar="S", help="of the sample")
+    add("--workers", type=int, default=1, metavar="N", help="processes that clean, default: %(default)s")
+    add(
+        "--keep-leaks",
+        action="store_true",
+        help="keep training rows whose diagram and question a held-out split has too",
+    )
+    add(
+        "--allow-quarantined",
+        type=float,
+        default=MAX_SHARE,
+        metavar="SHARE",
+        help="largest share of unusable rows that is no error, default: %(default)s",
+    )
+    command.set_defaults(run=_geometry3k)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -88,12 +120,14 @@ def _synthetic(arguments: argparse.Namespace) -> None:
 
 
 def _geometry3k(arguments: argparse.Namespace) -> None:
+    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     manifest = prepare_geometry3k(
         arguments.output,
         source=arguments.source,
         location=arguments.input,
-        max_pixels=arguments.max_pixels,
-        limit=arguments.limit,
+        revision=arguments.revision,
+        options=options,
+        workers=arguments.workers,
     )
     _report(arguments.output, manifest)
 
@@ -103,5 +137,14 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _report(output: Path, manifest: Manifest) -> None:
-    counts = ", ".join(f"{split} {count}" for split, count in manifest["counts"].items())
+    counts = ", ".join(f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"])
     print(f"{output}: {counts} rows; look at it with `python -m data_prep inspect {output}`")
+    leaks, quarantined = manifest["leaks"], manifest["quarantined"]
+    if leaks["found"]:
+        print(
+            f"leaks: {leaks['found']} rows have the diagram and question of a row in another split; "
+            f"{leaks['dropped']} of them, all in train, were dropped"
+        )
+    if quarantined["rows"]:
+        reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
+        print(f"quarantined: {quarantined['rows']} rows ({reasons}); see {output / QUARANTINE_NAME}")

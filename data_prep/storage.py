@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ SPLITS = ("train", "validation", "test")  # in the order in which people see the
 MANIFEST_NAME = "manifest.json"
 MADE_BY = "data_prep"  # how a folder of ours is told from a stranger's
 _BATCH_ROWS = 64  # in memory at a time, and a row group of the file
+_PACKAGES = ("datasets", "numpy", "pillow", "pyarrow", "transformers")  # what the bytes of the output depend on
 
 
 def write_split(rows: Iterable[Row], folder: Path, split: str) -> int:
@@ -35,10 +37,13 @@ def write_split(rows: Iterable[Row], folder: Path, split: str) -> int:
     schema = FEATURES.arrow_schema
     stored = (_stored(row) for row in rows)
     count = 0
-    with pq.ParquetWriter(folder / "data" / f"{split}-00000-of-00001.parquet", schema) as writer:
+    path = folder / "data" / f"{split}-00000-of-00001.parquet"
+    with pq.ParquetWriter(path, schema) as writer:
         while batch := list(islice(stored, _BATCH_ROWS)):
             writer.write_table(pa.Table.from_pylist(batch, schema=schema))
             count += len(batch)
+    if not count:
+        path.unlink()  # a split without rows is no split
     return count
 
 
@@ -52,8 +57,28 @@ def _stored(row: Row) -> Row:
     return {**row, "images": images}
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(
+    folder: Path,
+    description: Mapping[str, Any],
+    counts: Mapping[str, int],
+    quarantined: Mapping[str, Any] | None = None,
+    leaks: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write, and return, what `folder` holds, when all else is in it. Nothing in it depends on the time or the machine.
+
+    `description`: source, input, revision and arguments.
+    """
+    manifest = {
+        **description,
+        "made_by": MADE_BY,
+        "counts": dict(counts),
+        "quarantined": quarantined or {"rows": 0, "reasons": {}},
+        "leaks": leaks or {"found": 0, "dropped": 0, "rows": []},
+        "files": file_hashes(folder),
+        "versions": {package: version(package) for package in _PACKAGES},
+    }
     (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -133,3 +158,9 @@ def _require_columns(present: list[str], folder: Path, split: str) -> None:
             f"dataset: {str(folder)!r} split {split!r} lacks the column {missing[0]!r}; "
             f"it has {', '.join(present)}; prepare it with `python -m data_prep`"
         )
+
+
+def require(name: str, value: int, low: int, high: int | None = None) -> None:
+    """Raise `UserError` unless the argument `name` is within its limits."""
+    if value < low or (high is not None and value > high):
+        raise UserError(f"{name}: {value} is not {f'at least {low}' if high is None else f'between {low} and {high}'}")

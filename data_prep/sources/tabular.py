@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,15 +11,16 @@ from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
-from datasets import Dataset, Image, IterableDataset, List, load_dataset
-from huggingface_hub.errors import HFValidationError
+from datasets import Image, IterableDataset, List, load_dataset
+from datasets.exceptions import DatasetsError
 
 from adora_vl.errors import UserError, nearest
 from data_prep.clean import RawProblem, RowError
 from data_prep.storage import SPLITS
 
 _PLACEHOLDER = "<image>"
-_COLUMNS = ("images", "problem", "answer")
+_COLUMNS = ("images", "problem", "answer")  # `id` and `choices` are read too where a table has them
+_LETTER = re.compile("[A-Z]")
 
 
 @dataclass(frozen=True)
@@ -27,26 +29,22 @@ class Table:
 
     location: str
     sizes: dict[str, int]
-    tables: Mapping[str, Dataset | IterableDataset]
+    tables: Mapping[str, IterableDataset]
+    revision: str | None = None
 
     def problems(self, split: str) -> Iterator[Callable[[], RawProblem]]:
         """The rows in the order of the table."""
-        for index, row in enumerate(self.tables[split]):
+        rows = enumerate(self.tables[split])
+        while True:
+            try:
+                index, row = next(rows)
+            except StopIteration:
+                return
+            except (pa.ArrowException, DatasetsError, OSError) as error:
+                raise UserError(
+                    f"input: split {split!r} of {self.location!r} cannot be read to its end ({error}); download it again"
+                ) from error
             yield partial(_read, row, split, index, f"row {index} of split {split} of {self.location}")
-
-
-def from_hub(dataset_id: str) -> Table:
-    """The dataset of this id on the hub, or from its local cache. Raises `UserError` where it cannot be had."""
-    try:
-        loaded = load_dataset(dataset_id)
-    except (ConnectionError, FileNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"input: the dataset {dataset_id!r} cannot be loaded from the hub ({error}); "
-            "check the id and the network, or give a downloaded copy with --source parquet"
-        ) from error
-    tables = {_split_name(str(split), dataset_id): table for split, table in loaded.items()}
-    sizes = {split: len(tables[split]) for split in SPLITS if split in tables}
-    return Table(dataset_id, sizes, _undecoded(tables, dataset_id))
 
 
 def from_parquet(path: Path) -> Table:
@@ -81,7 +79,7 @@ def _rows_of(file: str) -> int:
         raise UserError(f"input: {file!r} is not a readable Parquet file ({error}); download it again") from error
 
 
-def _undecoded(tables: Mapping[str, Any], location: str) -> dict[str, Dataset | IterableDataset]:
+def _undecoded(tables: Mapping[str, Any], location: str) -> dict[str, IterableDataset]:
     """The tables with images as bytes: decoding is the cleaning's work, where a failure has a row id."""
     for split, table in tables.items():
         for column in _COLUMNS:
@@ -102,34 +100,55 @@ def _undecoded(tables: Mapping[str, Any], location: str) -> dict[str, Dataset | 
 
 
 def _read(row: Mapping[str, Any], split: str, index: int, origin: str) -> RawProblem:
-    row_id = f"geometry3k/{split}/{index}"
+    row_id = _id_of(row, split, index)
+    images = [image["bytes"] for image in row["images"] or [] if image and image["bytes"] is not None]
+    record = {name: value for name, value in row.items() if name != "images" and _is_plain(value)}
+    refuse = partial(RowError, row_id, originals=images, record=record)
     for column in ("problem", "answer"):
         if not isinstance(row[column], str):
-            raise RowError(row_id, f"{column!r} is {row[column]!r:.60}", f"make it a text in {origin}")
-    images = []
+            raise refuse("field_type", f"{column!r} is {row[column]!r:.60}", f"make it a text in {origin}")
     for number, image in enumerate(row["images"] or []):
         if not image or image["bytes"] is None:
-            raise RowError(
-                row_id, f"image {number} has no bytes but {image!r:.60}", f"put the picture itself into {origin}"
-            )
-        images.append(image["bytes"])
+            wrong = f"image {number} has no bytes but {image!r:.60}"
+            raise refuse("no_image", wrong, f"put the picture itself into {origin}")
+    problem = _without_placeholders(row["problem"])
+    if _PLACEHOLDER in problem:
+        wrong = f"'problem' has {_PLACEHOLDER} in the middle of the text ({row['problem']!r:.60})"
+        raise refuse("placeholder", wrong, f"put every {_PLACEHOLDER} first in {origin}")
+    choices = row.get("choices")
+    if choices is not None and not (isinstance(choices, list) and all(isinstance(item, str) for item in choices)):
+        raise refuse("field_type", f"'choices' is {choices!r:.60}", f"make it a list of texts in {origin}")
     return RawProblem(
         id=row_id,
         split=split,
         source="geometry3k",
         origin=origin,
         images=tuple(images),
-        problem=_without_placeholder(row["problem"], row_id, origin),
+        problem=problem,
         answer=row["answer"],
+        choices=None if choices is None else tuple(choices),
+        value_answer=choices is not None and not _LETTER.fullmatch(row["answer"]),
     )
 
 
-def _without_placeholder(problem: str, row_id: str, origin: str) -> str:
+def _id_of(row: Mapping[str, Any], split: str, index: int) -> str:
+    """The row's own id where the table has such a column, in our form; else its place in the table."""
+    own = row.get("id")
+    if isinstance(own, str) and "/" in own:
+        return own
+    return f"geometry3k/{split}/{index if own is None or own == '' else own}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it can go into a line of JSON as it is."""
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def _without_placeholders(problem: str) -> str:
     """The text without its leading placeholders; training puts the images there itself."""
     text = problem.strip()
     while text.startswith(_PLACEHOLDER):
         text = text.removeprefix(_PLACEHOLDER).lstrip()
-    if _PLACEHOLDER in text:
-        wrong = f"'problem' has {_PLACEHOLDER} in the middle of the text ({problem!r:.60})"
-        raise RowError(row_id, wrong, f"put every {_PLACEHOLDER} first in {origin}")
     return text

@@ -6,23 +6,18 @@ whatever their sizes and seeds.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
 
 from PIL import Image
 
 from adora_vl.errors import UserError, nearest
+from data_prep.images import diagram_hash
 from data_prep.schema import Row
 from data_prep.synthetic.families import FAMILIES, Problem
 
 SPLITS = ("train", "test")
 _TEST_SHARE = 0.25  # of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
-
-
-def diagram_hash(image: Image.Image) -> str:
-    """SHA-256 of the RGB pixels and the size, in hexadecimal."""
-    return hashlib.sha256(f"{image.size}".encode() + image.convert("RGB").tobytes()).hexdigest()
 
 
 def split_of(image: Image.Image) -> str:
