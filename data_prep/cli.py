@@ -12,11 +12,12 @@ from datasets import disable_progress_bars
 
 from adora_vl.errors import UserError
 from data_prep.geometry3k import Options, prepare_geometry3k
-from data_prep.inspection import describe
+from data_prep.inspection import GALLERY_ROWS, survey
 from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, prepare_synthetic
 from data_prep.quarantine import MAX_SHARE, QUARANTINE_NAME
 from data_prep.sources import DATASET_ID, DIAGRAMS, SOURCES
 from data_prep.storage import SPLITS, Manifest
+from data_prep.text_report import describe
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,32 +59,29 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_geometry3k(commands)
 
-    inspect = commands.add_parser("inspect", help="count what a prepared folder holds")
+    inspect = commands.add_parser("inspect", help="what a prepared folder holds, as text and as an HTML page")
     inspect.add_argument("folder", type=Path, metavar="DIR")
+    inspect.add_argument("--html", type=Path, metavar="FILE", help="where the page goes, default: DIR.html")
+    inspect.add_argument("--text-only", action="store_true", help="write no page")
+    inspect.add_argument("--model", metavar="M", help="a model whose tokenizer measures the problems")
     inspect.set_defaults(run=_inspect)
     return parser
 
 
 def _add_geometry3k(commands: Any) -> None:
-    command = commands.add_parser(
-        "geometry3k", help="Geometry3K from the hub, from Parquet files or from its own folders"
-    )
+    command = commands.add_parser("geometry3k", help="Geometry3K from the hub, Parquet files or its own folders")
     add = command.add_argument
     add("--source", choices=SOURCES, required=True)
     add("--input", metavar="ID_OR_PATH", help=f"a dataset id for hub (default: {DATASET_ID}), else a path")
     add("--output", type=Path, required=True, metavar="DIR")
-    add(
-        "--revision", metavar="COMMIT", help="of the hub's dataset: a commit, tag or branch, default: the newest commit"
-    )
+    add("--revision", metavar="COMMIT", help="of the hub's dataset: commit, tag or branch, default: the newest")
     add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
-    add(
-        "--max-pixels", type=int, metavar="N", help="shrink larger images by the model's rule, default: keep their size"
-    )
+    add("--max-pixels", type=int, metavar="N", help="shrink larger images as the model does, default: keep them")
     add(
         "--min-pixels",
         type=int,
         metavar="N",
-        help="enlarge smaller images by the model's rule, default: keep their size",
+        help="enlarge smaller ones as the model does, default: keep them",
     )
     add("--limit", type=int, metavar="N", help="only N rows of every split: the first ones, or with --seed a sample")
     add("--seed", type=int, metavar="S", help="of the sample")
@@ -91,7 +89,7 @@ def _add_geometry3k(commands: Any) -> None:
     add(
         "--keep-leaks",
         action="store_true",
-        help="keep training rows whose diagram and question a held-out split has too",
+        help="keep training rows that a held-out split has too",
     )
     add(
         "--allow-quarantined",
@@ -133,7 +131,16 @@ def _geometry3k(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    print(describe(arguments.folder))
+    gallery = 0 if arguments.text_only else GALLERY_ROWS
+    found = survey(arguments.folder, gallery=gallery, model=arguments.model)
+    print(describe(found))
+    if not arguments.text_only:
+        from data_prep.html_report import write_page  # matplotlib takes a second
+
+        folder = arguments.folder.resolve()
+        path = arguments.html or folder.with_name(f"{folder.name}.html")
+        write_page(found, path)
+        print(f"\npage: {path}")
 
 
 def _report(output: Path, manifest: Manifest) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from adora_vl.errors import UserError
-from data_prep.clean import PixelLimits, RawProblem, RowError
-from data_prep.cleaning import HELD_OUT, Cleaned, Intake, clean_one
+from data_prep.clean import PixelLimits, RawProblem
+from data_prep.cleaning import HELD_OUT, Intake, clean_one
 from data_prep.output import complete_or_absent, refuse_foreign, remove_prepared
 from data_prep.pixels import UNIT
 from data_prep.quarantine import MAX_SHARE, Quarantine
@@ -108,7 +108,7 @@ def _written(
     source: Source,
     options: Options,
     intake: Intake,
-    mapped: Mapper[Callable[[], RawProblem], Cleaned | RowError],
+    mapped: Mapper,
 ) -> int:
     """Write what is kept of one split; the number of its rows."""
     limits = PixelLimits(options.min_pixels, options.max_pixels)

@@ -87,7 +87,7 @@ def _refuse_degenerate(image: Image.Image) -> None:
     width, height = image.size
     if min(width, height) < MIN_SIDE:
         raise UnreadableImageError("image_degenerate", f"{width} x {height} pixels are too few for a diagram")
-    if all(low == high for low, high in image.getextrema()):
+    if all(low == high for low, high in (channel.getextrema() for channel in image.split())):
         colour = image.getpixel((0, 0))
         raise UnreadableImageError("image_degenerate", f"all of its {width} x {height} pixels are {colour}")
     if max(width, height) > WIDEST * min(width, height):

@@ -72,9 +72,7 @@ class LeakIndex:
         other = self._exact.get(print_.exact)
         if other and other[0] != split:
             return other[1], "exact"
-        for near, other_split, row_id in (
-            self._near[print_.question_and_gold] if print_.question_and_gold in self._near else ()
-        ):
+        for near, other_split, row_id in self._near.get(print_.question_and_gold, ()):
             if other_split != split and _all_near(near, print_.near):
                 return row_id, "near"
         return None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
 UNIT = 28  # pixels: one image token is 28 x 28 (14 of a patch, merged 2 x 2)
 MODEL_MIN_PIXELS, MODEL_MAX_PIXELS = 56 * 56, 16384 * UNIT**2  # of Qwen2.5-VL's published preprocessor_config.json
 WIDEST = 200  # above this ratio of the sides the model's processor raises, in the middle of a training
@@ -17,6 +15,8 @@ def model_size(
     width: int, height: int, min_pixels: int = MODEL_MIN_PIXELS, max_pixels: int = MODEL_MAX_PIXELS
 ) -> tuple[int, int]:
     """Width and height, multiples of 28, that the processor with these limits resizes to. Raises `ValueError`."""
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # seconds, so only where needed
+
     new_height, new_width = smart_resize(height, width, UNIT, min_pixels, max_pixels)
     return int(new_width), int(new_height)
 

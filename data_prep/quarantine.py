@@ -1,7 +1,7 @@
 """Rows that cannot be used, kept with the reason: `quarantine.jsonl`, and their original bytes in `quarantine/`.
 
 The bytes are files of their own and not text in the JSON, so that a picture can be opened by a viewer, `less` stays
-usable, and a 40 MB scan does not become one line. A file is named by its content: nothing of the input gets into a path.
+usable, and a 40 MB scan is not one line. A file is named by its content: nothing of the input gets into a path.
 """
 
 from __future__ import annotations

@@ -117,16 +117,15 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
     Raises `UserError` as `load_split` does, without a copy in the cache of `datasets`.
     """
     for path in _files_of(folder, split):
-        try:
-            file = pq.ParquetFile(path)
-        except pa.ArrowInvalid as error:
-            raise UserError(
-                f"dataset: {str(path)!r} is not a Parquet file ({error}); prepare the dataset again"
-            ) from error
-        with file:
+        with _parquet(path) as file:
             _require_columns(file.schema_arrow.names, folder, split)
             for batch in file.iter_batches(_BATCH_ROWS):
                 yield from batch.to_pylist()
+
+
+def row_count(folder: Path, split: str) -> int:
+    """Rows of a split, from the ends of its files."""
+    return sum(int(_parquet(path).metadata.num_rows) for path in _files_of(folder, split))
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:
@@ -139,6 +138,13 @@ def load_split(folder: str | Path, split: str) -> Dataset:
     dataset = load_dataset("parquet", data_files={split: files}, split=split)
     _require_columns(dataset.column_names, folder, split)
     return dataset
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        return pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"dataset: {str(path)!r} is not a Parquet file ({error}); prepare the dataset again") from error
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:

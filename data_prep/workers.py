@@ -9,16 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any
 
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
-Mapper = Callable[[Callable[[_Item], _Result], Iterable[_Item]], Iterator[_Result]]
+Mapper = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 _AHEAD = 8  # rows of each worker that are on their way
 
 
 @contextmanager
-def ordered_map(workers: int) -> Iterator[Mapper[_Item, _Result]]:
+def ordered_map(workers: int) -> Iterator[Mapper]:
     """A `map` that keeps the order: in this process for one worker, else on a pool that ends with the block."""
     if workers == 1:
         yield map
@@ -28,8 +26,8 @@ def ordered_map(workers: int) -> Iterator[Mapper[_Item, _Result]]:
     context.set_forkserver_preload(["data_prep.cleaning"])
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
 
-        def mapped(work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-            waiting: deque[Future[_Result]] = deque()
+        def mapped(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+            waiting: deque[Future[Any]] = deque()
             try:
                 for item in items:
                     waiting.append(pool.submit(work, item))

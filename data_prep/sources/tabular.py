@@ -42,7 +42,7 @@ class Table:
                 return
             except (pa.ArrowException, DatasetsError, OSError) as error:
                 raise UserError(
-                    f"input: split {split!r} of {self.location!r} cannot be read to its end ({error}); download it again"
+                    f"input: split {split!r} of {self.location!r} cannot be read ({error}); download it again"
                 ) from error
             yield partial(_read, row, split, index, f"row {index} of split {split} of {self.location}")
 
