@@ -17,6 +17,7 @@ from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, prepare_synthetic
 from data_prep.quarantine import MAX_SHARE, QUARANTINE_NAME
 from data_prep.sources import DATASET_ID, DIAGRAMS, SOURCES
 from data_prep.storage import SPLITS, Manifest
+from data_prep.synthetic.generate import LEVELS
 from data_prep.text_report import describe
 
 
@@ -54,7 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     synthetic.add_argument(
         "--size", type=int, default=DEFAULT_SIZE, metavar="PIXELS", help="of a side, default: %(default)s"
     )
-    synthetic.add_argument("--families", type=_names, default=(), metavar="A,B", help="default: all")
+    synthetic.add_argument("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
+    synthetic.add_argument("--level", type=int, default=1, choices=LEVELS, help="difficulty, default: %(default)s")
+    synthetic.add_argument("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
+    synthetic.add_argument(
+        "--choices", type=int, default=0, metavar="N", help="answers to choose from, default: none, an open question"
+    )
     synthetic.set_defaults(run=_synthetic)
 
     _add_geometry3k(commands)
@@ -113,6 +119,9 @@ def _synthetic(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         size=arguments.size,
         families=arguments.families,
+        level=arguments.level,
+        styles=arguments.styles,
+        choices=arguments.choices,
     )
     _report(arguments.output, manifest)
 

@@ -26,6 +26,7 @@ _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
 * { box-sizing: border-box; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 1200px; }
+nav a { margin-right: 1rem; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); }
 figure, article { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .75rem; min-width: 0; }
@@ -73,9 +74,10 @@ def page(found: Survey) -> str:
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{escape(title)}</h1>{left_out}"
-        f"<h2>Rows</h2><div class='grid'>{cards}</div>"
-        f"<h2>Plots</h2><div class='grid'>{figures}</div>"
-        f"<h2>Counts</h2><pre>{escape(describe(found))}</pre></body></html>\n"
+        "<nav><a href='#plots'>Plots</a> <a href='#counts'>Counts</a> <a href='#rows'>Rows</a></nav>"
+        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div>"
+        f"<h2 id='counts'>Counts</h2><pre>{escape(describe(found))}</pre>"
+        f"<h2 id='rows'>Rows, spread over the whole</h2><div class='grid'>{cards}</div></body></html>\n"
     )
 
 

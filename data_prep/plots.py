@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -31,7 +32,7 @@ def plots(found: Survey) -> dict[str, str]:
     drawn = {}
     with matplotlib.rc_context(_STYLE):
         for name, title in (("answer form", "Answer forms"), ("goal", "Goals"), ("shape", "Shapes")):
-            drawn[title] = _svg(lambda axes, name=name: _bars(axes, found.splits, name))
+            drawn[title] = _svg(partial(_bars, splits=found.splits, name=name))
         drawn["Image tokens per row"] = _svg(
             lambda axes: _histogram(axes, {s: list(f.tokens) for s, f in found.splits.items()}, "tokens of Qwen2.5-VL")
         )

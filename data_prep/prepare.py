@@ -31,15 +31,20 @@ def prepare_synthetic(
     seed: int = 0,
     size: int = DEFAULT_SIZE,
     families: tuple[str, ...] = (),
+    **more: Any,
 ) -> Manifest:
-    """Draw the splits train (`rows`) and test (`test_rows`). Returns the manifest. Raises `UserError`."""
+    """Draw the splits train (`rows`) and test (`test_rows`). Returns the manifest. Raises `UserError`.
+
+    `more`: `level`, `styles` and `choices`, as of `generate`.
+    """
     require("rows", rows, 1)
     require("test_rows", test_rows, 0)
     require("size", size, *_SIZES)
-    description = _synthetic_description(rows, test_rows, seed, size, families)
+    description = _synthetic_description(rows, test_rows, seed, size, families, **more)
     sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
     drawn = {
-        split: generate(count, split=split, seed=seed, size=size, families=families) for split, count in sizes.items()
+        split: generate(count, split=split, seed=seed, size=size, families=families, **more)
+        for split, count in sizes.items()
     }
     return _write(output, {split: _canonical(drawn[split]) for split in drawn}, sizes, description)
 
@@ -74,8 +79,11 @@ def _is_made(folder: Path, wanted: Manifest) -> bool:
     return all((folder / name).is_file() for name in manifest["files"])
 
 
-def _synthetic_description(rows: int, test_rows: int, seed: int, size: int, families: tuple[str, ...]) -> Manifest:
+def _synthetic_description(
+    rows: int, test_rows: int, seed: int, size: int, families: tuple[str, ...], **more: Any
+) -> Manifest:
     """What decides the rows: the arguments, and the code that draws, so that data from older code is made again."""
+    arguments = {"rows": rows, "test_rows": test_rows, "seed": seed, "size": size, "families": list(families)}
     code = hashlib.sha256()
     for path in sorted(Path(data_prep.synthetic.__path__[0]).glob("*.py")):
         code.update(path.read_bytes())
@@ -83,8 +91,13 @@ def _synthetic_description(rows: int, test_rows: int, seed: int, size: int, fami
         "source": "synthetic",
         "input": None,
         "revision": code.hexdigest(),
-        "arguments": {"rows": rows, "test_rows": test_rows, "seed": seed, "size": size, "families": list(families)},
+        "arguments": {**arguments, **{name: _plain(value) for name, value in more.items()}},
     }
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _write(
@@ -101,5 +114,5 @@ def _write(
 
 def _canonical(rows: Iterable[Row]) -> Iterator[Row]:
     for row in rows:
-        answer = checked_gold(row["answer"], row["choices"], row_id=row["id"], origin="data_prep/synthetic/families.py")
+        answer = checked_gold(row["answer"], row["choices"], row_id=row["id"], origin="data_prep/synthetic")
         yield {**row, "answer": answer}
