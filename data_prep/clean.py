@@ -62,11 +62,17 @@ class RawProblem:
     shapes: tuple[str, ...] = ()
     solution: str = ""
     value_answer: bool = False
+    other_files: tuple[bytes, ...] = ()  # that the source has of the row, for the quarantine
+
+    @property
+    def originals(self) -> tuple[bytes, ...]:
+        """All bytes that the source has of the row."""
+        return (*self.other_files, *self.images)
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
         """The error of this row, with all that the source has of it."""
         record = {"problem": self.problem, "answer": self.answer, "choices": self.choices and list(self.choices)}
-        return RowError(self.id, kind, wrong, f"{remedy} {self.origin}", originals=self.images, record=record)
+        return RowError(self.id, kind, wrong, f"{remedy} {self.origin}", originals=self.originals, record=record)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ _SHOWN_LEAKS = 1000  # in the manifest; a dropped row is in the quarantine anywa
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A sound row with images as they will be stored, what it is recognised by, and the pictures of the source."""
+    """A sound row with images as they will be stored, what it is recognised by, and the bytes of the source."""
 
     row: Row
     print_: Fingerprint
@@ -40,7 +40,7 @@ def clean_one(read: Callable[[], RawProblem], limits: PixelLimits) -> Cleaned | 
         return error
     print_ = fingerprint(row["problem"], row["answer"], row["images"])
     images = [{"bytes": png_bytes(image), "path": None} for image in row["images"]]
-    return Cleaned({**row, "images": images}, print_, raw.images)
+    return Cleaned({**row, "images": images}, print_, raw.originals)
 
 
 class Intake:

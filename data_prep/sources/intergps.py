@@ -67,6 +67,7 @@ def _read(place: Place, split: str, diagram: str) -> RawProblem:
         goal=", ".join(field("problem_type_goal", list, [])),
         shapes=tuple(field("problem_type_graph", list, [])),
         solution=field("detailed_solution", str, "").strip(),
+        other_files=(originals[0],),
     )
 
 
