@@ -23,7 +23,8 @@ from tests.unit.data_prep_support import encoded, prepare, problem_folder
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ATTACK = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-    "</p></article><iframe src='javascript:parent.document.title=`owned`'></iframe>'\"><svg onload='document.title=1'>"
+    "</p></article><iframe src='javascript:parent.document.title=`owned`'></iframe>'\">"
+    "<svg onload='document.title=`owned`'>"
 )
 
 
@@ -176,7 +177,7 @@ def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
         assert main(["inspect", str(tmp_path / "data")]) == 0
         pages.append((tmp_path / "data.html").read_bytes())
     assert pages[0] == pages[1]
-    assert pages[0].count(b"<article>") == 48 and len(pages[0]) < 48 * 150_000
+    assert pages[0].count(b"<article>") == 48 and len(pages[0]) < 10_000_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "data.html"]
 
 
