@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from data_prep.inspection import SplitFacts, Survey
 
@@ -48,7 +49,7 @@ def _svg(draw: Callable[[Axes], None]) -> str:
     axes = figure.add_subplot()
     draw(axes)
     if len(axes.get_legend_handles_labels()[0]) > 1:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=4)
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()
@@ -73,17 +74,20 @@ def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
 
 def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
     present = {split: numbers for split, numbers in values.items() if numbers}
-    bins = 30 if len({number for numbers in present.values() for number in numbers}) > 1 else 1
+    different = {number for numbers in present.values() for number in numbers}
+    low, high = min(different, default=0), max(different, default=0)
+    room = max(0, 10 - (high - low) // 2)  # around a few values that are nearly the same
     axes.hist(
         list(present.values()),
-        bins=bins,
-        density=False,
+        bins=30,
+        range=(low - room, high + room),
         label=list(present),
         color=[_COLOURS[index % len(_COLOURS)] for index in range(len(present))],
         weights=[[100 / len(numbers)] * len(numbers) for numbers in present.values()],
     )
     axes.set_xlabel(unit)
     axes.set_ylabel("% of the rows")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="y", alpha=0.3)
 
 

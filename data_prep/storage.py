@@ -38,7 +38,8 @@ def write_split(rows: Iterable[Row], folder: Path, split: str) -> int:
     stored = (_stored(row) for row in rows)
     count = 0
     path = folder / "data" / f"{split}-00000-of-00001.parquet"
-    with pq.ParquetWriter(path, schema) as writer:
+    # Statistics would keep the least and the greatest picture of every row group in memory and in the file.
+    with pq.ParquetWriter(path, schema, write_statistics=False) as writer:
         while batch := list(islice(stored, _BATCH_ROWS)):
             writer.write_table(pa.Table.from_pylist(batch, schema=schema))
             count += len(batch)
