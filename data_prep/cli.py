@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from datasets import disable_progress_bars
+from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_progress_bars
 
 from adora_vl.errors import UserError
 from data_prep.geometry3k import Options, prepare_geometry3k
@@ -31,7 +32,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, or 2 with one line on stderr where the user's input is wrong."""
     if not sys.stderr.isatty():
-        disable_progress_bars()  # `datasets` draws its own into log files too
+        disable_progress_bars()  # `datasets` and the hub draw their own into log files too
+        disable_hub_progress_bars()
     try:
         arguments = _parser().parse_args(argv)
         arguments.run(arguments)

@@ -17,7 +17,7 @@ from data_prep.cleaning import HELD_OUT, Intake, clean_one
 from data_prep.output import complete_or_absent, refuse_foreign, remove_prepared
 from data_prep.pixels import UNIT
 from data_prep.quarantine import MAX_SHARE, Quarantine
-from data_prep.sources import Source, open_source
+from data_prep.sources import DATASET_ID, Source, open_source
 from data_prep.storage import Manifest, require, write_manifest, write_split
 from data_prep.workers import Mapper, ordered_map
 
@@ -59,15 +59,16 @@ def prepare_geometry3k(
     """
     options = options or Options()
     _check(options, workers)
-    refuse_foreign(output)  # before a long download
+    report = Path(f"{output.resolve()}.quarantine")
+    for folder in (output, report):
+        refuse_foreign(folder)  # before a long download
     opened = open_source(source, location, revision=revision, diagram=options.diagram)
     description = {
         "source": f"geometry3k/{source}",
-        "input": getattr(opened, "location", location) if source == "hub" else location,
+        "input": location or DATASET_ID,
         "revision": opened.revision,
         "arguments": asdict(options),
     }
-    report = Path(f"{output.resolve()}.quarantine")
     with complete_or_absent(output) as folder:
         quarantine = Quarantine(folder)
         intake = Intake(quarantine, keep_leaks=options.keep_leaks)

@@ -31,27 +31,19 @@ class Quarantine:
         self.kinds: Counter[str] = Counter()
 
     def add(self, split: str, error: RowError) -> None:
-        """Keep one row's id, reason and originals."""
-        files = [self._kept(original) for original in error.originals]
-        self.put(error.row_id, split, error.kind, str(error), record=error.record, files=files)
-        self._first = self._first or str(error)
-
-    def put(self, row_id: str, split: str, kind: str, detail: str, *, record: dict[str, Any], files: list[str]) -> None:
+        """Keep one row's id, reason, texts and original bytes."""
         line = {
-            "id": row_id,
+            "id": error.row_id,
             "split": split,
-            "reason": kind,
-            "detail": detail,
-            "record": record,
-            "files": files,
+            "reason": error.kind,
+            "detail": str(error),
+            "record": error.record,
+            "files": [self._kept(original) for original in error.originals],
         }
         with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line, sort_keys=True) + "\n")  # ASCII: half a surrogate pair is kept as well
-        self.kinds[kind] += 1
-
-    def keep_image(self, encoded: bytes) -> str:
-        """Store a picture; returns its name for `put`."""
-        return self._kept(encoded)
+        self.kinds[error.kind] += 1
+        self._first = self._first or str(error)
 
     @property
     def broken(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from adora_vl.errors import UserError
 
-MAX_FILE_BYTES = 64 * 1024**2  # of one member of a zip file: a small archive can unpack to terabytes
+MAX_FILE_BYTES = 64 * 1024**2  # of one file: a small zip file can unpack to terabytes
 _NUMBERED = re.compile(r"(?:.*/)?(?:(train|val|test)/)?(\d+)/[^/]*")
 
 
@@ -31,7 +32,10 @@ class Place:
     def read(self, name: str) -> bytes:
         """The bytes of a file. Raises `OSError`, also for a damaged or encrypted member of a zip file."""
         if self.inside is None:
-            return (self.path / name).read_bytes()
+            path = self.path / name
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise OSError(27, f"it has over {MAX_FILE_BYTES} bytes", str(path))
+            return path.read_bytes()
         member = self.inside + name
         try:
             archive = _archive(self.path)
@@ -40,7 +44,7 @@ class Place:
             return archive.read(member)
         except KeyError:
             raise FileNotFoundError(2, "not in the zip file", member) from None
-        except (zipfile.BadZipFile, zipfile.zlib.error, RuntimeError, NotImplementedError, EOFError) as error:  # type: ignore[attr-defined]
+        except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError) as error:
             raise OSError(5, str(error), member) from error
 
 
