@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image, ImageDraw
 
 from data_prep.cli import main
+from data_prep.schema import Row
+from data_prep.storage import stored_rows
 
 HUB_FEATURES = Features({"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")})
 GOOD = {
@@ -71,6 +74,24 @@ def prepare(source: str, location: Path | str, output: Path, *options: str) -> i
 
 def quarantined(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
+
+
+def refused(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The error line, after checking that it is one, that the exit code is 2, and that there is no output."""
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert not output.exists() and not list(output.parent.glob(f".{output.name}*"))
+    return error
+
+
+def only_row(output: Path, split: str = "train") -> Row:
+    (row,) = stored_rows(output, split)
+    return row
+
+
+def stored_image(row: Row) -> Image.Image:
+    return Image.open(io.BytesIO(row["images"][0]["bytes"]))
 
 
 def files(folder: Path) -> dict[str, bytes]:

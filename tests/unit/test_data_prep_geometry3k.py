@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import os
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, Features, Value, disable_progress_bars
+from datasets import Dataset, disable_progress_bars
 from PIL import Image
 
-from data_prep.schema import FEATURES, Row
+from data_prep.schema import FEATURES
 from data_prep.sources.latex import readable
-from data_prep.storage import load_split, read_manifest, stored_rows
+from data_prep.storage import load_split, stored_rows
 from tests.unit.data_prep_support import (
-    HUB_FEATURES,
     drawing,
     encoded,
+    only_row,
     picture,
     prepare,
     problem_folder,
-    quarantined,
+    refused,
+    stored_image,
     write_table,
 )
 
@@ -34,24 +32,6 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real Geometry
 def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed: Any) -> Path:
     """One problem whose picture is half transparent."""
     return problem_folder(root, split, number, encoded(picture()), **changed)
-
-
-def _only_row(output: Path, split: str = "train") -> Row:
-    (row,) = stored_rows(output, split)
-    return row
-
-
-def _image(row: Row) -> Image.Image:
-    return Image.open(io.BytesIO(row["images"][0]["bytes"]))
-
-
-def _refused(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The error line, after checking that it is one, that the exit code is 2, and that there is no output."""
-    error = capsys.readouterr().err
-    assert code == 2
-    assert error.startswith("error: ") and error.count("\n") == 1, error
-    assert not output.exists() and not list(output.parent.glob(f".{output.name}*"))
-    return error
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +61,11 @@ def test_the_real_problems(tmp_path: Path) -> None:
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
     _problem_folder(tmp_path / "raw", "val", 2101)
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0
-    row = _only_row(tmp_path / "out", "validation")
+    row = only_row(tmp_path / "out", "validation")
     assert row["id"] == "geometry3k/validation/2101" and row["split"] == "validation"
     assert (row["answer"], row["answer_raw"], row["choices"]) == ("5\\sqrt{3}", "B", ["5", "5 \\sqrt { 3 }"])
     assert row["meta"]["shapes"] == ["Circle", "Triangle"]
-    assert _image(row).getpixel((2, 2)) == (0, 0, 0) and _image(row).getpixel((28, 2)) == (255, 255, 255)
+    assert stored_image(row).getpixel((2, 2)) == (0, 0, 0) and stored_image(row).getpixel((28, 2)) == (255, 255, 255)
 
 
 def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -102,7 +82,7 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
     drawing(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000") == 0
-    assert _image(_only_row(tmp_path / "out")).size == (84, 196)  # what the model's processor would choose
+    assert stored_image(only_row(tmp_path / "out")).size == (84, 196)  # what the model's processor would choose
 
 
 @pytest.mark.parametrize(
@@ -168,13 +148,13 @@ def test_a_bad_problem_is_named_with_its_value_and_remedy(
     folder = _problem_folder(tmp_path / "raw", **changed)
     if damage:
         damage(folder)
-    error = _refused(prepare("intergps", tmp_path / "raw", tmp_path / "out"), tmp_path / "out", capsys)
+    error = refused(prepare("intergps", tmp_path / "raw", tmp_path / "out"), tmp_path / "out", capsys)
     assert "1 of 2 rows (50.0%)" in error and "the first: geometry3k/train/7: " in error and expected in error
 
 
-def test_a_folder_without_problems_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_problems_isrefused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "raw" / "train").mkdir(parents=True)
-    error = _refused(prepare("intergps", tmp_path / "raw", tmp_path / "out"), tmp_path / "out", capsys)
+    error = refused(prepare("intergps", tmp_path / "raw", tmp_path / "out"), tmp_path / "out", capsys)
     assert "has no problem folder" in error
 
 
@@ -195,8 +175,8 @@ def _check_hub_rows(output: Path) -> None:
     assert (first["problem"], second["problem"]) == ("Find x.", "Find $m \\angle 1$.")
     assert (first["answer"], first["answer_raw"]) == ("\\frac{39}{4}", "\\frac { 39 } { 4 }")
     assert (second["answer"], len(second["images"]), second["choices"]) == ("1000", 2, None)
-    assert _image(first).mode == "RGB" and _image(first).getpixel((28, 2)) == (255, 255, 255)
-    assert _only_row(output, "validation")["split"] == "validation"
+    assert stored_image(first).mode == "RGB" and stored_image(first).getpixel((28, 2)) == (255, 255, 255)
+    assert only_row(output, "validation")["split"] == "validation"
 
 
 def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
@@ -214,7 +194,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr("data_prep.sources.hub.snapshot_download", snapshot_download)
-    error = _refused(prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys)
+    error = refused(prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys)
     assert "'hiyouga/geometry3k' cannot be loaded" in error
 
 
@@ -223,7 +203,7 @@ def test_a_prepared_folder_can_be_prepared_again(tmp_path: Path) -> None:
     _problem_folder(tmp_path / "raw")
     assert prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
     assert prepare("parquet", tmp_path / "first", tmp_path / "second") == 0
-    first, second = _only_row(tmp_path / "first"), _only_row(tmp_path / "second")
+    first, second = only_row(tmp_path / "first"), only_row(tmp_path / "second")
     assert (first["problem"], first["answer"], first["images"]) == (
         second["problem"],
         second["answer"],
@@ -247,132 +227,21 @@ def test_a_bad_row_of_a_table_is_named(
 ) -> None:
     good = _hub_rows()[0]
     write_table(tmp_path / "table", [good, {**good, **changed}])
-    error = _refused(prepare("parquet", tmp_path / "table", tmp_path / "out"), tmp_path / "out", capsys)
+    error = refused(prepare("parquet", tmp_path / "table", tmp_path / "out"), tmp_path / "out", capsys)
     assert "the first: geometry3k/train/1: " in error and expected in error
     assert "row 1 of split train of" in error
 
 
-def test_a_table_that_is_not_in_the_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_that_is_not_in_the_format_isrefused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, output = tmp_path / "table", tmp_path / "out"
-    assert "has no Parquet file" in _refused(prepare("parquet", table, output), output, capsys)
+    assert "has no Parquet file" in refused(prepare("parquet", table, output), output, capsys)
     table.mkdir()
     (table / "train.parquet").write_text("not Parquet")
-    assert "is not a readable Parquet file" in _refused(prepare("parquet", table, output), output, capsys)
+    assert "is not a readable Parquet file" in refused(prepare("parquet", table, output), output, capsys)
     Dataset.from_list([{"image": "x", "problem": "p", "answer": "1"}]).to_parquet(table / "train.parquet")
-    error = _refused(prepare("parquet", table, output), output, capsys)
+    error = refused(prepare("parquet", table, output), output, capsys)
     assert "lacks the column 'images'; did you mean 'image'?" in error
     Dataset.from_list([{"images": ["x"], "problem": "p", "answer": "1"}]).to_parquet(table / "train.parquet")
-    assert "it has to be a list of images" in _refused(prepare("parquet", table, output), output, capsys)
+    assert "it has to be a list of images" in refused(prepare("parquet", table, output), output, capsys)
     (table / "train.parquet").rename(table / "testmini.parquet")
-    assert "has a split 'testmini'" in _refused(prepare("parquet", table, output), output, capsys)
-
-
-def test_the_authors_zip_files(tmp_path: Path) -> None:
-    """With the split's folder inside or without; the same rows as from the folders; damaged members are rows."""
-    for number in range(60):
-        problem_folder(tmp_path / "raw", number=number)
-    problem_folder(tmp_path / "raw", "val", 100)
-    (tmp_path / "zips").mkdir()
-    with zipfile.ZipFile(tmp_path / "zips" / "train.zip", "w") as archive:
-        for path in sorted((tmp_path / "raw" / "train").rglob("*.*")):
-            archive.write(path, path.relative_to(tmp_path / "raw"))
-        archive.writestr("__MACOSX/train/3/._data.json", b"junk")
-        archive.writestr("train/readme.txt", b"junk")
-    with zipfile.ZipFile(tmp_path / "zips" / "val.zip", "w") as archive:
-        for path in (tmp_path / "raw" / "val").rglob("*.*"):
-            archive.write(path, path.relative_to(tmp_path / "raw" / "val"))
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "folders") == 0
-    assert prepare("intergps", tmp_path / "zips", tmp_path / "zipped", "--workers", "2") == 0
-    for split in ("train", "validation"):
-        assert list(stored_rows(tmp_path / "folders", split)) == list(stored_rows(tmp_path / "zipped", split))
-
-    damaged = bytearray((tmp_path / "zips" / "train.zip").read_bytes())
-    with zipfile.ZipFile(tmp_path / "zips" / "train.zip") as archive:
-        place = archive.getinfo("train/5/img_diagram.png").header_offset
-    damaged[place + 200] ^= 0xFF
-    (tmp_path / "train.zip").write_bytes(damaged)
-    assert prepare("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
-    (line,) = quarantined(tmp_path / "out")
-    assert (line["id"], line["reason"]) == ("geometry3k/train/5", "file_missing") and "CRC" in line["detail"]
-
-
-def test_a_broken_zip_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.zip").write_bytes(b"PK\x03\x04 and no more")
-    error = _refused(prepare("intergps", tmp_path / "train.zip", tmp_path / "out"), tmp_path / "out", capsys)
-    assert "is not a readable zip file" in error
-
-
-def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) -> None:
-    for diagram, name in (("plain", "img_diagram.png"), ("point", "img_diagram_point.png")):
-        assert prepare("intergps", geometry3k_raw, tmp_path / diagram, "--diagram", diagram) == 0
-        for row, folder in zip(
-            stored_rows(tmp_path / diagram, "train"), sorted(geometry3k_raw.glob("train/*")), strict=True
-        ):
-            assert _image(row).size == Image.open(folder / name).size
-    assert [row["images"] for row in stored_rows(tmp_path / "plain", "train")] != [
-        row["images"] for row in stored_rows(tmp_path / "point", "train")
-    ]
-
-
-def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> None:
-    for number in range(30):
-        problem_folder(tmp_path / "raw", number=number)
-    taken = {}
-    for name, options in {"first": (), "a": ("--seed", "1"), "again": ("--seed", "1"), "b": ("--seed", "2")}.items():
-        assert prepare("intergps", tmp_path / "raw", tmp_path / name, "--limit", "5", *options) == 0
-        taken[name] = [int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / name, "train")]
-    assert taken["first"] == [0, 1, 2, 3, 4] and taken["a"] == taken["again"] == sorted(taken["a"])
-    assert len({tuple(numbers) for numbers in taken.values()}) == 3 and len(set(taken["a"])) == 5
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--seed", "3"), "seed: 3 has nothing to choose without --limit"),
-        (("--limit", "0"), "limit: 0 is not at least 1"),
-        (("--max-pixels", "100"), "max_pixels: 100 is not at least 784"),
-        (("--min-pixels", "9000", "--max-pixels", "800"), "min_pixels: 9000 is over max_pixels, 800"),
-        (("--workers", "0"), "workers: 0 is not between 1 and"),
-        (("--allow-quarantined", "2"), "allow_quarantined: 2.0 is not between 0 and 1"),
-        (("--revision", "main"), "revision: 'main' is for --source hub alone"),
-    ],
-)
-def test_wrong_options_are_one_line(
-    options: tuple[str, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _problem_folder(tmp_path / "raw")
-    code = prepare("intergps", tmp_path / "raw", tmp_path / "out", *options)
-    assert expected in _refused(code, tmp_path / "out", capsys)
-
-
-def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
-    """So a prepared folder keeps both when it is prepared again."""
-    problem_folder(tmp_path / "raw", number=12)
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
-    assert prepare("parquet", tmp_path / "first", tmp_path / "second") == 0
-    first, second = _only_row(tmp_path / "first"), _only_row(tmp_path / "second")
-    assert [first[name] for name in ("id", "choices", "answer")] == [
-        second[name] for name in ("id", "choices", "answer")
-    ]
-    features = Features({**HUB_FEATURES, "choices": [Value("string")]})
-    row = {"images": [drawing(1)], "problem": "Find x.", "answer": "B", "choices": ["1", "2 \\sqrt { 2 }"]}
-    write_table(tmp_path / "table", [row], features=features)
-    assert prepare("parquet", tmp_path / "table", tmp_path / "third") == 0
-    third = _only_row(tmp_path / "third")
-    assert (third["answer"], third["answer_raw"]) == ("2\\sqrt{2}", "B")
-
-
-@pytest.mark.parametrize("source", ["parquet", "intergps"])
-def test_the_real_data_set_has_the_rows_that_it_is_known_for(source: str, tmp_path: Path) -> None:
-    """Set GEOMETRY3K_PARQUET or GEOMETRY3K_INTERGPS to the folder of the downloaded data."""
-    name = f"GEOMETRY3K_{source.upper()}"
-    if name not in os.environ:
-        pytest.skip(f"the whole Geometry3K is not here: {name} does not name its folder")
-    assert prepare(source, os.environ[name], tmp_path / "out", "--keep-leaks") == 0
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None
-    broken: dict[str, int] = dict.fromkeys(("train", "validation", "test"), 0)
-    for line in quarantined(tmp_path / "out") if manifest["quarantined"]["rows"] else []:
-        broken[line["split"]] += 1
-    read = {split: manifest["counts"][split] + broken[split] for split in broken}
-    assert read == {"train": 2101, "validation": 300, "test": 601}
+    assert "has a split 'testmini'" in refused(prepare("parquet", table, output), output, capsys)
