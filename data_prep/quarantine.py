@@ -66,8 +66,8 @@ class Quarantine:
             else "no row is left to use"
         )
         raise UserError(
-            f"input: {self.broken} of {rows} rows ({share:.1%}) cannot be used, over the {allowed * 100:g}% allowed; the "
-            f"commonest reason is {kind!r} ({count}); the first: {self._first}; "
+            f"input: {self.broken} of {rows} rows ({share:.1%}) cannot be used, over the {allowed * 100:g}% allowed; "
+            f"the commonest reason is {kind!r} ({count}); the first: {self._first}; "
             f"all of them: {report / QUARANTINE_NAME}; {remedy}"
         )
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
-from datasets import Image, IterableDataset, List, load_dataset
-from datasets.exceptions import DatasetsError
+from datasets import Features, Image
 
 from adora_vl.errors import UserError, nearest
 from data_prep.clean import RawProblem, RowError
@@ -21,36 +20,47 @@ from data_prep.storage import SPLITS
 _PLACEHOLDER = "<image>"
 _COLUMNS = ("images", "problem", "answer")  # `id` and `choices` are read too where a table has them
 _LETTER = re.compile("[A-Z]")
+_BATCH_ROWS = 64  # in memory at a time
 
 
 @dataclass(frozen=True)
 class Table:
-    """Splits under our names, images not decoded."""
+    """Parquet files of each split under our names. `location`: as people know the table."""
 
     location: str
     sizes: dict[str, int]
-    tables: Mapping[str, IterableDataset]
+    files: Mapping[str, list[str]]
     revision: str | None = None
 
     def problems(self, split: str) -> Iterator[Callable[[], RawProblem]]:
         """The rows in the order of the table."""
-        rows = enumerate(self.tables[split])
+        rows = enumerate(row for file in self.files[split] for row in _rows(file))
         while True:
             try:
                 index, row = next(rows)
             except StopIteration:
                 return
-            except (pa.ArrowException, DatasetsError, OSError) as error:
+            except (pa.ArrowException, OSError) as error:
                 raise UserError(
                     f"input: split {split!r} of {self.location!r} cannot be read ({error}); download it again"
                 ) from error
             yield partial(_read, row, split, index, f"row {index} of split {split} of {self.location}")
 
 
+def _rows(file: str) -> Iterator[dict[str, Any]]:
+    """The rows with images as bytes: decoding is the cleaning's work, where a failure has a row id.
+
+    Not through a stream of `datasets`, which reads ahead until the whole file is in memory (pyarrow's `pre_buffer`).
+    """
+    with pq.ParquetFile(file, pre_buffer=False) as parquet:
+        for batch in parquet.iter_batches(_BATCH_ROWS):
+            yield from batch.to_pylist()
+
+
 def from_parquet(path: Path) -> Table:
     """A Parquet file, or a folder of them at any depth, named as on the hub: `train-00000-of-00001.parquet`.
 
-    Streamed, so no second copy ends up in the cache of `datasets`. Raises `UserError`.
+    Read a batch at a time, so no second copy ends up in memory or in a cache. Raises `UserError`.
     """
     files = sorted(path.rglob("*.parquet"), key=lambda file: file.name) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -60,9 +70,11 @@ def from_parquet(path: Path) -> Table:
     by_split: dict[str, list[str]] = {}
     for file in files:
         by_split.setdefault(_split_name(file.stem.split("-")[0], str(path)), []).append(str(file))
+    for split, names in by_split.items():
+        for name in names:
+            _check_columns(name, split, str(path))
     sizes = {split: sum(_rows_of(file) for file in by_split[split]) for split in SPLITS if split in by_split}
-    tables = load_dataset("parquet", data_files=by_split, streaming=True)
-    return Table(str(path), sizes, _undecoded(tables, str(path)))
+    return Table(str(path), sizes, by_split)
 
 
 def _split_name(name: str, location: str) -> str:
@@ -73,30 +85,26 @@ def _split_name(name: str, location: str) -> str:
 
 
 def _rows_of(file: str) -> int:
+    return int(pq.read_metadata(file).num_rows)
+
+
+def _check_columns(file: str, split: str, location: str) -> None:
     try:
-        return int(pq.read_metadata(file).num_rows)
+        features = Features.from_arrow_schema(pq.read_schema(file))
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(f"input: {file!r} is not a readable Parquet file ({error}); download it again") from error
-
-
-def _undecoded(tables: Mapping[str, Any], location: str) -> dict[str, IterableDataset]:
-    """The tables with images as bytes: decoding is the cleaning's work, where a failure has a row id."""
-    for split, table in tables.items():
-        for column in _COLUMNS:
-            if column not in table.column_names:
-                present = table.column_names
-                raise UserError(
-                    f"input: split {split!r} of {location!r} lacks the column {column!r}{nearest(column, present)}; "
-                    f"it has {', '.join(present)}, and {', '.join(_COLUMNS)} are needed"
-                )
-        images = table.features["images"]
-        item = getattr(images, "feature", None)
-        if not isinstance(item, Image) and not (isinstance(item, dict) and "bytes" in item):
+    for column in _COLUMNS:
+        if column not in features:
             raise UserError(
-                f"input: the column 'images' of split {split!r} of {location!r} is {images!r:.80}; "
-                "it has to be a list of images"
+                f"input: split {split!r} of {location!r} lacks the column {column!r}{nearest(column, features)}; "
+                f"it has {', '.join(features)}, and {', '.join(_COLUMNS)} are needed"
             )
-    return {split: table.cast_column("images", List(Image(decode=False))) for split, table in tables.items()}
+    item = getattr(features["images"], "feature", None)
+    if not isinstance(item, Image) and not (isinstance(item, dict) and "bytes" in item):
+        raise UserError(
+            f"input: the column 'images' of split {split!r} of {location!r} is {features['images']!r:.80}; "
+            "it has to be a list of images"
+        )
 
 
 def _read(row: Mapping[str, Any], split: str, index: int, origin: str) -> RawProblem:
