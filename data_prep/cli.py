@@ -161,7 +161,7 @@ def _report(output: Path, manifest: Manifest) -> None:
     if leaks["found"]:
         print(
             f"leaks: {leaks['found']} rows have the diagram and question of a row in another split; "
-            f"{leaks['dropped']} of them, all in train, were dropped"
+            f"{leaks['dropped']} were dropped from train"
         )
     if quarantined["rows"]:
         reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
