@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import Any
 
 from adora_vl.errors import UserError
 from adora_vl.rewards import canonical_gold, verify_gold
@@ -13,11 +14,31 @@ from data_prep.schema import FEATURES, Row
 
 
 class RowError(UserError):
-    """One row cannot be used: `{row id}: {what is wrong, with the value}; {what to do}`."""
+    """One row cannot be used: `{row id}: {what is wrong, with the value}; {what to do}`.
 
-    def __init__(self, row_id: str, wrong: str, remedy: str) -> None:
-        super().__init__(f"{row_id}: {wrong}; {remedy}")
+    `kind`: the rule that it breaks, a short stable name such as `image_truncated`. `originals`: the bytes that the
+    source has of the row. `record`: its texts.
+    """
+
+    def __init__(
+        self,
+        row_id: str,
+        kind: str,
+        wrong: str,
+        remedy: str,
+        *,
+        originals: Sequence[bytes] = (),
+        record: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(row_id, kind, wrong, remedy)  # so that it can be pickled
+        self._text = f"{row_id}: {wrong}; {remedy}"
         self.row_id = row_id
+        self.kind = kind
+        self.originals = tuple(originals)
+        self.record = record or {}
+
+    def __str__(self) -> str:
+        return self._text
 
 
 @dataclass(frozen=True)
@@ -25,7 +46,8 @@ class RawProblem:
     """One problem as its source has it, nothing checked but the types.
 
     `origin`: where a person finds the row to correct it. `images`: encoded. `problem`: without image placeholder.
-    `answer`: one of the letters of `choices` where there are choices, else the value.
+    `answer`: one of the letters of `choices` where there are choices, else the value; with `value_answer` the value in
+    any case.
     """
 
     id: str
@@ -39,27 +61,47 @@ class RawProblem:
     goal: str = ""
     shapes: tuple[str, ...] = ()
     solution: str = ""
+    value_answer: bool = False
+    other_files: tuple[bytes, ...] = ()  # that the source has of the row, for the quarantine
+
+    @property
+    def originals(self) -> tuple[bytes, ...]:
+        """All bytes that the source has of the row."""
+        return (*self.other_files, *self.images)
+
+    def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
+        """The error of this row, with all that the source has of it."""
+        record = {"problem": self.problem, "answer": self.answer, "choices": self.choices and list(self.choices)}
+        return RowError(self.id, kind, wrong, f"{remedy} {self.origin}", originals=self.originals, record=record)
 
 
-def to_row(raw: RawProblem, max_pixels: int | None = None) -> Row:
+@dataclass(frozen=True)
+class PixelLimits:
+    """What an image may have of pixels; None: no limit."""
+
+    low: int | None = None
+    high: int | None = None
+
+
+def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     """The row of the schema, images as Pillow images. Raises `RowError`."""
-    if not raw.problem:
-        raise RowError(raw.id, "the problem text '' is empty", f"write it in {raw.origin}")
+    limits = limits or PixelLimits()
+    if not raw.problem.strip():
+        raise raw.refuse("no_text", f"the problem text {raw.problem!r} is empty", "write it in")
     if not raw.images:
-        raise RowError(raw.id, "images [] is empty", f"add the diagram in {raw.origin}")
+        raise raw.refuse("no_image", "images [] is empty", "add the diagram in")
     images = []
     for index, encoded in enumerate(raw.images):
         try:
-            images.append(clean_image(encoded, max_pixels))
+            images.append(clean_image(encoded, limits.low, limits.high))
         except UnreadableImageError as error:
-            wrong = f"image {index} ({len(encoded)} bytes) is not readable ({error})"
-            raise RowError(raw.id, wrong, f"replace it in {raw.origin}") from error
-    gold = raw.answer if raw.choices is None else _chosen(raw, raw.choices)
+            wrong = f"image {index} ({len(encoded)} bytes) is not usable ({error})"
+            raise raw.refuse(error.kind, wrong, "replace it in") from error
     return {
         "id": raw.id,
         "images": images,
         "problem": raw.problem,
-        "answer": checked_gold(gold, raw.choices, row_id=raw.id, origin=raw.origin),
+        "answer": _gold(raw),
         "answer_raw": raw.answer,
         "choices": None if raw.choices is None else list(raw.choices),
         "split": raw.split,
@@ -77,23 +119,33 @@ def checked_gold(gold: str, choices: Sequence[str] | None, *, row_id: str, origi
     """The gold in canonical form. Raises `RowError` if it would not be graded as right against itself."""
     reason = verify_gold(gold, choices)
     if reason:
-        raise RowError(
-            row_id,
-            f"the gold answer {gold!r} cannot be graded against itself ({reason})",
-            f"write one number or closed form, such as 12 or 5\\sqrt{{3}}, in {origin}",
-        )
+        raise RowError(row_id, "gold", *_ungradable(gold, reason, f"in {origin}"))
     return canonical_gold(gold)
+
+
+def _gold(raw: RawProblem) -> str:
+    chosen = raw.answer if raw.choices is None or raw.value_answer else _chosen(raw, raw.choices)
+    reason = verify_gold(chosen, raw.choices)
+    if reason:
+        raise raw.refuse("gold", *_ungradable(chosen, reason, "in"))
+    return canonical_gold(chosen)
+
+
+def _ungradable(gold: str, reason: str, where: str) -> tuple[str, str]:
+    wrong = f"the gold answer {gold!r:.200} cannot be graded against itself ({reason})"
+    return wrong, f"write one number or closed form, such as 12 or 5\\sqrt{{3}}, {where}"
 
 
 def _chosen(raw: RawProblem, choices: Sequence[str]) -> str:
     """The value of the choice that the answer letter names."""
     letters = ascii_uppercase[: len(choices)]
     if not choices:
-        raise RowError(raw.id, "choices [] is empty", f"list the choices in {raw.origin}")
+        raise raw.refuse("no_choices", "choices [] is empty", "list the choices in")
     if len(raw.answer) != 1 or raw.answer not in letters:
-        wrong = f"the answer {raw.answer!r} is not the letter of one of its {len(choices)} choices"
-        raise RowError(raw.id, wrong, f"write one of {', '.join(letters)} in {raw.origin}")
+        wrong = f"the answer {raw.answer!r:.200} is not the letter of one of its {len(choices)} choices"
+        raise raw.refuse("letter_without_choice", wrong, f"write one of {', '.join(letters)} in")
     value = choices[letters.index(raw.answer)]
     if not value.strip():
-        raise RowError(raw.id, f"choice {raw.answer}, the right one, is {value!r}", f"write its value in {raw.origin}")
+        wrong = f"choice {raw.answer}, the right one, is {value!r}"
+        raise raw.refuse("letter_without_choice", wrong, "write its value in")
     return value

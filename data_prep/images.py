@@ -1,30 +1,40 @@
-"""From an encoded picture of any kind to an upright RGB image, and from that to PNG bytes."""
+"""From an encoded picture of any kind to an upright RGB image that the model can take, and from that to PNG bytes."""
 
 from __future__ import annotations
 
+import hashlib
 import io
-import math
+import warnings
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from data_prep.pixels import WIDEST, size_within
+
+MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
+MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
 
 
 class UnreadableImageError(ValueError):
-    """Pillow cannot decode the bytes; the message says why."""
+    """The picture cannot be used. `kind`: the rule in one word, such as `image_truncated`; the message says why."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
 
 
-def clean_image(encoded: bytes, max_pixels: int | None = None) -> Image.Image:
-    """The picture upright, flattened on white, in mode RGB, and shrunk to at most `max_pixels` pixels (None: never).
+def clean_image(encoded: bytes, min_pixels: int | None = None, max_pixels: int | None = None) -> Image.Image:
+    """The picture upright, flattened on white, in mode RGB, and resized where it is outside of the limits (None: none).
 
-    Raises `UnreadableImageError`.
+    Raises `UnreadableImageError`: not a picture, truncated, animated, too large to decode, or with nothing on it.
     """
+    flat = _decoded(encoded)
+    _refuse_degenerate(flat)
     try:
-        with Image.open(io.BytesIO(encoded)) as image:
-            image.load()
-            flat = _flattened(ImageOps.exif_transpose(image))
-    except Exception as error:  # Pillow raises nearly anything here: OSError, SyntaxError, struct.error, ...
-        raise UnreadableImageError(str(error) or type(error).__name__) from error
-    return flat if max_pixels is None else _shrunk(flat, max_pixels)
+        size = size_within(*flat.size, min_pixels, max_pixels)
+    except ValueError as error:
+        raise UnreadableImageError("image_shape", f"{flat.width} x {flat.height} pixels: {error}") from error
+    return flat if size == flat.size else flat.resize(size, Image.Resampling.BICUBIC)
 
 
 def png_bytes(image: Image.Image) -> bytes:
@@ -34,24 +44,65 @@ def png_bytes(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
+def diagram_hash(image: Image.Image) -> str:
+    """SHA-256 of the RGB pixels and the size, in hexadecimal."""
+    return hashlib.sha256(f"{image.size}".encode() + image.convert("RGB").tobytes()).hexdigest()
+
+
+def _decoded(encoded: bytes) -> Image.Image:
+    """Upright and RGB. The header alone decides whether anything is decoded at all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        try:
+            with Image.open(io.BytesIO(encoded)) as image:
+                _refuse_undecoded(image)
+                if image.format == "PNG":  # the only one that shows a lost end: each chunk has a checksum
+                    image.verify()
+            with Image.open(io.BytesIO(encoded)) as image:
+                image.load()
+                return _flattened(ImageOps.exif_transpose(image))
+        except UnreadableImageError:
+            raise
+        except Image.DecompressionBombError as error:
+            raise UnreadableImageError("image_too_large", str(error)) from error
+        except UnidentifiedImageError as error:  # its own text has a memory address in it
+            raise UnreadableImageError("image_undecodable", "not in any known picture format") from error
+        except Exception as error:  # Pillow raises nearly anything here: OSError, SyntaxError, struct.error, ...
+            why = str(error) or type(error).__name__
+            kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
+            raise UnreadableImageError(kind, why) from error
+
+
+def _refuse_undecoded(image: Image.Image) -> None:
+    """What the header tells."""
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        size = f"{image.width} x {image.height}"
+        raise UnreadableImageError("image_too_large", f"{size} pixels are over the limit of {MAX_DECODED_PIXELS}")
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise UnreadableImageError("image_animated", f"it has {frames} frames")
+
+
+def _refuse_degenerate(image: Image.Image) -> None:
+    width, height = image.size
+    if min(width, height) < MIN_SIDE:
+        raise UnreadableImageError("image_degenerate", f"{width} x {height} pixels are too few for a diagram")
+    if all(low == high for low, high in (channel.getextrema() for channel in image.split())):
+        colour = image.getpixel((0, 0))
+        raise UnreadableImageError("image_degenerate", f"all of its {width} x {height} pixels are {colour}")
+    if max(width, height) > WIDEST * min(width, height):
+        raise UnreadableImageError(
+            "image_shape", f"{width} x {height}: one side is over {WIDEST} times the other, which the model refuses"
+        )
+
+
 def _flattened(image: Image.Image) -> Image.Image:
     """RGB on white. A transparent diagram is drawn for white paper; Pillow alone would put its lines on black."""
-    if image.mode.startswith("I;16"):  # Pillow clips 16 bits at 255 instead of scaling them
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow clips 16 bits at 255 instead of scaling them
+        image = Image.fromarray((np.asarray(image) // 257).clip(0, 255).astype(np.uint8))
     if not image.has_transparency_data:
         return image.convert("RGB")
     drawn = image.convert("RGBA")
     paper = Image.new("RGB", drawn.size, "white")
     paper.paste(drawn, mask=drawn.getchannel("A"))
     return paper
-
-
-def _shrunk(image: Image.Image, max_pixels: int) -> Image.Image:
-    """The image at the largest size of the same shape within `max_pixels`; unchanged where it fits."""
-    width, height = image.size
-    if width * height <= max_pixels:
-        return image
-    scale = math.sqrt(max_pixels / (width * height))
-    new_width = min(max(1, math.floor(width * scale)), max_pixels)
-    new_height = min(max(1, math.floor(height * scale)), max_pixels // new_width)
-    return image.resize((new_width, new_height), Image.Resampling.LANCZOS)

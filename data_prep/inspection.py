@@ -1,84 +1,146 @@
-"""A prepared dataset in one table of counts, as text."""
+"""What a prepared dataset holds, in one pass over its rows: counts, image tokens, the longest prompts, a gallery."""
 
 from __future__ import annotations
 
+import heapq
 import io
 import re
+from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from adora_vl.errors import UserError
+from data_prep.pixels import image_tokens
 from data_prep.schema import Row
-from data_prep.storage import read_manifest, split_files, stored_rows
+from data_prep.storage import read_manifest, row_count, split_files, stored_rows
 
-Counts = dict[str, Counter[str]]  # of each property, how often each value
-
-_PROPERTIES = ("source", "goal", "answer form", "image size")
-_ANSWER_FORMS = {
-    "integer": re.compile(r"[+-]?\d+"),
-    "decimal": re.compile(r"[+-]?\d*\.\d+"),
-    "letter": re.compile(r"[A-Z]"),
-    "with \\pi": re.compile(r".*\\pi.*"),
-    "with a root": re.compile(r".*\\sqrt.*"),
-    "fraction": re.compile(r".*(?:\\frac|/).*"),
-}
+PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
+GALLERY_ROWS = 48  # of all splits together, on the page
+LONGEST_SHOWN = 5
+_SIZES_KEPT = 5000  # image sizes for the scatter plot; the counts know all of them
 _LONGEST_SIDES = (56, 112, 224, 448, 896)
+_ANSWER_FORMS = (  # of a canonical gold; the first that fits
+    ("integer", re.compile(r"[+-]?\d+")),
+    ("decimal", re.compile(r"[+-]?\d*\.\d+")),
+    ("letter", re.compile(r"[A-Z]")),
+    ("multiple of pi", re.compile(r"[+-]?[^+-]*\\pi[^+-]*")),
+    ("radical", re.compile(r"[+-]?[^+-]*\\sqrt[^+-]*")),
+    ("fraction", re.compile(r"[+-]?\d*(?:\\frac\{[+-]?\d+(?:\.\d+)?\}\{\d+(?:\.\d+)?\}|\d+/\d+)")),
+    ("text", re.compile(r"[A-Za-z][A-Za-z ]+")),
+)
+
+TextTokens = Callable[[str], int]
 
 
-def describe(folder: Path) -> str:
-    """Counts of each split by source, goal, answer form and image size. Raises `UserError` where there is none."""
+@dataclass
+class SplitFacts:
+    """Of one split: how often each value of each property, and numbers of every row.
+
+    `tokens`: image tokens of each row. `characters`: of each problem. `sizes`: (width, height) of the first images.
+    `longest`: (measure, row id, problem) of the longest problems, the longest first. `gallery`: whole rows.
+    """
+
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in ("rows", *PROPERTIES)})
+    tokens: array[int] = field(default_factory=lambda: array("l"))
+    characters: array[int] = field(default_factory=lambda: array("l"))
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    longest: list[tuple[int, str, str]] = field(default_factory=list)
+    gallery: list[Row] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A dataset folder, its manifest if it is one of ours, and the facts of each split. `model`: whose tokens."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    splits: dict[str, SplitFacts]
+    model: str | None
+
+
+def survey(folder: Path, *, gallery: int = 0, model: str | None = None) -> Survey:
+    """Look at every row once, a batch in memory at a time.
+
+    `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub id whose tokenizer
+    measures the problems; None measures characters. Raises `UserError` where there is no dataset or no tokenizer.
+    """
     files = split_files(folder)
     if not files:
         raise UserError(f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m data_prep`")
-    counts = {split: _counted(folder, split) for split in files}
-    manifest = read_manifest(folder) or {}
-    made = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})" if manifest else " (no manifest of ours)"
-    return "\n".join([f"{folder}{made}", "", *_table(counts)])
+    measure = len if model is None else _tokenizer(model)
+    sizes = {split: row_count(folder, split) for split in files}
+    share = min(1.0, gallery / max(1, sum(sizes.values())))
+    splits = {}
+    for split, size in sizes.items():
+        wanted = min(size, max(1, round(size * share))) if gallery else 0
+        picked = {index * size // wanted for index in range(wanted)}
+        splits[split] = _facts(folder, split, picked, measure)
+    return Survey(folder, read_manifest(folder) or {}, splits, model)
 
 
 def answer_form(answer: str) -> str:
-    """The kind of a canonical gold: one of the names of `_ANSWER_FORMS`, or `other`."""
-    return next((form for form, pattern in _ANSWER_FORMS.items() if pattern.fullmatch(answer)), "other")
+    """The kind of a canonical gold: one of the names of `_ANSWER_FORMS`, or `expression`."""
+    return next((form for form, pattern in _ANSWER_FORMS if pattern.fullmatch(answer)), "expression")
 
 
-def _counted(folder: Path, split: str) -> Counts:
-    counts: Counts = {name: Counter() for name in ("rows", *_PROPERTIES)}
-    for row in stored_rows(folder, split):
+def percentile(values: array[int], share: float) -> int:
+    """The smallest value that at least this share of `values` does not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else 0
+
+
+def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens) -> SplitFacts:
+    facts = SplitFacts()
+    for index, row in enumerate(stored_rows(folder, split)):
+        meta, counts = row.get("meta") or {}, facts.counts
         counts["rows"]["rows"] += 1
         counts["source"][row.get("source") or "unknown"] += 1
-        counts["goal"][(row.get("meta") or {}).get("goal") or "unknown"] += 1
+        counts["goal"][meta.get("goal") or "unknown"] += 1
+        counts["shape"].update(meta.get("shapes") or ["unknown"])
         counts["answer form"][answer_form(row["answer"])] += 1
-        counts["image size"].update(_sizes(row))
-    return counts
+        sizes = [Image.open(io.BytesIO(image["bytes"])).size for image in row["images"]]
+        counts["image size"].update(_size_class(max(size)) for size in sizes)
+        facts.tokens.append(sum(_tokens(row, size) for size in sizes))
+        facts.characters.append(len(row["problem"]))
+        if len(facts.sizes) < _SIZES_KEPT:
+            facts.sizes.extend(sizes)
+        entry = (measure(row["problem"]), row["id"], row["problem"])
+        if len(facts.longest) < LONGEST_SHOWN:
+            heapq.heappush(facts.longest, entry)
+        else:
+            heapq.heappushpop(facts.longest, entry)
+        if index in picked:
+            facts.gallery.append(row)
+    facts.longest.sort(reverse=True)
+    return facts
 
 
-def _sizes(row: Row) -> list[str]:
-    """For each image of the row, the class of its longest side."""
-    longest = [max(Image.open(io.BytesIO(image["bytes"])).size) for image in row["images"]]
-    return [
-        next((f"up to {side} px" for side in _LONGEST_SIDES if pixels <= side), f"over {_LONGEST_SIDES[-1]} px")
-        for pixels in longest
-    ]
+def _tokens(row: Row, size: tuple[int, int]) -> int:
+    try:
+        return image_tokens(*size)
+    except ValueError as error:
+        raise UserError(
+            f"{row['id']}: an image of {size[0]} x {size[1]} pixels is refused by the model ({error}); remove the row"
+        ) from error
 
 
-def _table(counts: Mapping[str, Counts]) -> list[str]:
-    """Lines: a column for each split, a block for each property, its most frequent value first."""
-    blocks: list[tuple[str, list[str]]] = [("rows", ["rows"])]
-    for name in _PROPERTIES:
-        total: Counter[str] = sum((split[name] for split in counts.values()), Counter())
-        blocks.append((name, [value for value, _ in sorted(total.items(), key=lambda item: (-item[1], item[0]))]))
-    label = max(len(value) for _, values in blocks for value in values) + 4
-    width = max(8, *(len(split) + 2 for split in counts))
-    lines = [" " * label + "".join(f"{split:>{width}}" for split in counts)]
-    for name, values in blocks:
-        indent = "" if name == "rows" else "  "
-        if indent:
-            lines.append(f"{name} (longest side)" if name == "image size" else name)
-        for value in values:
-            lines.append(
-                f"{indent + value:<{label}}" + "".join(f"{split[name][value]:>{width}}" for split in counts.values())
-            )
-    return lines
+def _size_class(longest: int) -> str:
+    return next((f"up to {side} px" for side in _LONGEST_SIDES if longest <= side), f"over {_LONGEST_SIDES[-1]} px")
+
+
+def _tokenizer(model: str) -> TextTokens:
+    """How many tokens the tokenizer of this model makes of a text."""
+    from transformers import AutoTokenizer  # seconds, so only where it is asked for
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model: {model!r} has no tokenizer that can be loaded ({error}); give a model folder or leave --model out"
+        ) from error
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])

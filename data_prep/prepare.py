@@ -1,11 +1,9 @@
-"""Preparing a dataset folder: rows from a source, through the cleaning, onto the disk, with a manifest."""
+"""Preparing synthetic data: drawn rows onto the disk, with a manifest."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,15 @@ from tqdm import tqdm
 
 import data_prep.synthetic
 from adora_vl.errors import UserError
-from data_prep.clean import checked_gold, to_row
-from data_prep.output import complete_or_absent, refuse_foreign
+from data_prep.clean import checked_gold
+from data_prep.output import complete_or_absent
 from data_prep.schema import Row
-from data_prep.sources import Source, open_source
-from data_prep.storage import MADE_BY, Manifest, file_hashes, read_manifest, write_manifest, write_split
+from data_prep.storage import Manifest, read_manifest, require, write_manifest, write_split
 from data_prep.synthetic.generate import generate
 
 DEFAULT_TEST_ROWS = 512
 DEFAULT_SIZE = 56
 _SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
-_PACKAGES = ("datasets", "numpy", "pillow", "pyarrow")  # what the bytes of the output depend on
 
 
 def prepare_synthetic(
@@ -35,41 +31,22 @@ def prepare_synthetic(
     seed: int = 0,
     size: int = DEFAULT_SIZE,
     families: tuple[str, ...] = (),
+    **more: Any,
 ) -> Manifest:
-    """Draw the splits train (`rows`) and test (`test_rows`). Returns the manifest. Raises `UserError`."""
-    _require("rows", rows, 1)
-    _require("test_rows", test_rows, 0)
-    _require("size", size, *_SIZES)
-    description = _synthetic_description(rows, test_rows, seed, size, families)
+    """Draw the splits train (`rows`) and test (`test_rows`). Returns the manifest. Raises `UserError`.
+
+    `more`: `level`, `styles` and `choices`, as of `generate`.
+    """
+    require("rows", rows, 1)
+    require("test_rows", test_rows, 0)
+    require("size", size, *_SIZES)
+    description = _synthetic_description(rows, test_rows, seed, size, families, **more)
     sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
     drawn = {
-        split: generate(count, split=split, seed=seed, size=size, families=families) for split, count in sizes.items()
+        split: generate(count, split=split, seed=seed, size=size, families=families, **more)
+        for split, count in sizes.items()
     }
     return _write(output, {split: _canonical(drawn[split]) for split in drawn}, sizes, description)
-
-
-def prepare_geometry3k(
-    output: Path, *, source: str, location: str, max_pixels: int | None = None, limit: int | None = None
-) -> Manifest:
-    """Prepare Geometry3K from `source` (`data_prep.sources.SOURCES`) at `location`, a dataset id or a path.
-
-    `max_pixels`: larger images are shrunk. `limit`: rows of each split. Returns the manifest. Raises `UserError`.
-    """
-    for name, value in (("max_pixels", max_pixels), ("limit", limit)):
-        if value is not None:
-            _require(name, value, 1)
-    refuse_foreign(output)  # before a long download
-    opened = open_source(source, location)
-    sizes = {split: min(size, limit or size) for split, size in opened.sizes.items()}
-    description = {
-        "source": f"geometry3k/{source}",
-        "input": location,
-        "revision": None,
-        "arguments": {"max_pixels": max_pixels, "limit": limit},
-    }
-    return _write(
-        output, {split: _cleaned(opened, split, sizes[split], max_pixels) for split in sizes}, sizes, description
-    )
 
 
 def ensure_synthetic(folder: Path, *, rows: int, test_rows: int, seed: int, size: int) -> Path:
@@ -102,8 +79,11 @@ def _is_made(folder: Path, wanted: Manifest) -> bool:
     return all((folder / name).is_file() for name in manifest["files"])
 
 
-def _synthetic_description(rows: int, test_rows: int, seed: int, size: int, families: tuple[str, ...]) -> Manifest:
+def _synthetic_description(
+    rows: int, test_rows: int, seed: int, size: int, families: tuple[str, ...], **more: Any
+) -> Manifest:
     """What decides the rows: the arguments, and the code that draws, so that data from older code is made again."""
+    arguments = {"rows": rows, "test_rows": test_rows, "seed": seed, "size": size, "families": list(families)}
     code = hashlib.sha256()
     for path in sorted(Path(data_prep.synthetic.__path__[0]).glob("*.py")):
         code.update(path.read_bytes())
@@ -111,8 +91,13 @@ def _synthetic_description(rows: int, test_rows: int, seed: int, size: int, fami
         "source": "synthetic",
         "input": None,
         "revision": code.hexdigest(),
-        "arguments": {"rows": rows, "test_rows": test_rows, "seed": seed, "size": size, "families": list(families)},
+        "arguments": {**arguments, **{name: _plain(value) for name, value in more.items()}},
     }
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _write(
@@ -124,28 +109,10 @@ def _write(
             split: write_split(tqdm(rows, desc=split, total=sizes[split], unit="row", disable=None), folder, split)
             for split, rows in splits.items()
         }
-        manifest = {
-            **description,
-            "made_by": MADE_BY,
-            "counts": counts,
-            "files": file_hashes(folder),
-            "versions": {package: version(package) for package in _PACKAGES},
-        }
-        write_manifest(folder, manifest)
-    return manifest
-
-
-def _cleaned(source: Source, split: str, count: int, max_pixels: int | None) -> Iterator[Row]:
-    for read in islice(source.problems(split), count):
-        yield to_row(read(), max_pixels)
+        return write_manifest(folder, description, counts)
 
 
 def _canonical(rows: Iterable[Row]) -> Iterator[Row]:
     for row in rows:
-        answer = checked_gold(row["answer"], row["choices"], row_id=row["id"], origin="data_prep/synthetic/families.py")
+        answer = checked_gold(row["answer"], row["choices"], row_id=row["id"], origin="data_prep/synthetic")
         yield {**row, "answer": answer}
-
-
-def _require(name: str, value: int, low: int, high: int | None = None) -> None:
-    if value < low or (high is not None and value > high):
-        raise UserError(f"{name}: {value} is not {f'at least {low}' if high is None else f'between {low} and {high}'}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ SPLITS = ("train", "validation", "test")  # in the order in which people see the
 MANIFEST_NAME = "manifest.json"
 MADE_BY = "data_prep"  # how a folder of ours is told from a stranger's
 _BATCH_ROWS = 64  # in memory at a time, and a row group of the file
+_PACKAGES = ("datasets", "numpy", "pillow", "pyarrow", "transformers")  # what the bytes of the output depend on
 
 
 def write_split(rows: Iterable[Row], folder: Path, split: str) -> int:
@@ -35,10 +37,14 @@ def write_split(rows: Iterable[Row], folder: Path, split: str) -> int:
     schema = FEATURES.arrow_schema
     stored = (_stored(row) for row in rows)
     count = 0
-    with pq.ParquetWriter(folder / "data" / f"{split}-00000-of-00001.parquet", schema) as writer:
+    path = folder / "data" / f"{split}-00000-of-00001.parquet"
+    # Statistics would keep the least and the greatest picture of every row group in memory and in the file.
+    with pq.ParquetWriter(path, schema, write_statistics=False) as writer:
         while batch := list(islice(stored, _BATCH_ROWS)):
             writer.write_table(pa.Table.from_pylist(batch, schema=schema))
             count += len(batch)
+    if not count:
+        path.unlink()  # a split without rows is no split
     return count
 
 
@@ -52,8 +58,28 @@ def _stored(row: Row) -> Row:
     return {**row, "images": images}
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(
+    folder: Path,
+    description: Mapping[str, Any],
+    counts: Mapping[str, int],
+    quarantined: Mapping[str, Any] | None = None,
+    leaks: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write, and return, what `folder` holds, when all else is in it. Nothing in it depends on the time or the machine.
+
+    `description`: source, input, revision and arguments.
+    """
+    manifest = {
+        **description,
+        "made_by": MADE_BY,
+        "counts": dict(counts),
+        "quarantined": quarantined or {"rows": 0, "reasons": {}},
+        "leaks": leaks or {"found": 0, "dropped": 0, "rows": []},
+        "files": file_hashes(folder),
+        "versions": {package: version(package) for package in _PACKAGES},
+    }
     (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -92,16 +118,15 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
     Raises `UserError` as `load_split` does, without a copy in the cache of `datasets`.
     """
     for path in _files_of(folder, split):
-        try:
-            file = pq.ParquetFile(path)
-        except pa.ArrowInvalid as error:
-            raise UserError(
-                f"dataset: {str(path)!r} is not a Parquet file ({error}); prepare the dataset again"
-            ) from error
-        with file:
+        with _parquet(path) as file:
             _require_columns(file.schema_arrow.names, folder, split)
             for batch in file.iter_batches(_BATCH_ROWS):
                 yield from batch.to_pylist()
+
+
+def row_count(folder: Path, split: str) -> int:
+    """Rows of a split, from the ends of its files."""
+    return sum(int(_parquet(path).metadata.num_rows) for path in _files_of(folder, split))
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:
@@ -114,6 +139,13 @@ def load_split(folder: str | Path, split: str) -> Dataset:
     dataset = load_dataset("parquet", data_files={split: files}, split=split)
     _require_columns(dataset.column_names, folder, split)
     return dataset
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        return pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"dataset: {str(path)!r} is not a Parquet file ({error}); prepare the dataset again") from error
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
@@ -133,3 +165,9 @@ def _require_columns(present: list[str], folder: Path, split: str) -> None:
             f"dataset: {str(folder)!r} split {split!r} lacks the column {missing[0]!r}; "
             f"it has {', '.join(present)}; prepare it with `python -m data_prep`"
         )
+
+
+def require(name: str, value: int, low: int, high: int | None = None) -> None:
+    """Raise `UserError` unless the argument `name` is within its limits."""
+    if value < low or (high is not None and value > high):
+        raise UserError(f"{name}: {value} is not {f'at least {low}' if high is None else f'between {low} and {high}'}")

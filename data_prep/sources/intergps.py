@@ -3,7 +3,6 @@ r"""Geometry3K in the layout of lupantech/InterGPS: `{train,val,test}/{number}/d
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,78 +10,88 @@ from typing import Any
 
 from adora_vl.errors import UserError
 from data_prep.clean import RawProblem, RowError
+from data_prep.sources.latex import readable
+from data_prep.sources.places import Place, places
 
+DIAGRAMS = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}  # point: with every vertex lettered
 _SPLITS = {"train": "train", "validation": "val", "test": "test"}  # ours: theirs
-_ACCENTED = re.compile(
-    r"\\(widehat|overarc|overline|overrightarrow|overleftrightarrow)\s+([A-Z]'?(?: ?[A-Z]'?)*)(?![A-Za-z'])"
-)
-
-
-def readable(text: str) -> str:
-    r"""`m \widehat{A B}` for `m \widehat A B`, whose accent would stand over the A alone. All else stays as it is."""
-    return _ACCENTED.sub(r"\\\1{\2}", text).strip()
 
 
 class InterGPS:
-    """The three folders. Raises `UserError` where none of them holds a problem."""
+    """The three folders or zip files. Raises `UserError` where none of them holds a problem."""
 
-    def __init__(self, root: Path) -> None:
-        self._folders = {split: _numbered(root / name) for split, name in _SPLITS.items()}
-        self.sizes = {split: len(folders) for split, folders in self._folders.items() if folders}
+    revision: str | None = None
+
+    def __init__(self, root: Path, diagram: str = "plain") -> None:
+        self._diagram = DIAGRAMS[diagram]
+        self._places = {split: places(root, name) for split, name in _SPLITS.items()}
+        self.sizes = {split: len(found) for split, found in self._places.items() if found}
         if not self.sizes:
             raise UserError(
-                f"input: {str(root)!r} has no problem folder such as train/0 with a data.json; "
+                f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, nor train.zip with one; "
                 f"give the folder that holds {', '.join(_SPLITS.values())}"
             )
 
     def problems(self, split: str) -> Iterator[Callable[[], RawProblem]]:
         """The problems in the order of their numbers."""
-        return (partial(_read, folder, split) for folder in self._folders[split])
+        return (partial(_read, place, split, self._diagram) for place in self._places[split])
 
 
-def _numbered(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(
-        (path for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()), key=lambda p: int(p.name)
-    )
-
-
-def _read(folder: Path, split: str) -> RawProblem:
-    row_id = f"geometry3k/{split}/{folder.name}"
-    path, diagram = folder / "data.json", folder / "img_diagram.png"
+def _read(place: Place, split: str, diagram: str) -> RawProblem:
+    row_id = f"geometry3k/{split}/{place.number}"
+    originals: list[bytes] = []
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        picture = diagram.read_bytes()
+        for name in ("data.json", diagram):
+            originals.append(place.read(name))
     except OSError as error:
-        raise RowError(row_id, f"{error.filename} cannot be read ({error.strerror})", "put the file there") from error
-    except ValueError as error:
-        raise RowError(row_id, f"{path} is not JSON ({error})", "download the problem again") from error
+        wrong = f"{place}/{name} cannot be read ({error.strerror})"
+        raise RowError(row_id, "file_missing", wrong, "put the file there", originals=originals) from error
+    refuse = partial(RowError, row_id, originals=originals)
+    try:
+        data = json.loads(originals[0].decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise refuse("not_json", f"{place}/data.json is not JSON ({error})", "download the problem again") from error
     if not isinstance(data, dict):
-        raise RowError(row_id, f"{path} is not a JSON object but {data!r:.40}", "download the problem again")
-    field = partial(_field, data, row_id, path)
+        wrong = f"{place}/data.json is not a JSON object but {data!r:.40}"
+        raise refuse("not_json", wrong, "download the problem again")
+    field = partial(_field, data, refuse, f"{place}/data.json")
     return RawProblem(
         id=row_id,
         split=split,
         source="geometry3k",
-        origin=str(folder),
-        images=(picture,),
+        origin=str(place),
+        images=(originals[1],),
         problem=readable(field("problem_text", str)),
         answer=field("answer", str),
         choices=tuple(field("choices", list)),
         goal=", ".join(field("problem_type_goal", list, [])),
         shapes=tuple(field("problem_type_graph", list, [])),
         solution=field("detailed_solution", str, "").strip(),
+        other_files=(originals[0],),
     )
 
 
 def _field(
-    data: dict[str, Any], row_id: str, path: Path, name: str, kind: type[str] | type[list[str]], default: Any = None
+    data: dict[str, Any],
+    refuse: Callable[..., RowError],
+    path: str,
+    name: str,
+    kind: type[str] | type[list[str]],
+    default: Any = None,
 ) -> Any:
     """`data[name]`, a text or a list of texts. Raises `RowError` where it is neither, or missing without a default."""
     value = data.get(name, default)
-    if isinstance(value, kind) and all(isinstance(item, str) for item in value):
+    if isinstance(value, kind) and all(isinstance(item, str) and _is_text(item) for item in value):
         return value
     expected = "a text" if kind is str else "a list of texts"
     found = f"{value!r:.60}" if name in data else "missing"
-    raise RowError(row_id, f"{name!r} is {found}", f"make it {expected} in {path}")
+    raise refuse("field_type", f"{name!r} is {found}", f"make it {expected} in {path}", record=data)
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be stored: JSON can spell half of a surrogate pair, which is no character."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

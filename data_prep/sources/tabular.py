@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,49 +11,56 @@ from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
-from datasets import Dataset, Image, IterableDataset, List, load_dataset
-from huggingface_hub.errors import HFValidationError
+from datasets import Features, Image
 
 from adora_vl.errors import UserError, nearest
 from data_prep.clean import RawProblem, RowError
 from data_prep.storage import SPLITS
 
 _PLACEHOLDER = "<image>"
-_COLUMNS = ("images", "problem", "answer")
+_COLUMNS = ("images", "problem", "answer")  # `id` and `choices` are read too where a table has them
+_LETTER = re.compile("[A-Z]")
+_BATCH_ROWS = 64  # in memory at a time
 
 
 @dataclass(frozen=True)
 class Table:
-    """Splits under our names, images not decoded."""
+    """Parquet files of each split under our names. `location`: as people know the table."""
 
     location: str
     sizes: dict[str, int]
-    tables: Mapping[str, Dataset | IterableDataset]
+    files: Mapping[str, list[str]]
+    revision: str | None = None
 
     def problems(self, split: str) -> Iterator[Callable[[], RawProblem]]:
         """The rows in the order of the table."""
-        for index, row in enumerate(self.tables[split]):
+        rows = enumerate(row for file in self.files[split] for row in _rows(file))
+        while True:
+            try:
+                index, row = next(rows)
+            except StopIteration:
+                return
+            except (pa.ArrowException, OSError) as error:
+                raise UserError(
+                    f"input: split {split!r} of {self.location!r} cannot be read ({error}); download it again"
+                ) from error
             yield partial(_read, row, split, index, f"row {index} of split {split} of {self.location}")
 
 
-def from_hub(dataset_id: str) -> Table:
-    """The dataset of this id on the hub, or from its local cache. Raises `UserError` where it cannot be had."""
-    try:
-        loaded = load_dataset(dataset_id)
-    except (ConnectionError, FileNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"input: the dataset {dataset_id!r} cannot be loaded from the hub ({error}); "
-            "check the id and the network, or give a downloaded copy with --source parquet"
-        ) from error
-    tables = {_split_name(str(split), dataset_id): table for split, table in loaded.items()}
-    sizes = {split: len(tables[split]) for split in SPLITS if split in tables}
-    return Table(dataset_id, sizes, _undecoded(tables, dataset_id))
+def _rows(file: str) -> Iterator[dict[str, Any]]:
+    """The rows with images as bytes: decoding is the cleaning's work, where a failure has a row id.
+
+    Not through a stream of `datasets`, which reads ahead until the whole file is in memory (pyarrow's `pre_buffer`).
+    """
+    with pq.ParquetFile(file, pre_buffer=False) as parquet:
+        for batch in parquet.iter_batches(_BATCH_ROWS):
+            yield from batch.to_pylist()
 
 
 def from_parquet(path: Path) -> Table:
     """A Parquet file, or a folder of them at any depth, named as on the hub: `train-00000-of-00001.parquet`.
 
-    Streamed, so no second copy ends up in the cache of `datasets`. Raises `UserError`.
+    Read a batch at a time, so no second copy ends up in memory or in a cache. Raises `UserError`.
     """
     files = sorted(path.rglob("*.parquet"), key=lambda file: file.name) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -62,9 +70,11 @@ def from_parquet(path: Path) -> Table:
     by_split: dict[str, list[str]] = {}
     for file in files:
         by_split.setdefault(_split_name(file.stem.split("-")[0], str(path)), []).append(str(file))
+    for split, names in by_split.items():
+        for name in names:
+            _check_columns(name, split, str(path))
     sizes = {split: sum(_rows_of(file) for file in by_split[split]) for split in SPLITS if split in by_split}
-    tables = load_dataset("parquet", data_files=by_split, streaming=True)
-    return Table(str(path), sizes, _undecoded(tables, str(path)))
+    return Table(str(path), sizes, by_split)
 
 
 def _split_name(name: str, location: str) -> str:
@@ -75,61 +85,78 @@ def _split_name(name: str, location: str) -> str:
 
 
 def _rows_of(file: str) -> int:
+    return int(pq.read_metadata(file).num_rows)
+
+
+def _check_columns(file: str, split: str, location: str) -> None:
     try:
-        return int(pq.read_metadata(file).num_rows)
+        features = Features.from_arrow_schema(pq.read_schema(file))
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(f"input: {file!r} is not a readable Parquet file ({error}); download it again") from error
-
-
-def _undecoded(tables: Mapping[str, Any], location: str) -> dict[str, Dataset | IterableDataset]:
-    """The tables with images as bytes: decoding is the cleaning's work, where a failure has a row id."""
-    for split, table in tables.items():
-        for column in _COLUMNS:
-            if column not in table.column_names:
-                present = table.column_names
-                raise UserError(
-                    f"input: split {split!r} of {location!r} lacks the column {column!r}{nearest(column, present)}; "
-                    f"it has {', '.join(present)}, and {', '.join(_COLUMNS)} are needed"
-                )
-        images = table.features["images"]
-        item = getattr(images, "feature", None)
-        if not isinstance(item, Image) and not (isinstance(item, dict) and "bytes" in item):
+    for column in _COLUMNS:
+        if column not in features:
             raise UserError(
-                f"input: the column 'images' of split {split!r} of {location!r} is {images!r:.80}; "
-                "it has to be a list of images"
+                f"input: split {split!r} of {location!r} lacks the column {column!r}{nearest(column, features)}; "
+                f"it has {', '.join(features)}, and {', '.join(_COLUMNS)} are needed"
             )
-    return {split: table.cast_column("images", List(Image(decode=False))) for split, table in tables.items()}
+    item = getattr(features["images"], "feature", None)
+    if not isinstance(item, Image) and not (isinstance(item, dict) and "bytes" in item):
+        raise UserError(
+            f"input: the column 'images' of split {split!r} of {location!r} is {features['images']!r:.80}; "
+            "it has to be a list of images"
+        )
 
 
 def _read(row: Mapping[str, Any], split: str, index: int, origin: str) -> RawProblem:
-    row_id = f"geometry3k/{split}/{index}"
+    row_id = _id_of(row, split, index)
+    images = [image["bytes"] for image in row["images"] or [] if image and image["bytes"] is not None]
+    record = {name: value for name, value in row.items() if name != "images" and _is_plain(value)}
+    refuse = partial(RowError, row_id, originals=images, record=record)
     for column in ("problem", "answer"):
         if not isinstance(row[column], str):
-            raise RowError(row_id, f"{column!r} is {row[column]!r:.60}", f"make it a text in {origin}")
-    images = []
+            raise refuse("field_type", f"{column!r} is {row[column]!r:.60}", f"make it a text in {origin}")
     for number, image in enumerate(row["images"] or []):
         if not image or image["bytes"] is None:
-            raise RowError(
-                row_id, f"image {number} has no bytes but {image!r:.60}", f"put the picture itself into {origin}"
-            )
-        images.append(image["bytes"])
+            wrong = f"image {number} has no bytes but {image!r:.60}"
+            raise refuse("no_image", wrong, f"put the picture itself into {origin}")
+    problem = _without_placeholders(row["problem"])
+    if _PLACEHOLDER in problem:
+        wrong = f"'problem' has {_PLACEHOLDER} in the middle of the text ({row['problem']!r:.60})"
+        raise refuse("placeholder", wrong, f"put every {_PLACEHOLDER} first in {origin}")
+    choices = row.get("choices")
+    if choices is not None and not (isinstance(choices, list) and all(isinstance(item, str) for item in choices)):
+        raise refuse("field_type", f"'choices' is {choices!r:.60}", f"make it a list of texts in {origin}")
     return RawProblem(
         id=row_id,
         split=split,
         source="geometry3k",
         origin=origin,
         images=tuple(images),
-        problem=_without_placeholder(row["problem"], row_id, origin),
+        problem=problem,
         answer=row["answer"],
+        choices=None if choices is None else tuple(choices),
+        value_answer=choices is not None and not _LETTER.fullmatch(row["answer"]),
     )
 
 
-def _without_placeholder(problem: str, row_id: str, origin: str) -> str:
+def _id_of(row: Mapping[str, Any], split: str, index: int) -> str:
+    """The row's own id where the table has such a column, in our form; else its place in the table."""
+    own = row.get("id")
+    if isinstance(own, str) and "/" in own:
+        return own
+    return f"geometry3k/{split}/{index if own is None or own == '' else own}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it can go into a line of JSON as it is."""
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def _without_placeholders(problem: str) -> str:
     """The text without its leading placeholders; training puts the images there itself."""
     text = problem.strip()
     while text.startswith(_PLACEHOLDER):
         text = text.removeprefix(_PLACEHOLDER).lstrip()
-    if _PLACEHOLDER in text:
-        wrong = f"'problem' has {_PLACEHOLDER} in the middle of the text ({problem!r:.60})"
-        raise RowError(row_id, wrong, f"put every {_PLACEHOLDER} first in {origin}")
     return text

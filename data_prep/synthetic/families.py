@@ -1,8 +1,8 @@
 r"""The problem families. Each draws its numbers into the picture only: the question alone never gives the answer.
 
-A family is a function `(rng, size) -> Problem`. Answers are exact and in the style of Geometry3K's golds
-(`\sqrt { 34 }`, `14 \pi`). `solution` is a worked answer and `slip` a typical pupil's wrong one: the warm start of the
-tiny model learns from both, training with a reward sees neither.
+A family is a function `(rng, size, level, style) -> Problem`; level 1 has few, small numbers, level 3 many. Answers are
+exact and in the style of Geometry3K's golds (`\sqrt { 34 }`, `14 \pi`). `solution` is a worked answer and `slip` a
+typical pupil's wrong one: the warm start of the tiny model learns from both, training with a reward sees neither.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from PIL import Image
 
-from data_prep.synthetic.canvas import Canvas, Point, font_pixels
+from data_prep.synthetic.canvas import PLAIN, Canvas, Point, Style, font_pixels
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Problem:
     shapes: tuple[str, ...]
 
 
-Family = Callable[[random.Random, int], Problem]
+Family = Callable[[random.Random, int, int, Style], Problem]  # of a generator, pixels, a level from 1 to 3, and a style
 
 
 def _jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
@@ -43,20 +44,26 @@ def _inset(size: int) -> float:
     return 0.65 * font_pixels(size) / size
 
 
-def isosceles_base_angle(rng: random.Random, size: int) -> Problem:
+def ratio(above: int, below: int) -> str:
+    """An integer or a reduced fraction, as LaTeX."""
+    value = Fraction(above, below)
+    return str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
     """The apex angle is written at the apex; asked is a base angle."""
-    apex = rng.randrange(20, 165, 10)
-    canvas = Canvas(size)
+    apex = rng.randrange(*((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1])
+    canvas = Canvas(size, style)
     x, half = rng.uniform(0.48, 0.52), rng.uniform(0.4, 0.46)
     top, bottom = rng.uniform(0.03, 0.09), rng.uniform(0.9, 0.96)
     canvas.line((x, top), (x - half, bottom), (x + half, bottom), closed=True)
     canvas.label(str(apex), _jitter(rng, (x, 0.30 + _inset(size))))
-    base = (180 - apex) // 2
+    base = f"{(180 - apex) / 2:g}"
     return Problem(
         "isosceles",
         canvas.picture(),
         rng.choice(["Find the measure of a base angle of the isosceles triangle.", "Find the base angle."]),
-        str(base),
+        base,
         f"apex {apex}. (180 - {apex}) / 2 = \\boxed{{{base}}}",
         f"apex {apex}. 180 - {apex} = \\boxed{{{180 - apex}}}",
         "Angle",
@@ -64,30 +71,31 @@ def isosceles_base_angle(rng: random.Random, size: int) -> Problem:
     )
 
 
-def polygon_interior_angle(rng: random.Random, size: int) -> Problem:
+def polygon_interior_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
     """A regular polygon; its sides have to be counted."""
-    sides = rng.choice([3, 4, 5, 6, 8])
-    canvas = Canvas(size)
+    sides = rng.choice(([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])[level - 1])
+    canvas = Canvas(size, style)
     (x, y), radius, turn = _jitter(rng, (0.5, 0.5)), rng.uniform(0.38, 0.45), rng.uniform(0, 2 * math.pi / sides)
     angles = [turn + 2 * math.pi * k / sides for k in range(sides)]
     canvas.line(*[(x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles], closed=True)
-    angle = (sides - 2) * 180 // sides
+    angle = ratio((sides - 2) * 180, sides)
     return Problem(
         "polygon",
         canvas.picture(),
         rng.choice(["Find the measure of an interior angle of the regular polygon.", "Find the interior angle."]),
-        str(angle),
+        angle,
         f"sides {sides}. ({sides} - 2) * 180 / {sides} = \\boxed{{{angle}}}",
-        f"sides {sides}. 360 / {sides} = \\boxed{{{360 // sides}}}",
+        f"sides {sides}. 360 / {sides} = \\boxed{{{ratio(360, sides)}}}",
         "Angle",
         ("Polygon",),
     )
 
 
-def right_triangle_hypotenuse(rng: random.Random, size: int) -> Problem:
+def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
     """Both legs are written beside their sides; asked is the hypotenuse, usually a radical."""
-    across, down = rng.randrange(1, 7), rng.randrange(1, 7)
-    canvas = Canvas(size)
+    largest = (7, 21, 61)[level - 1]
+    across, down = rng.randrange(1, largest), rng.randrange(1, largest)
+    canvas = Canvas(size, style)
     inset = _inset(size)
     x, y = rng.uniform(0.06, 0.09) + inset, 0.93 - rng.uniform(0.01, 0.04) - 1.2 * inset
     top, right = rng.uniform(0.04, 0.1), rng.uniform(0.9, 0.97)
@@ -110,11 +118,11 @@ def right_triangle_hypotenuse(rng: random.Random, size: int) -> Problem:
     )
 
 
-def crossing_lines(rng: random.Random, size: int) -> Problem:
+def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
     """Two lines cross; one angle is written, `x` stands in the opposite (equal) or a neighbouring sector."""
-    given = rng.randrange(30, 155, 10)
+    given = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
     vertical = rng.random() < 0.5
-    canvas = Canvas(size)
+    canvas = Canvas(size, style)
     x, y = _jitter(rng, (0.5, 0.5))
     slope = rng.uniform(0.40, 0.44)
     canvas.line((x - 0.46, y - slope), (x + 0.46, y + slope))
@@ -135,11 +143,11 @@ def crossing_lines(rng: random.Random, size: int) -> Problem:
     )
 
 
-def circle_from_radius(rng: random.Random, size: int) -> Problem:
+def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
     """The radius is written in the circle; asked is the diameter or the circumference."""
-    radius = rng.randrange(2, 50)
+    radius = rng.randrange(2, (50, 100, 200)[level - 1])
     asked = rng.choice(["diameter", "circumference"])
-    canvas = Canvas(size)
+    canvas = Canvas(size, style)
     centre, reach = _jitter(rng, (0.5, 0.5)), rng.uniform(0.40, 0.45)
     canvas.circle(centre, reach)
     canvas.dot(centre)

@@ -6,23 +6,26 @@ whatever their sizes and seeds.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 from PIL import Image
 
 from adora_vl.errors import UserError, nearest
+from data_prep.images import diagram_hash
 from data_prep.schema import Row
+from data_prep.synthetic.canvas import STYLES
+from data_prep.synthetic.choices import with_distractors
 from data_prep.synthetic.families import FAMILIES, Problem
+from data_prep.synthetic.lettered import LETTERED, MIN_SIZE
 
 SPLITS = ("train", "test")
+LEVELS = (1, 2, 3)
+KNOWN = {**FAMILIES, **LETTERED}
+_MIN_SIZE_OF_LEVELS = 112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
+_MAX_CHOICES = 8
 _TEST_SHARE = 0.25  # of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
-
-
-def diagram_hash(image: Image.Image) -> str:
-    """SHA-256 of the RGB pixels and the size, in hexadecimal."""
-    return hashlib.sha256(f"{image.size}".encode() + image.convert("RGB").tobytes()).hexdigest()
 
 
 def split_of(image: Image.Image) -> str:
@@ -30,14 +33,19 @@ def split_of(image: Image.Image) -> str:
     return "test" if int(diagram_hash(image)[:8], 16) < _TEST_SHARE * 2**32 else "train"
 
 
-def _row(problem: Problem, split: str, index: int, seed: int) -> Row:
+def _row(problem: Problem, split: str, index: int, seed: int, n_choices: int) -> Row:
+    row_id = f"synthetic/{seed}/{split}/{index}"
+    choices, letter = None, problem.answer
+    if n_choices:
+        rng = random.Random(f"{row_id}/choices")
+        choices, letter = with_distractors(problem.answer, problem.slip, n_choices, rng)
     return {
-        "id": f"synthetic/{seed}/{split}/{index}",
+        "id": row_id,
         "images": [problem.image],
         "problem": problem.question,
         "answer": problem.answer,
-        "answer_raw": problem.answer,
-        "choices": None,
+        "answer_raw": letter,
+        "choices": choices,
         "split": split,
         "source": "synthetic",
         "meta": {
@@ -51,24 +59,57 @@ def _row(problem: Problem, split: str, index: int, seed: int) -> Row:
 
 
 def generate(
-    rows: int, *, split: str = "train", seed: int = 0, size: int = 56, families: tuple[str, ...] = ()
+    rows: int,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    size: int = 56,
+    families: tuple[str, ...] = (),
+    level: int = 1,
+    styles: tuple[str, ...] = ("plain",),
+    choices: int = 0,
 ) -> Iterator[Row]:
     """Yield `rows` rows of `split`, families in turn, each diagram at most once. `size` is in pixels.
 
-    The same arguments give the same rows, byte for byte. Raises `UserError` on an unknown family or split.
+    `families`: of `KNOWN`, by default the plain ones. `level`: 1 to 3. `styles`: of `STYLES`, in turn. `choices`: how
+    many answers to choose from, 0 for open questions. The same arguments give the same rows, byte for byte. Raises
+    `UserError`.
     """
     names = families or tuple(FAMILIES)
+    _check(names, split, size, level, styles, choices)
+    rng = random.Random(f"{seed}/{split}/{size}")
+    seen: set[bytes] = set()
+    for index in range(rows):
+        name = names[index % len(names)]
+        style = STYLES[styles[index // len(names) % len(styles)]]
+        problem = KNOWN[name](rng, size, level, style)
+        while split_of(problem.image) != split or _short_hash(problem.image) in seen:
+            problem = KNOWN[name](rng, size, level, style)
+        seen.add(_short_hash(problem.image))
+        yield _row(replace(problem, family=name), split, index, seed, choices)
+
+
+def _short_hash(image: Image.Image) -> bytes:
+    """What is remembered of each diagram: 100,000 of them take a few megabytes."""
+    return bytes.fromhex(diagram_hash(image)[:32])
+
+
+def _check(names: tuple[str, ...], split: str, size: int, level: int, styles: tuple[str, ...], choices: int) -> None:
     for name in names:
-        if name not in FAMILIES:
-            raise UserError(f"families: unknown family {name!r}{nearest(name, FAMILIES)}; known: {', '.join(FAMILIES)}")
+        if name not in KNOWN:
+            raise UserError(f"families: unknown family {name!r}{nearest(name, KNOWN)}; known: {', '.join(KNOWN)}")
+        if name in LETTERED and size < MIN_SIZE:
+            raise UserError(f"size: {size} is too small for the letters of {name!r}; give at least {MIN_SIZE}")
+    for style in styles or ("",):
+        if style not in STYLES:
+            raise UserError(f"styles: unknown style {style!r}{nearest(style, STYLES)}; known: {', '.join(STYLES)}")
     if split not in SPLITS:
         raise UserError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
-    rng = random.Random(f"{seed}/{split}/{size}")
-    seen: set[str] = set()
-    for index in range(rows):
-        draw = FAMILIES[names[index % len(names)]]
-        problem = draw(rng, size)
-        while split_of(problem.image) != split or diagram_hash(problem.image) in seen:
-            problem = draw(rng, size)
-        seen.add(diagram_hash(problem.image))
-        yield _row(problem, split, index, seed)
+    if level not in LEVELS:
+        raise UserError(f"level: {level} is not one of 1, 2, 3")
+    if level > 1 and size < _MIN_SIZE_OF_LEVELS:
+        raise UserError(
+            f"size: {size} is too small for the numbers of level {level}; give {_MIN_SIZE_OF_LEVELS} or more"
+        )
+    if choices and not 2 <= choices <= _MAX_CHOICES:
+        raise UserError(f"choices: {choices} is neither 0 nor between 2 and {_MAX_CHOICES}")

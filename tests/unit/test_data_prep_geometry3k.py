@@ -2,77 +2,36 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, DatasetDict, Features, List, Value, disable_progress_bars
-from datasets import Image as ImageFeature
+from datasets import Dataset, disable_progress_bars
 from PIL import Image
 
-from data_prep.cli import main
-from data_prep.schema import FEATURES, Row
-from data_prep.sources.intergps import readable
-from data_prep.storage import load_split, read_manifest, stored_rows
+from data_prep.schema import FEATURES
+from data_prep.sources.latex import readable
+from data_prep.storage import load_split, stored_rows
+from tests.unit.data_prep_support import (
+    drawing,
+    encoded,
+    only_row,
+    picture,
+    prepare,
+    problem_folder,
+    refused,
+    stored_image,
+    write_table,
+)
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "geometry3k_raw"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real Geometry3K problems at {SHARED}")
 
-HUB_FEATURES = Features({"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")})
-
-
-def _picture(size: tuple[int, int] = (30, 20)) -> Image.Image:
-    """Transparent, with a black left half: on white paper its right half is white."""
-    picture = Image.new("RGBA", size, (0, 0, 0, 0))
-    picture.paste((0, 0, 0, 255), (0, 0, size[0] // 2, size[1]))
-    return picture
-
 
 def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed: Any) -> Path:
-    """One problem in the authors' layout; a key with the value None is left out."""
-    folder = root / split / str(number)
-    folder.mkdir(parents=True)
-    data = {
-        "problem_text": "Find m \\widehat A B.",
-        "choices": ["5", "5 \\sqrt { 3 }"],
-        "answer": "B",
-        "problem_type_graph": ["Circle", "Triangle"],
-        "problem_type_goal": ["Angle"],
-        **changed,
-    }
-    (folder / "data.json").write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
-    _picture().save(folder / "img_diagram.png")
-    return folder
-
-
-def _write_table(folder: Path, rows: list[dict[str, Any]], split: str = "train") -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    Dataset.from_list(rows, features=HUB_FEATURES).to_parquet(folder / f"{split}-00000-of-00001.parquet")
-
-
-def _prepare(source: str, location: Path | str, output: Path, *options: str) -> int:
-    return main(["geometry3k", "--source", source, "--input", str(location), "--output", str(output), *options])
-
-
-def _only_row(output: Path, split: str = "train") -> Row:
-    (row,) = stored_rows(output, split)
-    return row
-
-
-def _image(row: Row) -> Image.Image:
-    return Image.open(io.BytesIO(row["images"][0]["bytes"]))
-
-
-def _refused(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The error line, after checking that it is one, that the exit code is 2, and that nothing was left behind."""
-    error = capsys.readouterr().err
-    assert code == 2
-    assert error.startswith("error: ") and error.count("\n") == 1, error
-    assert not output.exists() and not list(output.parent.glob(f".{output.name}*"))
-    return error
+    """One problem whose picture is half transparent."""
+    return problem_folder(root, split, number, encoded(picture()), **changed)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +42,7 @@ def _quiet_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_shared
 def test_the_real_problems(tmp_path: Path) -> None:
-    assert _prepare("intergps", SHARED, tmp_path / "out") == 0
+    assert prepare("intergps", SHARED, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
     assert dataset.features == FEATURES
     assert dataset["id"] == [f"geometry3k/train/{number}" for number in range(11, 17)]
@@ -101,19 +60,19 @@ def test_the_real_problems(tmp_path: Path) -> None:
 
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
     _problem_folder(tmp_path / "raw", "val", 2101)
-    assert _prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0
-    row = _only_row(tmp_path / "out", "validation")
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0
+    row = only_row(tmp_path / "out", "validation")
     assert row["id"] == "geometry3k/validation/2101" and row["split"] == "validation"
     assert (row["answer"], row["answer_raw"], row["choices"]) == ("5\\sqrt{3}", "B", ["5", "5 \\sqrt { 3 }"])
     assert row["meta"]["shapes"] == ["Circle", "Triangle"]
-    assert _image(row).getpixel((2, 2)) == (0, 0, 0) and _image(row).getpixel((28, 2)) == (255, 255, 255)
+    assert stored_image(row).getpixel((2, 2)) == (0, 0, 0) and stored_image(row).getpixel((28, 2)) == (255, 255, 255)
 
 
 def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for number in (10, 9, 100):
         _problem_folder(tmp_path / "raw", number=number)
     (tmp_path / "raw" / "train" / ".DS_Store").touch()
-    assert _prepare("intergps", tmp_path / "raw", tmp_path / "out", "--limit", "2") == 0
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--limit", "2") == 0
     assert [row["id"][-2:] for row in stored_rows(tmp_path / "out", "train")] == ["/9", "10"]
 
 
@@ -121,9 +80,9 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
     folder = _problem_folder(tmp_path / "raw")
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
-    _picture((400, 200)).convert("RGB").save(folder / "img_diagram.png", exif=exif)
-    assert _prepare("intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000") == 0
-    assert _image(_only_row(tmp_path / "out")).size == (100, 200)
+    drawing(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000") == 0
+    assert stored_image(only_row(tmp_path / "out")).size == (84, 196)  # what the model's processor would choose
 
 
 @pytest.mark.parametrize(
@@ -131,9 +90,18 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
     [
         ("Find m \\widehat A B.", "Find m \\widehat{A B}."),
         ("m \\widehat A B C = 40", "m \\widehat{A B C} = 40"),
-        ("\\overline A B \\perp \\overline CD", "\\overline{A B} \\perp \\overline{CD}"),
+        ("\\overline A B \\perp \\overline CD", "\\overline{A B} \\perp \\overline{C D}"),
         ("If \\overline A B Find x", "If \\overline{A B} Find x"),
-        ("\\widehat { A B } and \\angle A B C, A B = 3", "\\widehat { A B } and \\angle A B C, A B = 3"),
+        ("\\widehat { A B } and \\angle A B C, A B = 3", "\\widehat{A B} and \\angle A B C, A B = 3"),
+        ("\\overline A' B' \\cong \\overrightarrow C_1 D_1", "\\overline{A' B'} \\cong \\overrightarrow{C_1 D_1}"),
+        ("m \\arc A B = 2 m \\widehat B C D", "m \\widehat{A B} = 2 m \\widehat{B C D}"),
+        ("\\overline A B C D is a segment of A B", "\\overline{A B} C D is a segment of A B"),
+        ("\\parallelogram A B C D", "parallelogram A B C D"),
+        ("x = 5 \\sqrt { 3 } , y = \\frac { 1 } { 2 } .", "x = 5 \\sqrt{3}, y = \\frac{1}{2}."),
+        ("m \\angle 1 = 30 ^ { \\circ } and x ^ { 2 }", "m \\angle 1 = 30^\\circ and x^{2}"),
+        ("  Find\u00a0 x\n. ", "Find x."),
+        ("Find $m\\widehat{A B}$ if $\\triangle A B C \\sim \\triangle D E F$.",) * 2,
+        ("In \\odot X, find A B to the nearest tenth.",) * 2,
     ],
 )
 def test_accents_cover_all_their_letters(text: str, expected: str) -> None:
@@ -165,7 +133,7 @@ def _broken_json(folder: Path) -> None:
         ({"choices": ["5", "12 or 13"]}, None, "the gold answer '12 or 13' cannot be graded against itself"),
         ({"problem_text": " "}, None, "the problem text '' is empty"),
         ({}, _no_picture, "img_diagram.png cannot be read"),
-        ({}, _broken_picture, "is not readable"),
+        ({}, _broken_picture, "is not usable (Truncated File Read)"),
         ({}, _broken_json, "is not JSON"),
     ],
 )
@@ -180,21 +148,21 @@ def test_a_bad_problem_is_named_with_its_value_and_remedy(
     folder = _problem_folder(tmp_path / "raw", **changed)
     if damage:
         damage(folder)
-    error = _refused(_prepare("intergps", tmp_path / "raw", tmp_path / "out"), tmp_path / "out", capsys)
-    assert error.startswith("error: geometry3k/train/7: ") and expected in error and ";" in error
+    error = refused(prepare("intergps", tmp_path / "raw", tmp_path / "out"), tmp_path / "out", capsys)
+    assert "1 of 2 rows (50.0%)" in error and "the first: geometry3k/train/7: " in error and expected in error
 
 
-def test_a_folder_without_problems_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_problems_isrefused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "raw" / "train").mkdir(parents=True)
-    error = _refused(_prepare("intergps", tmp_path / "raw", tmp_path / "out"), tmp_path / "out", capsys)
+    error = refused(prepare("intergps", tmp_path / "raw", tmp_path / "out"), tmp_path / "out", capsys)
     assert "has no problem folder" in error
 
 
 def _hub_rows() -> list[dict[str, Any]]:
     return [
-        {"images": [_picture()], "problem": "<image>Find x.", "answer": "\\frac { 39 } { 4 }"},
+        {"images": [picture()], "problem": "<image>Find x.", "answer": "\\frac { 39 } { 4 }"},
         {
-            "images": [_picture((8, 8)), _picture()],
+            "images": [picture((8, 8)), picture()],
             "problem": "<image> <image>\nFind $m \\angle 1$.",
             "answer": "1,000",
         },
@@ -207,53 +175,35 @@ def _check_hub_rows(output: Path) -> None:
     assert (first["problem"], second["problem"]) == ("Find x.", "Find $m \\angle 1$.")
     assert (first["answer"], first["answer_raw"]) == ("\\frac{39}{4}", "\\frac { 39 } { 4 }")
     assert (second["answer"], len(second["images"]), second["choices"]) == ("1000", 2, None)
-    assert _image(first).mode == "RGB" and _image(first).getpixel((28, 2)) == (255, 255, 255)
-    assert _only_row(output, "validation")["split"] == "validation"
+    assert stored_image(first).mode == "RGB" and stored_image(first).getpixel((28, 2)) == (255, 255, 255)
+    assert only_row(output, "validation")["split"] == "validation"
 
 
 def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
-    _write_table(tmp_path / "table" / "data", _hub_rows())
-    _write_table(tmp_path / "table" / "data", _hub_rows()[:1], "validation")
-    assert _prepare("parquet", tmp_path / "table", tmp_path / "out") == 0
+    write_table(tmp_path / "table" / "data", _hub_rows())
+    write_table(tmp_path / "table" / "data", [{**_hub_rows()[0], "problem": "Find y."}], "validation")
+    assert prepare("parquet", tmp_path / "table", tmp_path / "out") == 0
     _check_hub_rows(tmp_path / "out")
     assert not list(tmp_path.glob("cache/**/*.arrow")), "a second copy of the data stays in the cache"
-
-
-def test_the_hub_goes_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def load_dataset(dataset_id: str) -> DatasetDict:
-        asked.append(dataset_id)
-        tables = {"train": _hub_rows(), "val": _hub_rows()[:1]}
-        return DatasetDict({split: Dataset.from_list(rows, features=HUB_FEATURES) for split, rows in tables.items()})
-
-    monkeypatch.setattr("data_prep.sources.tabular.load_dataset", load_dataset)
-    assert _prepare("hub", "hiyouga/geometry3k", tmp_path / "out") == 0
-    assert asked == ["hiyouga/geometry3k"]
-    _check_hub_rows(tmp_path / "out")
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None
-    assert (manifest["source"], manifest["input"]) == ("geometry3k/hub", "hiyouga/geometry3k")
-    assert manifest["counts"] == {"train": 2, "validation": 1}
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def load_dataset(dataset_id: str) -> DatasetDict:
+    def snapshot_download(dataset_id: str, **options: Any) -> str:
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setattr("data_prep.sources.tabular.load_dataset", load_dataset)
-    error = _refused(_prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys)
+    monkeypatch.setattr("data_prep.sources.hub.snapshot_download", snapshot_download)
+    error = refused(prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys)
     assert "'hiyouga/geometry3k' cannot be loaded" in error
 
 
 def test_a_prepared_folder_can_be_prepared_again(tmp_path: Path) -> None:
     """The output is itself a table in the hub's format, so the round trip must keep golds and pixels."""
     _problem_folder(tmp_path / "raw")
-    assert _prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
-    assert _prepare("parquet", tmp_path / "first", tmp_path / "second") == 0
-    first, second = _only_row(tmp_path / "first"), _only_row(tmp_path / "second")
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
+    assert prepare("parquet", tmp_path / "first", tmp_path / "second") == 0
+    first, second = only_row(tmp_path / "first"), only_row(tmp_path / "second")
     assert (first["problem"], first["answer"], first["images"]) == (
         second["problem"],
         second["answer"],
@@ -267,7 +217,7 @@ def test_a_prepared_folder_can_be_prepared_again(tmp_path: Path) -> None:
         ({"answer": None}, "'answer' is None"),
         ({"answer": "12 or 13"}, "the gold answer '12 or 13' cannot be graded"),
         ({"images": []}, "images [] is empty"),
-        ({"images": [{"bytes": b"not a picture", "path": None}]}, "image 0 (13 bytes) is not readable"),
+        ({"images": [{"bytes": b"not a picture", "path": None}]}, "image 0 (13 bytes) is not usable"),
         ({"images": [{"bytes": None, "path": "/etc/hostname"}]}, "image 0 has no bytes"),
         ({"problem": "Find <image> x."}, "<image> in the middle"),
     ],
@@ -276,22 +226,22 @@ def test_a_bad_row_of_a_table_is_named(
     changed: dict[str, Any], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = _hub_rows()[0]
-    _write_table(tmp_path / "table", [good, {**good, **changed}])
-    error = _refused(_prepare("parquet", tmp_path / "table", tmp_path / "out"), tmp_path / "out", capsys)
-    assert error.startswith("error: geometry3k/train/1: ") and expected in error
+    write_table(tmp_path / "table", [good, {**good, **changed}])
+    error = refused(prepare("parquet", tmp_path / "table", tmp_path / "out"), tmp_path / "out", capsys)
+    assert "the first: geometry3k/train/1: " in error and expected in error
     assert "row 1 of split train of" in error
 
 
-def test_a_table_that_is_not_in_the_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_that_is_not_in_the_format_isrefused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, output = tmp_path / "table", tmp_path / "out"
-    assert "has no Parquet file" in _refused(_prepare("parquet", table, output), output, capsys)
+    assert "has no Parquet file" in refused(prepare("parquet", table, output), output, capsys)
     table.mkdir()
     (table / "train.parquet").write_text("not Parquet")
-    assert "is not a readable Parquet file" in _refused(_prepare("parquet", table, output), output, capsys)
+    assert "is not a readable Parquet file" in refused(prepare("parquet", table, output), output, capsys)
     Dataset.from_list([{"image": "x", "problem": "p", "answer": "1"}]).to_parquet(table / "train.parquet")
-    error = _refused(_prepare("parquet", table, output), output, capsys)
+    error = refused(prepare("parquet", table, output), output, capsys)
     assert "lacks the column 'images'; did you mean 'image'?" in error
     Dataset.from_list([{"images": ["x"], "problem": "p", "answer": "1"}]).to_parquet(table / "train.parquet")
-    assert "it has to be a list of images" in _refused(_prepare("parquet", table, output), output, capsys)
+    assert "it has to be a list of images" in refused(prepare("parquet", table, output), output, capsys)
     (table / "train.parquet").rename(table / "testmini.parquet")
-    assert "has a split 'testmini'" in _refused(_prepare("parquet", table, output), output, capsys)
+    assert "has a split 'testmini'" in refused(prepare("parquet", table, output), output, capsys)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.errors import UserError
 from data_prep.cli import main
@@ -69,6 +70,7 @@ def test_the_old_dataset_comes_back_when_the_new_one_cannot_take_its_place(
     assert _prepare(tmp_path / "out") == 0
     before = _bytes(tmp_path / "out")
     rename = Path.rename
+    monkeypatch.setattr("data_prep.output._exchanged", lambda one, other: False)
 
     def failing_rename(self: Path, target: Path) -> Path:
         if ".partial-" in self.name:
@@ -143,7 +145,9 @@ def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_pa
         "counts",
         "files",
         "input",
+        "leaks",
         "made_by",
+        "quarantined",
         "revision",
         "source",
         "versions",
@@ -208,10 +212,17 @@ def test_inspect_of_something_else_is_one_line(tmp_path: Path, capsys: pytest.Ca
         ("-12", "integer"),
         ("13.5", "decimal"),
         ("\\frac{39}{4}", "fraction"),
-        ("5\\sqrt{3}", "with a root"),
-        ("14\\pi", "with \\pi"),
+        ("5\\sqrt{3}", "radical"),
+        ("14\\pi", "multiple of pi"),
         ("C", "letter"),
-        ("3x+1", "other"),
+        ("3x+1", "expression"),
+        ("-\\frac{3\\sqrt{2}}{2}", "radical"),
+        ("3+2\\sqrt{5}", "expression"),
+        ("16-4\\pi", "expression"),
+        ("\\frac{9\\sqrt{3}\\pi}{4}", "multiple of pi"),
+        ("1\\frac{1}{2}", "fraction"),
+        ("2/3", "fraction"),
+        ("rhombus", "text"),
     ],
 )
 def test_answer_forms(answer: str, form: str) -> None:
@@ -221,19 +232,42 @@ def test_answer_forms(answer: str, form: str) -> None:
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"])
 def test_any_kind_of_picture_becomes_the_same_rgb(mode: str, tmp_path: Path) -> None:
     grey = np.full((4, 6), 102, dtype=np.uint16)
+    grey[3, 5] = 255  # a picture of one colour alone is refused
     picture = Image.fromarray(grey * 257) if mode == "I;16" else Image.fromarray(grey.astype(np.uint8)).convert(mode)
     path = tmp_path / ("picture.tiff" if mode == "CMYK" else "picture.png")
     picture.save(path)
     cleaned = clean_image(path.read_bytes())
     expected = picture.convert("RGB").getpixel((0, 0)) if mode == "1" else (102, 102, 102)
     assert (cleaned.mode, cleaned.size, cleaned.getpixel((0, 0))) == ("RGB", (6, 4), expected)
+    assert cleaned.getpixel((5, 3)) == (255, 255, 255)
 
 
-@pytest.mark.parametrize("size", [(1000, 1), (1, 1000), (33, 57), (640, 480)])
-@pytest.mark.parametrize("budget", [1, 7, 1000])
-def test_no_picture_is_over_the_budget(size: tuple[int, int], budget: int) -> None:
-    width, height = clean_image(png_bytes(Image.new("RGB", size)), budget).size
-    assert 1 <= width * height <= budget
+def _gradient(width: int, height: int) -> bytes:
+    return png_bytes(Image.linear_gradient("L").resize((width, height)).convert("RGB"))
+
+
+@pytest.mark.parametrize("size", [(900, 40), (40, 900), (33, 57), (640, 480), (5, 5)])
+@pytest.mark.parametrize("limits", [(784, 1000), (3136, 100_000), (50_000, 60_000)])
+def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(
+    size: tuple[int, int], limits: tuple[int, int]
+) -> None:
+    """So that the processor with the same limits leaves them as they are; the others keep their size."""
+    rounded = round(size[0] / 28) * round(size[1] / 28) * 28 * 28
+    by_rule = smart_resize(size[1], size[0], 28, *limits)[::-1]
+    if not limits[0] <= by_rule[0] * by_rule[1] <= limits[1]:
+        with pytest.raises(UnreadableImageError, match="no size of its shape is within"):
+            clean_image(_gradient(*size), *limits)
+        return
+    stored = clean_image(_gradient(*size), *limits).size
+    if limits[0] <= rounded <= limits[1]:
+        assert stored == size
+    else:
+        assert stored == by_rule == smart_resize(stored[1], stored[0], 28, *limits)[::-1]
+
+
+def test_without_limits_pictures_keep_their_size() -> None:
+    for size in ((5, 5), (2000, 1500), (1990, 10)):
+        assert clean_image(_gradient(*size)).size == size
 
 
 def test_an_unreadable_picture_says_so() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -14,8 +18,10 @@ from data_prep.cli import main
 from data_prep.prepare import ensure_synthetic, prepare_synthetic
 from data_prep.schema import Row
 from data_prep.storage import read_manifest, stored_rows
+from data_prep.synthetic.canvas import STYLES
 from data_prep.synthetic.families import FAMILIES
-from data_prep.synthetic.generate import diagram_hash, split_of
+from data_prep.synthetic.generate import KNOWN, LEVELS, diagram_hash, generate, split_of
+from data_prep.synthetic.lettered import LETTERED
 
 ROWS, TEST_ROWS = 100, 40
 
@@ -103,6 +109,11 @@ def test_only_the_families_that_are_asked_for(tmp_path: Path) -> None:
         ({"--families": "circel"}, "did you mean 'circle'?"),
         ({"--size": "0"}, "size: 0 is not between"),
         ({"--rows": "0"}, "rows: 0 is not at least 1"),
+        ({"--families": "triangle_angle"}, "size: 56 is too small for the letters of 'triangle_angle'"),
+        ({"--level": "2"}, "size: 56 is too small for the numbers of level 2"),
+        ({"--level": "4"}, "--level: invalid choice: 4"),
+        ({"--styles": "blod"}, "unknown style 'blod'; did you mean 'bold'?"),
+        ({"--choices": "1"}, "choices: 1 is neither 0 nor between 2 and"),
         ({"--rows": "many"}, "--rows: invalid int value: 'many'"),
     ],
 )
@@ -157,3 +168,63 @@ def test_ensure_synthetic_never_replaces_another_dataset(tmp_path: Path) -> None
     manifest.write_text(manifest.read_text().replace('"source": "synthetic"', '"source": "geometry3k/hub"'))
     with pytest.raises(UserError, match="holds 'geometry3k/hub', not synthetic data"):
         ensure_synthetic(tmp_path / "data", rows=2, test_rows=0, seed=0, size=56)
+
+
+def _fingerprint(**arguments: Any) -> str:
+    digest = hashlib.sha256()
+    for row in generate(10, **arguments):
+        digest.update(diagram_hash(row["images"][0]).encode())
+        digest.update(json.dumps({**row, "images": None}, sort_keys=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def test_the_plain_rows_never_change() -> None:
+    """The shipped tiny model learned from exactly these; a change here means `make tiny-model`."""
+    assert [diagram_hash(row["images"][0])[:16] for row in generate(5)] == [
+        "e23702e9ef16deae",
+        "70cc90a0db9c4372",
+        "507505805ea5f0af",
+        "f521ea3b42cd31a4",
+        "7a3755580e7db287",
+    ]
+    assert _fingerprint() == "709560c3e51c0fda"
+    assert _fingerprint(split="test") == "32aedeb27ee31117"
+    assert _fingerprint(seed=1000) == "fd2f22c3b2c694ce"  # what it was trained on
+    assert _fingerprint(size=112, seed=3) == "7d2954ffd25e0a97"
+    assert _fingerprint(families=("circle", "crossing"), seed=7) == "da32b2aa63a4d327"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_right(level: int) -> None:
+    rows = list(generate(25, size=168, families=tuple(LETTERED), level=level, choices=4, styles=tuple(STYLES)))
+    letters = set()
+    for row in rows:
+        assert verify_gold(row["answer"], row["choices"]) is None, row
+        assert grade(row["meta"]["solution"], row["answer"]).verdict == "correct", row
+        assert len(row["choices"]) == 4
+        boxes = [f"\\boxed{{{choice}}}" for choice in row["choices"]]
+        right = [grade(box, row["answer"]).verdict == "correct" for box in boxes]
+        assert right.count(True) == 1 and right.index(True) == "ABCD".index(row["answer_raw"])
+        letters.add(row["answer_raw"])
+        assert split_of(row["images"][0]) == "train"
+    assert letters == set("ABCD")
+    assert {row["meta"]["family"] for row in rows} == set(LETTERED)
+
+
+def test_styles_change_the_picture_and_nothing_else() -> None:
+    pictures = {}
+    for style in STYLES:
+        problem = KNOWN["triangle_angle"](random.Random(1), 168, 2, STYLES[style])
+        pictures[diagram_hash(problem.image)] = (problem.question, problem.answer)
+    assert len(pictures) == len(STYLES) and len(set(pictures.values())) == 1
+
+
+def test_levels_styles_and_choices_from_the_command_line(tmp_path: Path) -> None:
+    command = ["synthetic", "--output", str(tmp_path / "out"), "--rows", "4", "--test-rows", "2", "--size", "224"]
+    command += ["--families", "triangle_angle,circle", "--level", "3", "--styles", "board,pencil", "--choices", "4"]
+    assert main(command) == 0
+    rows = _rows(tmp_path / "out")
+    assert all(len(row["choices"]) == 4 and row["answer_raw"] in "ABCD" for row in rows)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None and manifest["arguments"]["level"] == 3
+    assert manifest["arguments"]["styles"] == ["board", "pencil"]

@@ -1,0 +1,202 @@
+"""What `inspect` tells a person: the right numbers as text, and a page on which nothing of the data can run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from data_prep.cli import main
+from data_prep.inspection import percentile, survey
+from data_prep.pixels import image_tokens
+from data_prep.storage import stored_rows, write_manifest, write_split
+from data_prep.synthetic.generate import generate
+from tests.unit.data_prep_support import encoded, prepare, problem_folder
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ATTACK = (
+    "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+    "</p></article><iframe src='javascript:parent.document.title=`owned`'></iframe>'\">"
+    "<svg onload='document.title=`owned`'>"
+)
+
+
+def _table(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def _dataset(folder: Path, problem: str = "Find x.", rows: int = 6, **changed: Any) -> Path:
+    made = [{**row, "problem": problem, **changed} for row in generate(rows, size=112, choices=2)]
+    write_split(made, folder, "train")
+    write_manifest(
+        folder, {"source": "synthetic", "input": problem, "revision": None, "arguments": {}}, {"train": rows}
+    )
+    return folder
+
+
+def test_the_real_rows_are_counted_and_measured(
+    geometry3k_raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens by hand: 250 x 251 -> 9 x 9, 336 x 257 -> 12 x 9, 282 x 150 -> 10 x 5, 628 x 453 -> 22 x 16, ..."""
+    assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        ["Circle", "2"],
+        ["Parallelogram", "1"],
+        ["integer", "5"],
+        ["radical", "1"],
+        ["min", "50"],
+        ["median", "98"],
+        ["p95", "352"],
+        ["max", "352"],
+    ):
+        assert line in _table(shown), line
+    tokens = [9 * 9, 12 * 9, 10 * 5, 22 * 16, 8 * 11, 20 * 14]
+    assert list(survey(tmp_path / "out").splits["train"].tokens) == tokens
+    assert "79  geometry3k/train/11: In \\odot X" in shown
+    assert (tmp_path / "out.html").is_file()
+
+
+def test_tokens_are_those_of_the_models_own_processor(tmp_path: Path) -> None:
+    """With the published limits of Qwen2.5-VL, for images below, within and above them."""
+    from transformers import Qwen2VLImageProcessor
+
+    processor = Qwen2VLImageProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 16384 * 28 * 28})
+    for size in ((20, 30), (56, 56), (250, 251), (1000, 70)):
+        grid = processor(images=[Image.new("RGB", size)], return_tensors="pt")["image_grid_thw"][0]
+        assert image_tokens(*size) == int(grid.prod()) // 4
+    assert image_tokens(9000, 9000) <= 16384
+
+
+def test_percentiles_are_values_of_the_data() -> None:
+    from array import array
+
+    assert percentile(array("l", range(1, 101)), 0.95) == 95
+    assert percentile(array("l", [7]), 0.95) == 7
+    assert percentile(array("l"), 0.95) == 0
+
+
+def test_longest_problems_in_tokens_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from adora_vl.models.tiny.build import PRETRAINED
+
+    _dataset(tmp_path / "data", "Find the measure of a base angle.")
+    assert main(["inspect", str(tmp_path / "data"), "--text-only", "--model", str(PRETRAINED)]) == 0
+    shown = capsys.readouterr().out
+    assert f"tokens of {PRETRAINED}" in shown and not (tmp_path / "data.html").exists()
+    found = survey(tmp_path / "data", model=str(PRETRAINED)).splits["train"].longest
+    assert len(found) == 5 and 3 < found[0][0] < len("Find the measure of a base angle.")
+    assert main(["inspect", str(tmp_path / "data"), "--model", str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: model: ") and error.count("\n") == 1
+
+
+def test_a_row_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _dataset(tmp_path / "data", "Find \x1b[31mx\x1b]0;owned\x07\u202e.")
+    assert main(["inspect", str(tmp_path / "data"), "--text-only"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x07" not in shown and "\u202e" not in shown and "Find  [31mx" in shown
+
+
+class _Page(HTMLParser):
+    """Every tag with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+@pytest.fixture
+def attacked(tmp_path: Path) -> Path:
+    """A page of rows that attack in every text that they have."""
+    row = {"answer": ATTACK, "answer_raw": ATTACK, "choices": [ATTACK, "5"], "id": ATTACK, "source": ATTACK}
+    meta = dict.fromkeys(("solution", "slip"), "") | {"goal": ATTACK, "shapes": [ATTACK], "family": ATTACK}
+    _dataset(tmp_path / "data", ATTACK, **row, meta=meta)
+    assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "page.html")]) == 0
+    return tmp_path / "page.html"
+
+
+def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> None:
+    page = _Page(attacked.read_text())
+    known = "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol li dl dt dd pre"
+    assert {tag for tag, _ in page.tags} <= set(known.split())
+    for _, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        assert (attributes.get("src") or "data:image/").startswith("data:image/")
+        assert (attributes.get("href") or "#").startswith("#")
+    assert sum(tag == "article" for tag, _ in page.tags) == 6
+    assert not re.search(r"https?://(?!www\.w3\.org)", attacked.read_text())
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to render the page with")
+def test_nothing_runs_in_a_real_browser(attacked: Path, tmp_path: Path) -> None:
+    """A page that would run it says so in its title; without escaping and policy the same rows do exactly that."""
+    unsafe = tmp_path / "unsafe.html"
+    unsafe.write_text(f"<!doctype html><title>fine</title><p>{ATTACK}</p>")
+    assert "<title>owned</title>" in _rendered(unsafe, tmp_path)
+    rendered = _rendered(attacked, tmp_path)
+    assert "<title>data: 6 rows</title>" in rendered and "owned</title>" not in rendered
+    assert rendered.count("<article>") == 6 and "<script" not in rendered and "<iframe" not in rendered
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to render the page with")
+def test_the_policy_alone_stops_what_would_not_be_escaped(attacked: Path, tmp_path: Path) -> None:
+    forgotten = attacked.with_name("forgotten.html")
+    forgotten.write_text(attacked.read_text().replace("</h1>", f"</h1>{ATTACK}"))
+    assert "<title>data: 6 rows</title>" in _rendered(forgotten, tmp_path)
+
+
+def _rendered(path: Path, tmp_path: Path) -> str:
+    """The document after its scripts, if it had any, have run."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    return done.stdout
+
+
+def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
+    noise = {"bytes": encoded(Image.effect_noise((700, 700), 100).convert("RGB")), "path": None}
+    assert len(noise["bytes"]) > 400_000
+    rows = [{**row, "images": [noise], "problem": "x" * 100_000} for row in generate(60)]
+    write_split(rows, tmp_path / "data", "train")
+    pages = []
+    for _ in range(2):
+        assert main(["inspect", str(tmp_path / "data")]) == 0
+        pages.append((tmp_path / "data.html").read_bytes())
+    assert pages[0] == pages[1]
+    assert pages[0].count(b"<article>") == 48 and len(pages[0]) < 10_000_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "data.html"]
+
+
+def test_a_strangers_page_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _dataset(tmp_path / "data")
+    (tmp_path / "data.html").write_text("<h1>my thesis</h1>")
+    assert main(["inspect", str(tmp_path / "data")]) == 2
+    error = capsys.readouterr().err
+    assert "data.html' is not a page of ours" in error and error.count("\n") == 1
+    assert (tmp_path / "data.html").read_text() == "<h1>my thesis</h1>"
+    assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "no" / "folder.html")]) == 2
+
+
+def test_the_page_tells_what_was_left_out(tmp_path: Path) -> None:
+    for number in range(3):
+        problem_folder(tmp_path / "raw", number=number)
+    problem_folder(tmp_path / "raw", number=3, answer="Z")
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.5") == 0
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out.html").read_text()
+    assert "quarantined: 1 rows (letter_without_choice 1)" in page
+    assert page.count("<li class=right>5 \\sqrt { 3 }</li>") == 3 == len(list(stored_rows(tmp_path / "out", "train")))
