@@ -22,8 +22,8 @@ from data_prep.images import diagram_hash
 _GRID = 16
 _INK = 245  # grey levels below it are drawing, above it paper
 _STEP = 8  # grey levels between neighbouring patches that are more than noise of a recompression
-# Of 256 bits. The six real diagrams that were at hand, scaled by 0.5 to 2, as JPEG 50 and in 16 colours, moved by at
-# most 25; two different ones of them are at least 63 apart.
+# Of 256 bits. The six real diagrams that were at hand, scaled by 0.5 to 2, as JPEG 50 and in 16 colours, moved by
+# about 30 at most; two different ones of them are at least 63 apart.
 _NEAR_BITS = 32
 
 
