@@ -103,6 +103,16 @@ class AdoraGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL is untyped to my
     adora_freeze_vision_tower: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
     adora_freeze_projector: bool = field(default=False, metadata={"help": "Do not train the projector (merger)."})
     adora_freeze_language_model: bool = field(default=False, metadata={"help": "Do not train the language model."})
+    adora_eval: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with geometry3k, "
+            "mathvista or mmstar. Default: geometry3k on the held-out split of dataset_name."
+        },
+    )
+    adora_eval_limit: int | None = field(
+        default=None, metadata={"help": "Evaluate on the first so many problems of each; null: all."}
+    )
     adora_max_bad_steps: int = field(
         default=3, metadata={"help": "Stop after this many steps in a row whose gradients are not finite."}
     )

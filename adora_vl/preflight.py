@@ -34,11 +34,18 @@ def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig) -> None:
     """Keys that TRL knows and this command would take and then ignore or fail on late."""
     if model.load_in_4bit or model.load_in_8bit:
         raise UserError("load_in_4bit/load_in_8bit: quantised training is not supported; use LoRA on bfloat16 weights")
-    if config.eval_strategy != "no":
+    strategy = str(getattr(config.eval_strategy, "value", config.eval_strategy))
+    if strategy == "no":
+        return
+    if strategy != "steps":
+        raise UserError(f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no")
+    if not config.use_vllm or config.vllm_mode != "colocate" or config.vllm_tensor_parallel_size > 1:
         raise UserError(
-            f"eval_strategy: {str(config.eval_strategy.value)!r} is not supported yet; set it to 'no' and evaluate "
-            "checkpoints with `python -m eval.geometry3k`"
+            "eval_strategy: steps needs use_vllm: true, vllm_mode: colocate and vllm_tensor_parallel_size: 1; else set "
+            "it to no and evaluate checkpoints with `python -m eval.geometry3k`"
         )
+    if not config.eval_steps or config.eval_steps < 1 or config.eval_steps != int(config.eval_steps):
+        raise UserError(f"eval_steps: {config.eval_steps} must be a whole number of optimizer steps")
 
 
 def _check_rollouts(config: AdoraGRPOConfig, model_config: PretrainedConfig) -> None:

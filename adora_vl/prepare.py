@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from adora_vl.checkpoint.fingerprint import Fingerprint
     from adora_vl.checkpoint.resume import Start
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+    from adora_vl.evaluation import Schedule
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Run:
     plan: BatchPlan
     start: Start
     fingerprint: Fingerprint
+    schedule: Schedule | None  # of the evaluations on the way
 
 
 def prepare(arguments: Sequence[str]) -> Run:
@@ -40,6 +42,7 @@ def prepare(arguments: Sequence[str]) -> Run:
     prepare_engine_environment()
     from adora_vl.assets import resolve_model
     from adora_vl.cli import parse
+    from adora_vl.evaluation import take_schedule
     from adora_vl.models.load import load_config
     from adora_vl.preflight import check_run
     from adora_vl.rewards import reward_functions
@@ -58,10 +61,11 @@ def prepare(arguments: Sequence[str]) -> Run:
     folder = _folder(script, config)
     dataset = _load(script, folder)
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
+    schedule = take_schedule(config, folder)
     start, now = _choose_start(script, config, model, folder)
     if config.process_index == 0:
         print("\n".join([f"{len(dataset)} training problems; {plan.describe()}", *start.notes]), flush=True)
-    return Run(script, config, model, dataset, plan, start, now)
+    return Run(script, config, model, dataset, plan, start, now, schedule)
 
 
 def _folder(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> str:

@@ -43,6 +43,7 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
+    from adora_vl.evaluation import EvaluateOnTheWay
     from adora_vl.guards import SkipBadSteps
     from adora_vl.report.summary import print_summary
 
@@ -53,6 +54,8 @@ def train(arguments: Sequence[str]) -> int:
     bad_steps = SkipBadSteps(trainer, run.config.adora_max_bad_steps)
     for callback in (stop, bad_steps):
         trainer.add_callback(callback)
+    if run.schedule:
+        trainer.add_callback(EvaluateOnTheWay(trainer, run.schedule, run.script.adora_system_prompt))
     if run.start.checkpoint:
         trainer.restore_metrics(run.start.checkpoint)
     started = time.perf_counter()

@@ -92,42 +92,53 @@ def check_model(model: str) -> str:
 
 def build_engine(settings: EngineSettings) -> Engine:
     """Load the model into the engine that `settings` name. Raises `UserError` where the model cannot be loaded."""
-    return VLLMEngine(settings) if settings.engine == "vllm" else TransformersEngine(settings)
+    return VLLMEngine.start(settings) if settings.engine == "vllm" else TransformersEngine(settings)
 
 
 class VLLMEngine:
-    """vLLM in this process. Prompts go in as text with one placeholder an image: vLLM would expand more again."""
+    """vLLM in this process. Prompts go in as text with one placeholder an image: vLLM would expand more again.
 
-    def __init__(self, settings: EngineSettings) -> None:
+    `llm` is a `vllm.LLM`, made by `start` or lent by a trainer.
+    """
+
+    def __init__(self, chat: ChatProcessor, llm: Any, *, max_tokens: int, temperature: float, batch_size: int) -> None:
+        from vllm import SamplingParams
+
+        self.batch_size = batch_size
+        self._chat, self._llm, self._params = chat, llm, SamplingParams
+        self._sampling: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "logit_bias": dict.fromkeys(chat.banned_ids, -100.0),
+            "detokenize": False,  # decoded here, as for the other engine
+        }
+
+    @classmethod
+    def start(cls, settings: EngineSettings) -> VLLMEngine:
+        """Load the model into an engine of our own. Raises `UserError` where vLLM is not installed."""
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine: vllm is not installed; install it or use --engine transformers")
         from adora_vl.rollout.environment import prepare_engine_environment
 
         prepare_engine_environment()  # before the import: vLLM reads its environment there
         import torch
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
 
-        self.batch_size = settings.batch_size or 256
-        self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
-        self._llm: Any = LLM(
+        chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        llm = LLM(
             model=settings.model,
             revision=settings.revision,
-            dtype=cast("ModelDType", self._chat.dtype(settings.dtype)),
-            max_model_len=self._chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens),
+            dtype=cast("ModelDType", chat.dtype(settings.dtype)),
+            max_model_len=chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens),
             # On a CPU this is a share of the machine's memory, which others use too.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
             max_num_batched_tokens=4096,
-            limit_mm_per_prompt=None if self._chat.text_only else {"image": max(settings.max_images, 1), "video": 0},
-            mm_processor_kwargs=self._chat.pixel_limits or None,
+            limit_mm_per_prompt=None if chat.text_only else {"image": max(settings.max_images, 1), "video": 0},
+            mm_processor_kwargs=chat.pixel_limits or None,
             seed=settings.seed,
         )
-        self._sampling: dict[str, Any] = {
-            "max_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-            "logit_bias": dict.fromkeys(self._chat.banned_ids, -100.0),
-            "detokenize": False,  # decoded here, as for the other engine
-        }
-        self._params = SamplingParams
+        batch_size, temperature = settings.batch_size or 256, settings.temperature
+        return cls(chat, llm, max_tokens=settings.max_tokens, temperature=temperature, batch_size=batch_size)
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         prompts: list[dict[str, Any]] = []

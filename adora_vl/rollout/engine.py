@@ -143,6 +143,22 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self._engine_is_complete = True
         reset_caches(self.llm)
 
+    @contextmanager
+    def lent(self) -> Iterator[Any]:
+        """The colocated `vllm.LLM` with the policy's present weights, for as long as the block lasts; on all ranks.
+
+        The next rollouts are synced anew by TRL, as after every step.
+        """
+        self.sync_weights()
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        try:
+            yield self.llm
+        finally:
+            if self.enable_sleep_mode:
+                self.llm.sleep(level=2)
+                self._llm_weights_sleeping = True
+
     def _place_features(self, features: dict[str, Any] | None, prompt_ids: list[int]) -> dict[str, Any] | None:
         """Stock TRL moves a server's image features to the trainer's image tokens without comparing their numbers.
 

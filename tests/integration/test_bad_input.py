@@ -83,7 +83,22 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
         ),
         ([*BATCH, "--min_pixels", "9000", "--max_pixels", "800"], "min_pixels: 9000"),
         ([*BATCH, "--load_in_4bit", "true"], "quantised training is not supported"),
-        ([*BATCH, "--eval_strategy", "steps", "--eval_steps", "5"], "eval_strategy: 'steps' is not supported yet"),
+        ([*BATCH, "--eval_strategy", "steps", "--eval_steps", "5"], "eval_strategy: steps needs use_vllm: true"),
+        ([*BATCH, "--eval_strategy", "epoch"], "eval_strategy: 'epoch' is not supported"),
+        (
+            [
+                *BATCH,
+                "--use_vllm",
+                "true",
+                "--eval_strategy",
+                "steps",
+                "--eval_steps",
+                "2",
+                "--adora_eval",
+                "mathvist=x",
+            ],
+            "adora_eval: 'mathvist=x' is not BENCHMARK=DATA with one of geometry3k, mathvista, mmstar; did you mean",
+        ),
         ([*BATCH, "--resume_from_checkpoint", "true"], "resume_from_checkpoint: true, but"),
         ([*BATCH, "--resume_from_checkpoint", "/nowhere"], "'/nowhere' is no checkpoint folder"),
         (

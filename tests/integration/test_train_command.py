@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +14,7 @@ from safetensors import safe_open
 
 from adora_vl.models.tiny.build import PRETRAINED
 from data_prep.cli import main as data_prep
-from tests.integration.support import REPOSITORY, launch
+from tests.integration.support import REPOSITORY, launch, run
 
 pytestmark = pytest.mark.slow
 SMOKE = ["-m", "adora_vl.train", "--config", str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml")]
@@ -94,3 +95,23 @@ def test_two_zero3_processes_save_and_resume(tmp_path):
         shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         assert shapes == {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
         assert any(not torch.equal(saved.get_tensor(name), shipped.get_tensor(name)) for name in shapes)
+
+
+def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path):
+    """Same problems, same answers: the trainer's engine after the last step, and a fresh one on what was saved."""
+    data, out = tmp_path / "data", tmp_path / "out"
+    assert data_prep(["synthetic", "--output", str(data), "--rows", "64", "--test-rows", "100"]) == 0
+    done = launch(
+        "cpu", *SMOKE, *SMALL, "--dataset_name", str(data), "--output_dir", str(out), "--max_steps", "2",
+        "--learning_rate", "1e-3", "--eval_strategy", "steps", "--eval_steps", "1", "--eval_on_start", "true",
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if ": geometry3k " in line]
+    assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
+    words = ["run", "--model", str(out), "--data", str(data), "--output", str(tmp_path / "eval"), "--max-tokens", "40"]
+    run([sys.executable, "-m", "eval.geometry3k", *words])
+    score = json.loads((tmp_path / "eval" / "score.json").read_text())
+    assert score["total"] == 100
+    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    logged = [entry["eval_geometry3k_accuracy"] for entry in log if "eval_geometry3k_accuracy" in entry]
+    assert logged[-1] == pytest.approx(score["accuracy"])
+    assert logged[-1] != logged[0]

@@ -1,0 +1,118 @@
+"""The evaluators during training: every `eval_steps`, on the trainer's own engine, figures into the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import gather_object
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
+
+from adora_vl.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from adora_vl.config import AdoraGRPOConfig
+    from adora_vl.trainer import AdoraGRPOTrainer
+    from eval.command import Benchmark
+    from eval.runner import Problem
+
+BENCHMARKS = ("geometry3k", "mathvista", "mmstar")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One benchmark with its problems."""
+
+    benchmark: Benchmark
+    problems: list[Problem]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What to evaluate, every how many optimizer steps, and whether before the first too."""
+
+    tasks: list[Task]
+    every: int
+    at_start: bool
+
+
+def take_schedule(config: AdoraGRPOConfig, data: str) -> Schedule | None:
+    """The evaluations that `config` asks for, None for none; Geometry3K on the training data where it names no other.
+
+    They are then taken out of `config`: Transformers has its own way of evaluating, and would want a second dataset.
+    Raises `UserError`.
+    """
+    if config.eval_strategy == IntervalStrategy.NO:
+        return None
+    entries = config.adora_eval or [f"geometry3k={data}"]
+    tasks = [_load(entry, config.adora_eval_limit) for entry in entries]
+    schedule = Schedule(tasks, int(config.eval_steps), bool(config.eval_on_start))
+    config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
+    return schedule
+
+
+def _load(entry: str, limit: int | None) -> Task:
+    from eval.options import parse
+
+    name, sign, path = entry.partition("=")
+    if not sign or not path or name not in BENCHMARKS:
+        known = f"{', '.join(BENCHMARKS)}{nearest(name, BENCHMARKS)}"
+        raise UserError(f"adora_eval: {entry!r} is not BENCHMARK=DATA with one of {known}")
+    benchmark: Benchmark = import_module(f"eval.{name}.benchmark").BENCHMARK
+    words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
+    options = parse(words, name, benchmark.split, benchmark.add_data_options, benchmark.add_score_options)
+    problems, _ = benchmark.load(options)
+    if not problems:
+        raise UserError(f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}")
+    return Task(benchmark, problems[:limit])
+
+
+class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Each rank answers its share with its own engine; rank 0 scores and logs with the step's other figures.
+
+    Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one without.
+    """
+
+    def __init__(self, trainer: AdoraGRPOTrainer, schedule: Schedule, system_prompt: str | None) -> None:
+        self.trainer, self.schedule, self.system_prompt = trainer, schedule, system_prompt
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.schedule.at_start and state.global_step == 0:
+            self._evaluate(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.schedule.every == 0:
+            self._evaluate(state.global_step)
+
+    def _evaluate(self, step: int) -> None:
+        from eval.in_training import figures
+
+        accelerator = self.trainer.accelerator
+        with self.trainer.vllm_generation.lent() as llm:
+            answered = [self._answer(task, llm) for task in self.schedule.tasks]
+        for task, rows in zip(self.schedule.tasks, answered, strict=True):
+            everyone = gather_object(rows)
+            if accelerator.is_main_process:
+                self._log(task.benchmark.name, step, figures(task.benchmark, everyone), len(everyone))
+        accelerator.wait_for_everyone()
+
+    def _answer(self, task: Task, llm: Any) -> list[dict[str, Any]]:
+        from eval.chat import ChatProcessor
+        from eval.engines import VLLMEngine
+        from eval.in_training import answer_all
+
+        args, accelerator = self.trainer.args, self.trainer.accelerator
+        revision = dict(args.model_init_kwargs or {}).get("revision")
+        chat = ChatProcessor(self.trainer.model.name_or_path, args.min_pixels, args.max_pixels, revision)
+        engine = VLLMEngine(chat, llm, max_tokens=args.max_completion_length, temperature=0.0, batch_size=256)
+        share = task.problems[accelerator.process_index :: accelerator.num_processes]
+        return list(answer_all(share, engine.generate, system_prompt=self.system_prompt, batch_size=engine.batch_size))
+
+    def _log(self, name: str, step: int, values: dict[str, float], total: int) -> None:
+        # an entry of its own, as Transformers' evaluations have; TRL's log would average the training's figures so far
+        Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
+        low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
+        print(f"step {step}: {name} {middle:.1f} % (95 %: {low:.1f} to {high:.1f}) of {total} problems", flush=True)
