@@ -119,20 +119,22 @@ class VLLMEngine:
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine: vllm is not installed; install it or use --engine transformers")
         from adora_vl.rollout.environment import prepare_engine_environment
+        from adora_vl.rollout.sync import prefill_options
 
         prepare_engine_environment()  # before the import: vLLM reads its environment there
         import torch
         from vllm import LLM
 
         chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        longest = chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens)
         llm = LLM(
             model=settings.model,
             revision=settings.revision,
             dtype=cast("ModelDType", chat.dtype(settings.dtype)),
-            max_model_len=chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens),
+            max_model_len=longest,
             # On a CPU this is a share of the machine's memory, which others use too.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
-            max_num_batched_tokens=4096,
+            **prefill_options(longest, 4096),
             limit_mm_per_prompt=None if chat.text_only else {"image": max(settings.max_images, 1), "video": 0},
             mm_processor_kwargs=chat.pixel_limits or None,
             seed=settings.seed,

@@ -16,7 +16,7 @@ from adora_vl.errors import RolloutError
 from adora_vl.models.components import component_of, trainable_components
 from adora_vl.rollout.lora import can_merge, merged_parameters
 from adora_vl.rollout.seeds import rollout_seed, seeded
-from adora_vl.rollout.sync import push_weights, refuse_on_cpu, reset_caches, reset_server_encoder_cache
+from adora_vl.rollout.sync import prefill_options, push_weights, refuse_on_cpu, reset_caches, reset_server_encoder_cache
 from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
 
 
@@ -83,7 +83,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         from vllm import LLM
 
         kwargs["dtype"] = self.settings.dtype or str(self.model.dtype).removeprefix("torch.")
-        kwargs["max_num_batched_tokens"] = self.settings.max_num_batched_tokens
+        longest = kwargs.get("max_model_len") or self.model.config.get_text_config().max_position_embeddings
+        kwargs |= prefill_options(longest, self.settings.max_num_batched_tokens)
         kwargs["revision"] = self.settings.revision
         kwargs["logprobs_mode"] = self._logprobs_mode()
         if self.image_token_id is not None:

@@ -57,6 +57,17 @@ def engine_runs_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def prefill_options(max_model_len: int | None, budget: int) -> dict[str, Any]:
+    """`LLM` arguments for the tokens of a step. `budget`: what is wanted; on a CPU at least one whole prompt.
+
+    A request with a seed of its own whose prompt is cut in two makes the engine rewind a generator, which only CUDA's
+    can do ("CPU Generator does not use offset"). So on a CPU no prompt is cut.
+    """
+    if not engine_runs_on_cpu():
+        return {"max_num_batched_tokens": budget}
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(budget, max_model_len or 0)}
+
+
 def refuse_on_cpu(config: Any, sleep_mode: bool) -> None:
     """Raise `UserError` for what vLLM on a CPU cannot keep in sync. `config` is a Transformers model config."""
     if not engine_runs_on_cpu():

@@ -86,13 +86,14 @@ def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
 
 @pytest.mark.parametrize("cache", ["prefix", "encoder"])
 def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
-    words = [*LONG, "--sabotage", f"stale_{cache}_cache", "adora_max_drift=null", "max_steps=3"]
+    words = [*LONG, "--sabotage", f"stale_{cache}_cache", "adora_max_drift=null"]
     result = parity(tmp_path, "cpu", *words, check=False)
     if result["returncode"]:  # the CPU engine misses the features of a prefix that it has forgotten, and says so
         assert "Encoder cache miss" in result["stderr"]
     else:
+        assert result["moved"] > 0.1, "without an update, old results are right"
         assert result["gaps"][0] <= BOUND
-        assert result["gaps"][2] > 10 * BOUND
+        assert max(result["gaps"]) > 10 * BOUND
 
 
 def test_without_the_sync_the_gap_grows(tmp_path):
