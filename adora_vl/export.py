@@ -39,12 +39,17 @@ def export(run: Path, output: Path, *, adapter: bool = False) -> Path:
         if (source / ADAPTER).is_file() and not adapter:
             _merge(source, staged)
         elif list(source.glob("*.safetensors")):
-            _copy(source, staged, ("adapter_*.json", *_MODEL))
+            copy_model(source, staged)
         else:
             _gather(source, staged)
         _copy(source, staged, _PROCESSOR)
         staged.rename(output)
     return source
+
+
+def copy_model(checkpoint: Path, output: Path) -> None:
+    """The weights (or the adapter) and the processor of a checkpoint, without what only a resume needs."""
+    _copy(checkpoint, output, ("adapter_*.json", *_MODEL, *_PROCESSOR))
 
 
 def find_weights(run: Path) -> Path:

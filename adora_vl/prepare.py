@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.checkpoint.store import facts_of
 from adora_vl.errors import UserError
 from adora_vl.rollout.environment import prepare_engine_environment
 from adora_vl.versions import check_versions
@@ -34,6 +35,13 @@ class Run:
     start: Start
     fingerprint: Fingerprint
     schedule: Schedule | None  # of the evaluations on the way
+
+    @property
+    def finished(self) -> Path | None:
+        """The checkpoint of the last step, where the run is there already. `transformers` would take one step more."""
+        checkpoint = Path(self.start.checkpoint) if self.start.checkpoint else None
+        over = checkpoint is not None and 0 < self.config.max_steps <= facts_of(checkpoint)["step"]
+        return checkpoint if over else None
 
 
 def prepare(arguments: Sequence[str]) -> Run:

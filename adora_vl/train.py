@@ -44,10 +44,16 @@ def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
     from adora_vl.evaluation import EvaluateOnTheWay
+    from adora_vl.export import copy_model
     from adora_vl.guards import SkipBadSteps
     from adora_vl.report.summary import print_summary
 
     run = prepare(arguments)
+    if run.finished:
+        if run.config.process_index == 0:
+            copy_model(run.finished, Path(run.config.output_dir))
+            print(f"{run.finished} is the last step: nothing left to train; its model is in {run.config.output_dir}")
+        return 0
     trainer = build_trainer(run)
     trainer.run_facts = {"fingerprint": run.fingerprint}
     stop = StopOnSignal(run.plan.cycle_steps)

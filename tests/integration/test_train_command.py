@@ -95,6 +95,11 @@ def test_two_zero3_processes_save_and_resume(tmp_path):
         shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         assert shapes == {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
         assert any(not torch.equal(saved.get_tensor(name), shipped.get_tensor(name)) for name in shapes)
+    before = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").unlink()  # as if the run had been killed after its last checkpoint
+    done = launch("cpu_zero3", *words, "--max_steps", "3")
+    assert "checkpoint-3 is the last step: nothing left to train" in done.stdout
+    assert (out / "model.safetensors").read_bytes() == before
 
 
 def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path):
