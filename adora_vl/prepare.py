@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from adora_vl.evaluation import Schedule
 
 
+_held: list[Any] = []  # the lock on output_dir, until this process ends
+
+
 @dataclass(frozen=True)
 class Run:
     """A training command, read and checked."""
@@ -101,7 +104,7 @@ def _choose_start(
     from accelerate.utils import broadcast_object_list
 
     from adora_vl.checkpoint.fingerprint import fingerprint
-    from adora_vl.checkpoint.resume import choose_start
+    from adora_vl.checkpoint.resume import choose_start, hold
 
     found: list[Any] = [None, None, None]
     if config.process_index == 0:
@@ -109,7 +112,10 @@ def _choose_start(
         now = fingerprint(script, config, model, data=data, model=name, revision=revision, processes=config.world_size)
         output_dir, wanted = Path(config.output_dir), config.resume_from_checkpoint
         try:
+            if output_dir.is_dir():
+                _held.append(hold(output_dir))
             found = [choose_start(output_dir, wanted, config.overwrite_output_dir, now), now, None]
+            _held.append(hold(output_dir))
         except UserError as error:
             found[2] = str(error)
     if config.world_size > 1:

@@ -6,11 +6,29 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
 from adora_vl.checkpoint.store import checkpoints, clear_staging, facts_of, newest_valid, problem_of
 from adora_vl.errors import UserError
 
 _ANEW = "--overwrite_output_dir true starts anew (and deletes its checkpoints)"
+
+
+def hold(output_dir: Path) -> FileLock:
+    """A lock on `output_dir` for as long as this process lives: two runs in one folder would delete each other's work.
+
+    Raises `UserError` where another process has it.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output_dir / ".lock", is_singleton=True)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise UserError(
+            f"output_dir: another run is writing to {str(output_dir)!r}; wait for it, end it, or choose another folder"
+        ) from error
+    return lock
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import differences
-from adora_vl.checkpoint.resume import choose_start
+from adora_vl.checkpoint.resume import choose_start, hold
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import MANIFEST, MARK, STAGING, checkpoints, newest_valid, problem_of, publish, rotate
 from adora_vl.errors import UserError
@@ -93,6 +95,18 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
         assert choose_start(tmp_path, word, False, RUN).checkpoint == str(newest)
     with pytest.raises(UserError, match="false, but .* holds checkpoint-10"):
         choose_start(tmp_path, "false", False, RUN)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    code = "import sys, pathlib; from adora_vl.checkpoint.resume import hold; lock = hold(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", f"{code}; print('held', flush=True); input()", str(tmp_path)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match="another run is writing to"):
+        hold(tmp_path)
+    other.kill()
+    other.wait()
+    hold(tmp_path).release()  # the lock dies with its process, however that ended
 
 
 def test_differences_name_what_a_person_sets_first():
