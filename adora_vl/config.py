@@ -119,8 +119,8 @@ class AdoraGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL is untyped to my
     adora_seeded_rollouts: bool = field(
         default=True,
         metadata={
-            "help": "Sample each rollout from a seed of its own (run seed, step, row), so that a resumed run goes on "
-            "exactly. On a GPU vLLM samples a little slower with it."
+            "help": "Sample each rollout from a seed of its own (run seed, step, row), whatever was drawn before it. "
+            "On a GPU vLLM samples a little slower with it."
         },
     )
     overwrite_output_dir: bool = field(

@@ -200,8 +200,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @contextmanager
     def _seeded(self, rows: int) -> Iterator[None]:
-        """Inside, each rollout is sampled from a seed of its own. Stock TRL goes on from wherever the engine's random
-        state is, which no checkpoint holds.
+        """Inside, each rollout is sampled from a seed of its own. Stock TRL goes on from the random state of the
+        process: a checkpoint restores that too, but then a rollout depends on all that was drawn before it.
 
         With tensor parallelism the ranks of a group must ask for the same, so there the engine's own seed is kept.
         """
