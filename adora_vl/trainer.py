@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,19 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
 from adora_vl.advantage import is_constant, weigh_groups
-from adora_vl.checkpoint.sampler import EpochRepeatSampler
-from adora_vl.checkpoint.store import STAGING, facts_of, publish, rotate
+from adora_vl.checkpoint.trainer import CheckpointedGRPOTrainer
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.errors import RolloutError, RunError
+from adora_vl.errors import RolloutError
 from adora_vl.models.components import freeze
-from adora_vl.models.load import limit_pixels, load_processor, restore_weights
+from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.replaced import replaced
 from adora_vl.report.metrics import adora_metrics
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
-from adora_vl.rollout.engine import AdoraVLLMGeneration, EngineSettings, replaced
+from adora_vl.rollout.engine import AdoraVLLMGeneration, EngineSettings
 from adora_vl.rollout.tokens import PromptMismatchError, never_sampled_ids
 
 
@@ -40,7 +38,7 @@ def engine_dtype(args: AdoraGRPOConfig) -> str | None:
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
 
 
-class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
+class AdoraGRPOTrainer(CheckpointedGRPOTrainer):
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     def __init__(
@@ -71,8 +69,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs
             )
         freeze(self.model, args.frozen_components)
-        self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
-        self._saved_at: int | None = None  # the step of this run's newest checkpoint
         if not self.use_vllm:
             self._never_sample(never_sampled_ids(self._tokenizer))
 
@@ -196,25 +192,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         for name, column_B in columns_B.items():
             self._logs["extra"][name].extend(column_B[-count:].tolist())
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Stock TRL leaves this to Transformers 5.17, which loads by the names in the file. Qwen2.5-VL's modules have
-        other ones, and after a mere warning a resumed run would start from the weights of before the training.
-        """
-        folder = Path(resume_from_checkpoint)
-        model = self.model if model is None else model
-        if is_peft_model(model) or self._dist.is_fsdp or not list(folder.glob("*.safetensors")):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            restore_weights(model, folder)
-
     def log_figure(self, name: str, value: float) -> None:
         """One value of this step for the next log, which averages; the same on every rank."""
         self._metrics["train"][name].append(value)
-
-    def restore_metrics(self, checkpoint: str) -> None:
-        """The figures between the last log and this checkpoint, so that the next log averages what it would have."""
-        for name, values in facts_of(Path(checkpoint)).get("metrics", {}).items():
-            self._metrics["train"][name] = list(values)
 
     def _seed_rollouts(self) -> None:
         """Tell the engine where the run stands, in numbers that a resumed run arrives at too."""
@@ -222,38 +202,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             micro_step = self._step % self.args.gradient_accumulation_steps
             where = f"{'train' if self.model.training else 'eval'}/{self.state.global_step}/{micro_step}"
             self.vllm_generation.position = (self.args.seed, where)
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Stock TRL's sampler draws the epochs' orders one after the other; ours draws each from its number."""
-        sampler = super()._get_train_sampler(dataset)
-        return EpochRepeatSampler(
-            data_source=sampler.data_source,
-            mini_repeat_count=sampler.mini_repeat_count,
-            batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
-        )
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash can leave a half
-        one, or none; ours lets it write beside, seals the result, renames it, and then deletes.
-        """
-        output_dir, step = Path(self.args.output_dir), self.state.global_step
-        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        try:
-            with replaced(self, "_get_output_dir", lambda trial=None: str(output_dir / STAGING)):
-                super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.accelerator.is_main_process:
-                facts = {**self.run_facts, "step": step, "metrics": self._metrics["train"]}
-                publish(output_dir / STAGING / name, output_dir / name, facts)
-                rotate(output_dir, self.args.save_total_limit)
-        except Exception as error:  # torch and safetensors have their own for a full disk
-            shutil.rmtree(output_dir / STAGING / name, ignore_errors=True)
-            raise RunError(f"{name} could not be written ({error}); older checkpoints are as they were") from error
-        self.accelerator.wait_for_everyone()
-        self._saved_at = step
 
     def _check_drift(self, output: dict[str, Any]) -> None:
         """Stop, with a checkpoint, where engine and trainer disagree on the sampled tokens. All ranks stop together."""

@@ -14,6 +14,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.errors import RolloutError
 from adora_vl.models.components import component_of, trainable_components
+from adora_vl.replaced import replaced
 from adora_vl.rollout.lora import can_merge, merged_parameters
 from adora_vl.rollout.seeds import rollout_seed, seeded
 from adora_vl.rollout.sync import prefill_options, push_weights, refuse_on_cpu, reset_caches, reset_server_encoder_cache
@@ -39,17 +40,6 @@ def pixel_limits(processing_class: Any) -> dict[str, int] | None:
         return None
     size = dict(image_processor.size)
     return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside the block: the way past a call that TRL leaves no argument for."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
