@@ -16,11 +16,11 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
 from adora_vl.advantage import is_constant, weigh_groups
-from adora_vl.checkpoint.trainer import CheckpointedGRPOTrainer
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.errors import RolloutError
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.passes.trainer import OnceGRPOTrainer
 from adora_vl.replaced import replaced
 from adora_vl.report.metrics import adora_metrics
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
@@ -38,7 +38,7 @@ def engine_dtype(args: AdoraGRPOConfig) -> str | None:
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
 
 
-class AdoraGRPOTrainer(CheckpointedGRPOTrainer):
+class AdoraGRPOTrainer(OnceGRPOTrainer):
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     def __init__(
@@ -63,6 +63,7 @@ class AdoraGRPOTrainer(CheckpointedGRPOTrainer):
             dtype=engine_dtype(args),
             revision=revision,
             max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
+            keeps_images=not args.adora_cache_images,
         )
         with replaced(grpo_trainer, "VLLMGeneration", partial(AdoraVLLMGeneration, settings=settings)):
             super().__init__(
@@ -124,8 +125,10 @@ class AdoraGRPOTrainer(CheckpointedGRPOTrainer):
             row = inputs[error.row].get("id", f"#{error.row} of this rank's batch")
             raise RolloutError(f"row {row}: {error}") from error
         training = self.model.training
-        if training:
-            self._check_drift(output)
+        if training and "old_per_token_logps" in output and "sampling_per_token_logps" in output:
+            self._compare_with_engine(
+                output["old_per_token_logps"], output["sampling_per_token_logps"], output["completion_mask"]
+            )
         factors_B = self._weigh("train" if training else "eval")
         if training and not self._is_plain_grpo:
             local = slice(
@@ -203,13 +206,9 @@ class AdoraGRPOTrainer(CheckpointedGRPOTrainer):
             where = f"{'train' if self.model.training else 'eval'}/{self.state.global_step}/{micro_step}"
             self.vllm_generation.position = (self.args.seed, where)
 
-    def _check_drift(self, output: dict[str, Any]) -> None:
+    def _compare_with_engine(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> None:
         """Stop, with a checkpoint, where engine and trainer disagree on the sampled tokens. All ranks stop together."""
-        if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
-            return
-        sums_3 = drift_sums(
-            output["old_per_token_logps"], output["sampling_per_token_logps"], output["completion_mask"]
-        )
+        sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
         self._metrics["train"]["adora/drift"].append(drift.mean)
         bound = self.args.adora_max_drift

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 from adora_vl.errors import RolloutError
 from adora_vl.models.components import component_of, trainable_components
 from adora_vl.replaced import replaced
+from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.lora import can_merge, merged_parameters
-from adora_vl.rollout.seeds import rollout_seed, seeded
+from adora_vl.rollout.requests import asking_once
+from adora_vl.rollout.seeds import rollout_seed
 from adora_vl.rollout.sync import prefill_options, push_weights, refuse_on_cpu, reset_caches, reset_server_encoder_cache
 from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
 
@@ -28,6 +30,7 @@ class EngineSettings:
     dtype: str | None = None  # None: the policy's own
     revision: str | None = None  # TRL loads the policy at a revision, but the engine always at the newest
     max_num_batched_tokens: int = 4096
+    keeps_images: bool = True  # vLLM's own store of processed images
 
 
 def pixel_limits(processing_class: Any) -> dict[str, int] | None:
@@ -51,7 +54,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
         self.tensors_sent = 0  # by the last sync
+        self.bytes_sent = 0
         self.position: tuple[int, str] | None = None  # the run's seed and where it stands; None: the engine's own seed
+        self.image_cache: ImageCache | None = None  # where the engine's processor takes its images from
+        self.group_requests = True
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._bans_only = not generation_kwargs  # nothing of the user's changes what is sampled
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
@@ -80,6 +86,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if self.image_token_id is not None:
             kwargs["mm_processor_kwargs"] = pixel_limits(self.processing_class)
             kwargs["limit_mm_per_prompt"] = {"video": 0}  # else a video's worth of memory is set aside
+            if not self.settings.keeps_images:  # the trainer's cache has them already
+                kwargs["mm_processor_cache_gb"] = 0
         return LLM(**kwargs)
 
     def _logprobs_mode(self) -> str:
@@ -180,26 +188,41 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         Raises `PromptMismatchError` for the first row that differs.
         """
         image_token_id = self.image_token_id
-        if image_token_id is None or self.mode == "server":
+        if self.mode == "server":
             return tuple(super().generate(prompts, images, num_generations, profiler))
+        if image_token_id is None:
+            with self._asking_once(len(prompts), num_generations):
+                return tuple(super().generate(prompts, images, num_generations, profiler))
         collapsed = [collapse_image_runs(ids, image_token_id) for ids in prompts]
-        with self._seeded(len(prompts)):
+        with self._asking_once(len(prompts), num_generations), self._images_from_cache():
             prompt_ids, *rest = super().generate(collapsed, images, num_generations, profiler)
         check_prompts(prompts, prompt_ids, image_token_id)
         return (prompt_ids, *rest)
 
     @contextmanager
-    def _seeded(self, rows: int) -> Iterator[None]:
-        """Inside, each rollout is sampled from a seed of its own. Stock TRL goes on from the random state of the
-        process: a checkpoint restores that too, but then a rollout depends on all that was drawn before it.
+    def _asking_once(self, rows: int, num_generations: int) -> Iterator[None]:
+        """Inside, the rollouts of a prompt are one request, and each is sampled from a seed of its own. Stock TRL sends
+        a request a rollout, and goes on from the random state of the process: a checkpoint restores that too, but then
+        a rollout depends on all that was drawn before it.
 
-        With tensor parallelism the ranks of a group must ask for the same, so there the engine's own seed is kept.
+        With tensor parallelism the ranks of a group must ask for the same, so there it is asked as by stock TRL.
         """
-        if self.position is None or self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1:
             yield
             return
-        seed, where = self.position
         first = self.accelerator.process_index * rows
-        seeds = [rollout_seed(seed, where, first + row) for row in range(rows)]
-        with replaced(self.llm, "generate", seeded(self.llm.generate, seeds)):
+        places = [divmod(first + row, num_generations) for row in range(rows)]
+        seeds = None
+        if self.position is not None:
+            seeds = [rollout_seed(*self.position, group, member) for group, member in places]
+        groups = [group for group, _ in places]
+        generate = asking_once(self.llm.generate, groups, seeds, self.group_requests)
+        with replaced(self.llm, "generate", generate):
             yield
+
+    def _images_from_cache(self) -> Any:
+        """Inside, the engine's image processor asks the trainer's cache first."""
+        if self.image_cache is None or self.image_token_id is None:
+            return nullcontext()
+        processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
+        return replaced(processor, "preprocess", self.image_cache.preprocess(processor))

@@ -56,17 +56,31 @@ class Recorder(AdoraGRPOTrainer):
     """Keeps every batch, and how many tensors each sync sent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.batches: list[dict[str, Any]] = []
+        self.gaps: list[float] = []
+        self.first: dict[str, Any] = {}
         self.sent: list[int] = []
         super().__init__(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        self.batches.append(dict(output))
+        if not self.first:
+            self.first = {**output, "pixel_values": self.pixels(output["pixel_values"])}
+            self.logps_first = self.logps_now(self.first)
         self.last_advantages = output["advantages"]
         if self.use_vllm:
             self.sent.append(self.vllm_generation.tensors_sent)
         return output
+
+    def _compare_with_engine(self, logps_BC: torch.Tensor, sampling_BC: torch.Tensor, mask_BC: torch.Tensor) -> None:
+        self.gaps.append((logps_BC - sampling_BC).abs()[mask_BC.bool()].max().item())
+        super()._compare_with_engine(logps_BC, sampling_BC, mask_BC)
+
+    def pixels(self, references: torch.Tensor) -> torch.Tensor:
+        """What the references of this batch stand for, which they do until the next one is made."""
+        if references.is_floating_point():
+            return references
+        bank = self.banks.of(int(references[0, 0]))
+        return bank.pixels(bank.starts)[0][references[:, 0] - bank.first]
 
     def logps_now(self, batch: dict[str, Any]) -> torch.Tensor:
         with torch.no_grad():
@@ -78,11 +92,6 @@ class Recorder(AdoraGRPOTrainer):
                 **{k: batch[k] for k in ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")},
             )
         return logps
-
-
-def largest_gap(batch: dict[str, Any]) -> float:
-    gap = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()
-    return gap[batch["completion_mask"].bool()].max().item()
 
 
 def last_table(folder: str) -> dict[str, list[Any]]:
@@ -134,9 +143,10 @@ def main() -> None:
         for n, p in trainer.model.named_parameters()
         if n in vision and p.shape == vision[n].shape
     )
-    moved = (trainer.logps_now(trainer.batches[0]) - trainer.batches[0]["old_per_token_logps"]).abs()
-    moved = moved[trainer.batches[0]["completion_mask"].bool()].max()
-    gaps = torch.tensor([largest_gap(batch) for batch in trainer.batches])
+    moved = (
+        (trainer.logps_now(trainer.first) - trainer.logps_first).abs()[trainer.first["completion_mask"].bool()].max()
+    )
+    gaps = torch.tensor(trainer.gaps)
     gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
     moved = trainer.accelerator.gather(moved[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()

@@ -5,6 +5,7 @@ and where a correction is taken out, that is noticed.
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from adora_vl.advantage import adora_weights
 from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.options.speed import SpeedOptions
 from tests.integration.support import launch
 
 pytestmark = pytest.mark.slow
@@ -33,8 +35,12 @@ def assert_parity(result: dict[str, Any]) -> None:
     assert result["moved"] > 0.1, "the updates were too small to prove anything"
 
 
-def test_one_process(tmp_path):
-    result = parity(tmp_path, "cpu", "per_device_train_batch_size=16")
+STOCK_WORK = [f"{field.name}=false" for field in fields(SpeedOptions) if field.type == "bool"]
+
+
+@pytest.mark.parametrize("words", [[], STOCK_WORK], ids=["all at once", "stock's work"])
+def test_one_process(tmp_path, words):
+    result = parity(tmp_path, "cpu", "per_device_train_batch_size=16", *words)
     assert_parity(result)
     assert result["vision_moved"] > 0, "the vision tower was not trained"
     assert result["sent"] == [sum(result["tensors"].values())] * 6

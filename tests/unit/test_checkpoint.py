@@ -170,7 +170,12 @@ def test_an_epoch_has_its_own_order_however_the_run_came_there():
 
 def test_every_rollout_has_its_own_seed_and_the_same_one_again():
     where = [
-        (run, f"train/{step}/{micro}", row) for run in (0, 1) for step in (0, 1) for micro in (0, 1) for row in (0, 9)
+        (run, f"train/{step}/{micro}", group, member)
+        for run in (0, 1)
+        for step in (0, 1)
+        for micro in (0, 1)
+        for group in (0, 9)
+        for member in (0, 7)
     ]
     seeds = [rollout_seed(*each) for each in where]
     assert len(set(seeds)) == len(where) and all(0 <= seed < 2**63 for seed in seeds)

@@ -14,7 +14,12 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import RepeatSampler, get_config_model_id
+from trl.trainer.utils import (
+    RepeatSampler,
+    get_config_model_id,
+    split_pixel_values_by_grid,
+    unsplit_pixel_values_by_grid,
+)
 
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.environment import prepare_engine_environment
@@ -29,6 +34,31 @@ SIGNATURES = {
     GRPOTrainer._get_output_dir: ["self", "trial"],
     GRPOTrainer._load_from_checkpoint: ["self", "resume_from_checkpoint", "model"],
     GRPOTrainer._get_train_sampler: ["self", "dataset"],
+    GRPOTrainer.get_train_dataloader: ["self"],
+    GRPOTrainer._prepare_inputs: ["self", "generation_batch"],
+    GRPOTrainer._compute_loss: ["self", "model", "inputs"],
+    GRPOTrainer._get_per_token_logps_and_entropies: [
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+        "pixel_values",
+        "image_grid_thw",
+        "num_images",
+        "pixel_attention_mask",
+        "spatial_shapes",
+        "num_tiles",
+        "image_sizes",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "image_position_ids",
+    ],
+    split_pixel_values_by_grid: ["batch"],
+    unsplit_pixel_values_by_grid: ["batch"],
     RepeatSampler.__init__: [
         "self",
         "data_source",
@@ -116,6 +146,13 @@ def test_trl_still_has_the_attributes_that_we_read():
         "_metrics",
         "_logs",
         "_dist",
+        "_buffered_inputs",
+        "_entropy_bonus_enabled",
+        "aux_loss_enabled",
+        "vllm_importance_sampling_correction",
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_clip_max",
     ):
         assert f"self.{name} = " in trainer, name
     generation = inspect.getsource(vllm_generation)
@@ -125,6 +162,25 @@ def test_trl_still_has_the_attributes_that_we_read():
     assert "self.session = " in client and "self.base_url = " in client
     assert {"gather_params", "is_fsdp", "is_zero3"} <= set(dir(DistributedBackend))
     assert list(inspect.signature(get_config_model_id).parameters) == ["config"]
+
+
+def test_trl_still_reads_the_ratio_after_the_policys_pass():
+    """We put it into the micro-batch during that pass; and a micro-batch is used as it lies in the buffer."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    formed = source.index("self._get_per_token_logps_and_entropies(")
+    read = source.index('per_token_loss * inputs["importance_sampling_ratio"]')
+    assert formed < read and "inputs = " not in source
+    buffered = "self._buffered_inputs[self._step % self.args.steps_per_generation]"
+    assert buffered in inspect.getsource(GRPOTrainer._prepare_inputs)
+
+
+def test_the_model_takes_a_mask_and_labels_of_our_own():
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+    from trl.trainer.utils import add_fused_lm_head
+
+    assert "labels = shift_labels" in inspect.getsource(add_fused_lm_head)
+    assert "self.get_image_features(pixel_values, image_grid_thw" in inspect.getsource(Qwen2_5_VLModel.forward)
+    assert {"mm_token_type_ids", "image_grid_thw"} <= set(inspect.signature(Qwen2_5_VLModel.get_rope_index).parameters)
 
 
 def test_peft_merges_as_we_do():

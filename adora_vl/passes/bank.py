@@ -1,0 +1,68 @@
+"""The distinct images of a generation batch, held once; the batch's rows hold references to their patches.
+
+A reference takes the place of a patch in `pixel_values`: an integer tensor of shape (R, 1), the patch's number in the
+bank. So everything that TRL does with `pixel_values` (splitting by grid, shuffling, slicing) works on it unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from adora_vl.rollout.image_cache import ProcessedImage
+
+
+class ImageBank:
+    """Patches of distinct images. `first`: the number of its first patch; no two banks share numbers."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.end = first
+        self._starts: dict[str, int] = {}
+        self._images: dict[int, tuple[Tensor, Tensor]] = {}  # start -> (patches, grid)
+        self.frozen_features: dict[int, Tensor] = {}  # start -> features, where no weight changes them
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def references(self, image: ProcessedImage, normalize: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+        """(R, 1) numbers of the patches of `image`, which is taken in, normalised and on `device`, the first time."""
+        if image.key not in self._starts:
+            self._starts[image.key] = self.end
+            self._images[self.end] = (normalize(image.patches_RD).to(device), image.grid_3)
+            self.end += len(image.patches_RD)
+        start = self._starts[image.key]
+        return torch.arange(start, start + len(image.patches_RD))[:, None]
+
+    def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:
+        """Patches (R, D) and grids (N, 3) of the images that start there."""
+        patches, grids = zip(*(self._images[start] for start in starts), strict=True)
+        return torch.cat(patches), torch.stack(grids)
+
+    @property
+    def starts(self) -> list[int]:
+        return list(self._images)
+
+
+class Banks:
+    """The banks whose references may still be in use: one of the training batch, one of the evaluation batch."""
+
+    def __init__(self) -> None:
+        self._banks: dict[str, ImageBank] = {}
+        self._next = 0
+
+    def new(self, mode: str) -> ImageBank:
+        """An empty bank that takes the place of the one before."""
+        if mode in self._banks:
+            self._next = max(self._next, self._banks[mode].end)
+        self._banks[mode] = ImageBank(max([self._next, *(bank.end for bank in self._banks.values())]))
+        return self._banks[mode]
+
+    def of(self, reference: int) -> ImageBank:
+        """The bank that holds this patch."""
+        for bank in self._banks.values():
+            if bank.first <= reference < bank.end:
+                return bank
+        raise AssertionError(f"patch {reference} is in no bank that is still held")

@@ -1,0 +1,178 @@
+"""The policy's pass over packed groups (`adora_vl.passes.prefix`), checked once against the pass over separate rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adora_vl.passes.prefix import Packed, groups_of, pack, packing_pays, prompt_positions
+
+Result = tuple[Tensor, Tensor | None, Tensor | None]
+# Attention implementations that take a mask of our own.
+MASKABLE = ("sdpa", "eager")
+
+
+def bound_of(dtype: torch.dtype) -> float:
+    """How far packed and separate log-probabilities may be apart on average, in nats: rounding in the model's dtype."""
+    return 1e-5 if dtype == torch.float32 else 0.05
+
+
+def packable(config: Any) -> bool:
+    """Whether the model takes our mask and every layer attends to everything."""
+    text = config.get_text_config()
+    full = all(kind == "full_attention" for kind in getattr(text, "layer_types", None) or ["full_attention"])
+    known = config.model_type in ("qwen2_5_vl", "qwen2_vl", "qwen2")
+    return known and full and text._attn_implementation in MASKABLE
+
+
+class PackedPass:
+    """Log-probabilities of a batch with every group packed into one sequence."""
+
+    def __init__(self) -> None:
+        self.refused = ""  # why not, once that is known
+        self.passes = 0
+        self._checked = False
+
+    def __call__(
+        self,
+        trainer: Any,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion: int,
+        batch_size: int | None,
+        compute_entropy: bool,
+        inputs: dict[str, Any],
+        separate: Callable[[], Result],
+    ) -> Result | None:
+        """As TRL's `_get_per_token_logps_and_entropies`; None where separate rows are less work or the only way."""
+        plain = trainer.accelerator.unwrap_model(model)
+        config = plain.config
+        if not packable(config):
+            self.refused = f"attention {config.get_text_config()._attn_implementation} of {config.model_type}"
+            return None
+        pixels = inputs.get("pixel_values")
+        if pixels is not None and pixels.is_floating_point():  # nothing tells whether two images are the same
+            return None
+        images = _images_of_rows(inputs, len(input_ids))
+        step = batch_size or len(input_ids)
+        chunks = [range(start, min(start + step, len(input_ids))) for start in range(0, len(input_ids), step)]
+        groups = [_grouped(chunk, input_ids, attention_mask, completion, images) for chunk in chunks]
+        pays = all(_pays(part, attention_mask, completion, config) for part in groups)
+
+        def packed() -> Result:
+            parts = [
+                self._pass(trainer, model, plain, part, input_ids, attention_mask, completion, images, inputs)
+                for part in groups
+            ]
+            logps = torch.cat([logps for logps, _ in parts])
+            return logps, torch.cat([entropy for _, entropy in parts]) if compute_entropy else None, None
+
+        if not self._checked:
+            self._check(trainer, packed if pays else separate, separate, attention_mask[:, -completion:], pays)
+        if not pays or self.refused:
+            return None
+        self.passes += 1
+        return packed()
+
+    def _check(
+        self, trainer: Any, packed: Callable[[], Result], separate: Callable[[], Result], mask_BC: Tensor, pays: bool
+    ) -> None:
+        """Once, on every rank: where the two passes disagree, go on with separate rows and say so."""
+        accelerator = trainer.accelerator
+        if not accelerator.gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
+            return  # nowhere to be used yet
+        self._checked = True
+        with torch.no_grad():
+            gap = (packed()[0] - separate()[0]).abs() * mask_BC
+        mean = gap.sum() / mask_BC.sum().clamp(min=1)
+        worst = float(accelerator.gather(mean.reshape(1)).max())
+        bound = bound_of(next(trainer.model.parameters()).dtype)
+        if not worst <= bound:
+            self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
+            warnings.warn(f"adora_share_prompt is off from here: {self.refused}", stacklevel=2)
+
+    def _pass(
+        self,
+        trainer: Any,
+        model: Any,
+        plain: Any,
+        groups: list[list[int]],
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion: int,
+        images: list[tuple[Tensor, Tensor] | None],
+        inputs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        rows = [row for group in groups for row in group]
+        first = [group[0] for group in groups]
+        prompt = input_ids.size(1) - completion
+        held = [images[row] for row in first]
+        grids = torch.cat([pair[1] for pair in held if pair is not None]) if any(held) else None
+        types = inputs.get("mm_token_type_ids")
+        positions = prompt_positions(
+            plain,
+            input_ids[first, :prompt],
+            attention_mask[first, :prompt],
+            types[first, :prompt] if types is not None else None,
+            grids,
+        )
+        own = [[row - rows[0] for row in group] for group in groups]
+        packed = pack(input_ids[rows], attention_mask[rows], completion, own, positions)
+        given: dict[str, Any] = {"input_ids": packed.ids_NS, "position_ids": packed.positions}
+        given["attention_mask"] = _in_form(packed, plain)
+        if grids is not None:
+            given["pixel_values"] = torch.cat([pair[0] for pair in held if pair is not None])
+            given["image_grid_thw"] = grids
+        with trainer.accelerator.autocast():
+            outputs = model(**given, shift_labels=packed.labels_NS, fused_lm_head=True)
+        return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy)
+
+
+def _in_form(packed: Packed, plain: Any) -> Tensor:
+    """The mask as the attention implementation wants it."""
+    if plain.config.get_text_config()._attn_implementation == "sdpa":
+        return packed.mask_N1SS
+    dtype = plain.dtype
+    return torch.zeros((), dtype=dtype).masked_fill(~packed.mask_N1SS, torch.finfo(dtype).min)
+
+
+def _images_of_rows(inputs: dict[str, Any], rows: int) -> list[tuple[Tensor, Tensor] | None]:
+    """References and grids of each row's images."""
+    references, grids, counts = (inputs.get(name) for name in ("pixel_values", "image_grid_thw", "num_images"))
+    if references is None or grids is None or counts is None:
+        return [None] * rows
+    by_row = torch.split(grids, counts)
+    sizes = [int(grid.prod(dim=-1).sum()) for grid in by_row]
+    return list(zip(torch.split(references, sizes), by_row, strict=True))
+
+
+def _grouped(
+    chunk: range, input_ids: Tensor, attention_mask: Tensor, completion: int, images: list[Any]
+) -> list[list[int]]:
+    rows, prompt = list(chunk), input_ids.size(1) - completion
+    shown = [_starts(images[row]) for row in rows]
+    groups = groups_of(input_ids[rows, :prompt], attention_mask[rows, :prompt], shown)
+    return [[rows[row] for row in group] for group in groups]
+
+
+def _starts(held: tuple[Tensor, Tensor] | None) -> list[int]:
+    """The first reference of each image of a row, which tells them apart."""
+    if held is None:
+        return []
+    patches = held[1].prod(dim=-1)
+    firsts: list[int] = held[0][patches.cumsum(0) - patches, 0].tolist()
+    return firsts
+
+
+def _pays(groups: list[list[int]], attention_mask: Tensor, completion: int, config: Any) -> bool:
+    prompts = attention_mask[[group[0] for group in groups], :-completion].sum(dim=1).tolist()
+    lengths = attention_mask[:, -completion:].sum(dim=1).tolist()
+    text = config.get_text_config()
+    return packing_pays(
+        prompts, [[lengths[row] for row in group] for group in groups], text.hidden_size, text.intermediate_size
+    )

@@ -1,0 +1,209 @@
+"""TRL's trainer with a step that does nothing twice. Overrides only; the work is in this package's other files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+from adora_vl.checkpoint.trainer import CheckpointedGRPOTrainer
+from adora_vl.passes.bank import Banks
+from adora_vl.passes.batches import (
+    MEAN_OVER_ROWS,
+    REGROUPABLE,
+    by_length,
+    chosen_units,
+    dealt,
+    live_units,
+    take_rows,
+    unit_size,
+    without_padding,
+)
+from adora_vl.passes.importance import importance_ratio
+from adora_vl.passes.packed import PackedPass, Result
+from adora_vl.passes.processor import StepProcessor
+from adora_vl.passes.vision import SharedVision
+from adora_vl.replaced import replaced
+from adora_vl.rollout.image_cache import ImageCache, can_cache
+from adora_vl.rollout.rows import DistinctRows
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether two passes over the same tokens differ."""
+    config = getattr(model, "config", None)
+    attention = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
+    return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+
+
+class OnceGRPOTrainer(CheckpointedGRPOTrainer):
+    """As `trl.GRPOTrainer`; each image, prompt and pass is worked on once. The keys are in `options/speed.py`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing but the arguments of `trl.GRPOTrainer`."""
+        super().__init__(*args, **kwargs)
+        self._buffered_inputs: list[dict[str, Any]] | None
+        self.image_cache: ImageCache | None = None
+        self.banks = Banks()
+        self.vision = SharedVision(self.banks)
+        self.packed_pass = PackedPass()
+        self._unfinished: dict[str, Any] | None = None  # a micro-batch whose importance ratio is still to be formed
+        takes_references = self.vision.install(self.model)
+        if self.ref_model is not None:
+            takes_references = self.vision.install(self.ref_model) and takes_references
+        if takes_references and can_cache(getattr(self.processing_class, "image_processor", None)):
+            self.image_cache = ImageCache(self.args.adora_image_cache_mb * 2**20)
+
+    @property
+    def _is_on_policy(self) -> bool:
+        """Whether the policy of the old log-probabilities is the one that is differentiated, at every micro-batch."""
+        cycle = self.args.steps_per_generation * self.num_iterations
+        return self.args.gradient_accumulation_steps % cycle == 0 and not has_dropout(self.model)
+
+    def get_train_dataloader(self) -> Any:
+        """Stock TRL reads and decodes every copy of a row; ours reads a row of a batch once."""
+        if not self.args.adora_cache_images or not hasattr(self.train_dataset, "__len__"):
+            return super().get_train_dataloader()
+        with replaced(self, "train_dataset", DistinctRows(self.train_dataset)):
+            return super().get_train_dataloader()
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Stock TRL processes the image of every copy twice, and beside vLLM always makes a pass for the old
+        log-probabilities.
+        """
+        training = self.model.training
+        self.vision.share = self.args.adora_share_vision
+        with ExitStack() as stack:
+            cache = self.image_cache if self.args.adora_cache_images else None
+            if cache is not None and any(row.get("images") for row in inputs):
+                bank = self.banks.new("train" if training else "eval")
+                processor = StepProcessor(self.processing_class, cache, bank, self.accelerator.device)
+                stack.enter_context(replaced(self, "processing_class", processor))
+            if self.use_vllm:
+                self.vllm_generation.image_cache = cache
+                self.vllm_generation.group_requests = self.args.adora_group_requests
+            if training and self.args.adora_skip_old_pass and self._is_on_policy:
+                stack.enter_context(replaced(self, "vllm_importance_sampling_correction", False))
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        return output
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """Stock TRL shuffles the rows of a generation and cuts them into micro-batches, padded to the generation's
+        longest; ours keeps groups together, leaves out those without signal, and cuts padding off.
+        """
+        wanted = self.args.adora_share_vision or self.args.adora_share_prompt or self.args.adora_skip_zero_signal
+        wanted = wanted or self.args.adora_less_padding
+        if not self.model.training or not wanted or self.loss_type not in REGROUPABLE:
+            prepared: dict[str, Any] = super()._prepare_inputs(generation_batch)
+            return prepared
+        steps = self.args.steps_per_generation
+        if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
+            self._buffered_inputs = self._micro_batches(self._generate_and_score_completions(generation_batch))
+        buffered: dict[str, Any] = self._buffered_inputs[self._step % steps]
+        return buffered
+
+    def _micro_batches(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
+        """The generation batch as `steps_per_generation` micro-batches of whole units, as many on every rank."""
+        rows, steps = self.args.per_device_train_batch_size, self.args.steps_per_generation
+        unit = unit_size(rows, self.num_generations)
+        live = live_units(batch["advantages"], unit)
+        if not self._can_skip:
+            live = [True] * len(live)
+        wanted = self.accelerator.gather(torch.tensor([sum(live)], device=self.accelerator.device)).max().item()
+        units = chosen_units(live, max(int(wanted), steps))
+        self._metrics["train"]["adora/skipped_groups"].append(1 - len(units) / len(live))
+        one_step = self.args.gradient_accumulation_steps % (steps * self.num_iterations) == 0
+        if one_step and self.args.adora_less_padding:
+            lengths_B = batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)
+            units = by_length(units, lengths_B, unit)
+        elif not one_step:  # each optimizer step should see groups of all kinds
+            units = [units[place] for place in torch.randperm(len(units)).tolist()]
+        split = split_pixel_values_by_grid(batch)
+        micro_batches = []
+        for part in dealt(units, steps):
+            micro = take_rows(split, [unit * number + row for number in part for row in range(unit)])
+            micro = unsplit_pixel_values_by_grid(micro)
+            micro = without_padding(micro) if self.args.adora_less_padding else micro
+            micro_batches.append({**micro, "share_of_rows": len(part) * unit / rows})
+        return micro_batches
+
+    @property
+    def _can_skip(self) -> bool:
+        """Whether a row without advantage adds nothing to the loss."""
+        extra = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        return bool(self.args.adora_skip_zero_signal and not extra)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Stock TRL takes a mean over the rows of the micro-batch, and a ratio to the engine from a pass before; ours
+        weighs a micro-batch by its rows, and forms the ratio in the policy's own pass.
+        """
+        inputs = dict(inputs)
+        share = inputs.pop("share_of_rows", 1.0)
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        if corrected and "importance_sampling_ratio" not in inputs and "sampling_per_token_logps" in inputs:
+            self._unfinished = inputs
+        loss: Tensor = super()._compute_loss(model, inputs)
+        self._unfinished = None
+        return loss * share if share != 1.0 and self.loss_type in MEAN_OVER_ROWS else loss
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **inputs: Any,
+    ) -> Result:
+        """Stock TRL runs the prompt with every rollout; ours once a group where that is less work."""
+
+        tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
+        separate: Callable[[], Result] = partial(
+            super()._get_per_token_logps_and_entropies, model, *tokens, compute_entropy, compute_aux_loss, **inputs
+        )
+        result = None
+        if self.args.adora_share_prompt and not compute_aux_loss and not self.packed_pass.refused:
+            result = self.packed_pass(self, model, *tokens, compute_entropy, inputs, separate)
+        result = result if result is not None else separate()
+        if self._unfinished is not None:
+            self._form_ratio(self._unfinished, result[0].detach())
+            self._unfinished = None
+        return result
+
+    def _form_ratio(self, inputs: dict[str, Any], logps_BC: Tensor) -> None:
+        """What stock TRL computes after its old pass, with its metrics' names."""
+        mask_BC = inputs["completion_mask"]
+        mask_BC = mask_BC * inputs["tool_mask"] if "tool_mask" in inputs else mask_BC
+        sampling_BC = inputs["sampling_per_token_logps"]
+        ratio = importance_ratio(
+            logps_BC,
+            sampling_BC,
+            mask_BC,
+            mode=self.vllm_importance_sampling_mode,
+            clip_min=self.vllm_importance_sampling_clip_min,
+            clip_max=self.vllm_importance_sampling_clip_max,
+        )
+        inputs["importance_sampling_ratio"] = ratio
+        self._compare_with_engine(logps_BC, sampling_BC, mask_BC)
+        seen = ratio.flatten() if ratio.size(1) == 1 else ratio[mask_BC.bool()]
+        gap = (logps_BC - sampling_BC).abs()[mask_BC.bool()]
+        gap = gap[~gap.isnan()]
+        figures: list[tuple[str, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+            ("sampling/sampling_logp_difference/mean", gap, torch.mean, torch.nanmean),
+            ("sampling/sampling_logp_difference/max", gap, torch.amax, torch.amax),
+            ("sampling/importance_sampling_ratio/min", seen, torch.amin, torch.amin),
+            ("sampling/importance_sampling_ratio/mean", seen, torch.mean, torch.nanmean),
+            ("sampling/importance_sampling_ratio/max", seen, torch.amax, torch.amax),
+        ]
+        for name, values, here, everywhere in figures:
+            own = here(values) if values.numel() else torch.zeros((), device=logps_BC.device)
+            self._metrics["train"][name].append(everywhere(self.accelerator.gather(own.reshape(1))).item())
+
+    def _compare_with_engine(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> None:
+        """Called with what policy and engine give the sampled tokens, on every rank, before they are learned from."""

@@ -1,0 +1,76 @@
+"""One vision pass a distinct image: the model's own features, expanded to the copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adora_vl.passes.bank import Banks, ImageBank
+
+
+def vision_model(model: nn.Module) -> Any | None:
+    """The submodule with the vision tower (`visual`) under whatever wraps it; None where there is none."""
+    for module in model.modules():
+        if "visual" in module._modules and hasattr(module, "get_image_features") and hasattr(module, "get_rope_index"):
+            return module
+    return None
+
+
+class SharedVision:
+    """Takes references (`adora_vl.passes.bank`) for pixels. `seen` counts the images that went through the tower."""
+
+    def __init__(self, banks: Banks) -> None:
+        self.banks = banks
+        self.share = True
+        self.seen = 0
+
+    def install(self, model: nn.Module) -> bool:
+        """Take references in `model` from now on. False where it has no vision tower of a known kind.
+
+        The model's method stays as it is for pixels, so generation and everything else go on.
+        """
+        inner = vision_model(model)
+        if inner is None:
+            return False
+        original = inner.get_image_features
+
+        def get_image_features(pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
+            if pixel_values.is_floating_point() or image_grid_thw is None:
+                self.seen += 0 if image_grid_thw is None else len(image_grid_thw)
+                return original(pixel_values, image_grid_thw, **kwargs)
+            return self._features(inner, original, pixel_values, image_grid_thw, kwargs)
+
+        inner.get_image_features = get_image_features
+        return True
+
+    def _features(self, inner: Any, original: Any, references: Tensor, grids: Tensor, kwargs: dict[str, Any]) -> Any:
+        rows = grids.prod(dim=-1)
+        first = torch.cat([rows.new_zeros(1), rows.cumsum(0)[:-1]])
+        starts = references[first.to(references.device), 0].tolist()
+        bank = self.banks.of(starts[0])
+        if not self.share:
+            return self._pass(bank, starts, original, references.device, kwargs)
+        distinct = list(dict.fromkeys(starts))
+        if not any(parameter.requires_grad for parameter in inner.visual.parameters()):
+            return self._frozen(bank, starts, original, references.device, kwargs)
+        output = self._pass(bank, distinct, original, references.device, kwargs)
+        place = {start: position for position, start in enumerate(distinct)}
+        output.pooler_output = tuple(output.pooler_output[place[start]] for start in starts)
+        return output
+
+    def _pass(self, bank: ImageBank, starts: list[int], original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+        pixels, grids = bank.pixels(starts)
+        self.seen += len(starts)
+        return original(pixels, grids.to(device), **kwargs)
+
+    def _frozen(self, bank: ImageBank, starts: list[int], original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+        """All images of the bank at the first need, so that every rank makes the same passes; then from memory."""
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        if not bank.frozen_features:
+            with torch.no_grad():
+                output = self._pass(bank, bank.starts, original, device, kwargs)
+            bank.frozen_features = dict(zip(bank.starts, output.pooler_output, strict=True))
+        return BaseModelOutputWithPooling(pooler_output=tuple(bank.frozen_features[start] for start in starts))

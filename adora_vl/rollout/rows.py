@@ -1,0 +1,48 @@
+"""Rows of a batch that are the same problem, read and decoded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from PIL import Image
+from torch.utils.data import Dataset
+
+
+class KeptImage(Image.Image):
+    """A decoded image that is never copied: TRL deep-copies the prompts of a batch, and nothing here draws on one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptImage:
+        return self
+
+
+def kept(image: Any) -> Any:
+    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
+    if isinstance(image, Image.Image):
+        image.load()
+        image.__class__ = KeptImage
+    return image
+
+
+class DistinctRows(Dataset[dict[str, Any]]):
+    """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its images."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """What torch's loader calls with the indices of a whole batch."""
+        read = {index: self._read(index) for index in dict.fromkeys(indices)}
+        return [dict(read[index]) for index in indices]
+
+    def _read(self, index: int) -> dict[str, Any]:
+        row = dict(self._rows[index])
+        if row.get("images"):
+            row["images"] = [kept(image) for image in row["images"]]
+        return row

@@ -1,0 +1,202 @@
+"""The same rollouts with each way to save work, in one run: writes losses and every gradient's distance from stock's.
+
+Usage: accelerate launch ... speed_run.py --output FILE.json [--sabotage NAME] [key=value ...]
+The policy stands still (learning rate 0), the problems and the rollouts' seeds come again at every step, and only the
+switches differ: the first step has all of them off, which is stock TRL's way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from adora_vl.rollout.environment import prepare_engine_environment
+
+prepare_engine_environment()
+
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+from adora_vl.config import AdoraGRPOConfig  # noqa: E402
+from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
+from adora_vl.passes import packed as packed_module  # noqa: E402
+from adora_vl.passes import trainer as trainer_module  # noqa: E402
+from adora_vl.prompts import conversation  # noqa: E402
+from adora_vl.rewards import reward_function  # noqa: E402
+from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
+from data_prep.schema import FEATURES  # noqa: E402
+from data_prep.synthetic.generate import generate  # noqa: E402
+
+SWITCHES = [
+    "adora_cache_images",
+    "adora_group_requests",
+    "adora_share_vision",
+    "adora_share_prompt",
+    "adora_skip_old_pass",
+    "adora_skip_zero_signal",
+    "adora_less_padding",
+]
+# What each step has on. Sharing vision and prompts needs the references that the image cache gives.
+STEPS: dict[str, list[str]] = {
+    "off": [],
+    "off again": [],
+    "cache": ["adora_cache_images"],
+    "requests": ["adora_cache_images", "adora_group_requests"],
+    "vision": ["adora_cache_images", "adora_share_vision"],
+    "prompt": ["adora_cache_images", "adora_share_prompt"],
+    "old pass": ["adora_skip_old_pass"],
+    "zero signal": ["adora_skip_zero_signal"],
+    "padding": ["adora_less_padding"],
+    "all": SWITCHES,
+}
+
+
+class SameAgain(AdoraGRPOTrainer):
+    """Every step samples what the first one did."""
+
+    def _seed_rollouts(self) -> None:
+        self.vllm_generation.position = (self.args.seed, "again")
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        processed, seen = self.image_cache.processed, self.vision.seen
+        output = super()._generate_and_score_completions(inputs)
+        self.work.append({"processed": self.image_cache.processed - processed, "seen": seen})
+        self.sampled.append(output["completion_ids"].tolist())
+        return output
+
+
+class Switches(TrainerCallback):
+    """Sets what the step that begins has on."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        on = list(STEPS.values())[state.global_step]
+        for name in SWITCHES:
+            setattr(args, name, name in on)
+
+
+class Gradients(TrainerCallback):
+    """Copies every gradient before each optimizer step; a sharded model's are not there to be copied."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
+    """Of each step the largest relative distance of any parameter's gradient from the first step's."""
+    scale = max(tensor.norm() for tensor in gradients[0].values())
+    result = []
+    for step in gradients:
+        assert step.keys() == gradients[0].keys()
+        apart = {
+            n: float((step[n] - g).norm() / torch.maximum(g.norm(), 1e-4 * scale)) for n, g in gradients[0].items()
+        }
+        result.append(max(apart.values()))
+    return result
+
+
+def reward_without_signal(ids: set[str]) -> Any:
+    """The preset, but every rollout of these problems gets 0.1, as if boxed and wrong."""
+    preset = reward_function("adora")
+
+    def reward(completions: list[Any], id: list[str], **columns: Any) -> list[float]:
+        graded = preset(completions=completions, id=id, **columns)
+        return [0.1 if own in ids else value for own, value in zip(id, graded, strict=True)]
+
+    return reward
+
+
+def sabotage(name: str) -> None:
+    if name == "positions":  # every rollout one place further on
+        original = packed_module.pack
+
+        def shifted(*args: Any) -> Any:
+            packed = original(*args)
+            return dataclasses.replace(packed, positions=packed.positions + (packed.labels_NS != -100))
+
+        packed_module.pack = shifted
+    elif name == "rows":
+        trainer_module.MEAN_OVER_ROWS = frozenset()
+    elif name:
+        raise SystemExit(f"unknown sabotage {name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--sabotage", default="")
+    parser.add_argument("settings", nargs="*")
+    options = parser.parse_intermixed_args()
+    own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
+    settings: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.25,
+        "vllm_max_model_length": 512,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 8,
+        "loss_type": "grpo",
+        "max_completion_length": 24,
+        "max_steps": len(STEPS),
+        "learning_rate": 0.0,
+        "weight_decay": 0.0,
+        "shuffle_dataset": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 3,
+        **own,
+    }
+    args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
+    groups = args.generation_batch_size // args.num_generations
+    rows = list(generate(groups, seed=5))
+    dataset = Dataset.from_list(rows, features=FEATURES)
+    dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
+    gradients = Gradients()
+    trainer = SameAgain(
+        model=str(PRETRAINED),
+        reward_funcs=reward_without_signal({row["id"] for row in rows[: len(rows) // 2]}),
+        args=args,
+        train_dataset=dataset,
+        callbacks=[Switches(), gradients],
+    )
+    trainer.work, trainer.sampled = [], []
+    sabotage(options.sabotage)
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        result = {
+            "steps": list(STEPS),
+            "losses": [entry["loss"] for entry in log],
+            "norms": [entry["grad_norm"] for entry in log],
+            "skipped": [entry.get("adora/skipped_groups") for entry in log],
+            "drift": [entry["adora/drift"] for entry in log],
+            "work": trainer.work,
+            "seen_in_step": [b - a for a, b in pairwise([*(w["seen"] for w in trainer.work), trainer.vision.seen])],
+            "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],
+            "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
+            "packed": trainer.packed_pass.passes,
+            "refused": trainer.packed_pass.refused,
+        }
+        options.output.write_text(json.dumps(result))
+    trainer.accelerator.wait_for_everyone()
+    trainer.close()
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Images read, decoded and processed once give what the processor gives, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from adora_vl.models.load import load_processor
+from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.passes.bank import ImageBank
+from adora_vl.passes.processor import StepProcessor
+from adora_vl.prompts import conversation_with_images
+from adora_vl.replaced import replaced
+from adora_vl.rollout.image_cache import ImageCache
+from adora_vl.rollout.requests import Request, asking_once, plan_requests
+from adora_vl.rollout.rows import DistinctRows
+
+
+def picture(seed: int, size: tuple[int, int] = (70, 45), mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return load_processor(str(PRETRAINED))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"min_pixels": 28 * 28, "max_pixels": 84 * 84},
+        {"do_rescale": False, "do_normalize": False},  # what vLLM asks for
+        {"do_normalize": False},
+    ],
+)
+def test_the_cached_output_is_the_processors(processor, arguments):
+    images = [picture(1), picture(2, (120, 90)), picture(3, mode="L"), picture(1)]
+    ours = ImageCache(2**20)
+    expected = processor.image_processor(images=images, return_tensors="pt", **arguments)
+    for _ in range(2):
+        with replaced(processor.image_processor, "preprocess", ours.preprocess(processor.image_processor)):
+            actual = processor.image_processor(images=images, return_tensors="pt", **arguments)
+        assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
+        assert actual["pixel_values"].dtype == expected["pixel_values"].dtype
+        assert torch.equal(actual["pixel_values"], expected["pixel_values"])
+    assert ours.processed == 3, "one of the four was there twice, and the second round asked for nothing new"
+    assert "preprocess" not in vars(processor.image_processor)
+
+
+def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor):
+    cache = ImageCache(40_000)
+    cached = cache.preprocess(processor.image_processor)
+    for seed in range(6):
+        cached([picture(seed)])
+        assert cache.bytes_held <= 40_000 or seed == 0
+    assert cache.processed == 6
+    cached([picture(5)])
+    assert cache.processed == 6
+    cached([picture(0)])
+    cached([picture(5)], min_pixels=56 * 56, max_pixels=56 * 56)
+    assert cache.processed == 8
+
+
+def test_a_step_processes_a_prompt_and_an_image_once_and_refers_to_them(processor):
+    shared, other = picture(1), picture(2)
+    prompts = [conversation_with_images(text, 1) for text in ("a", "a", "b b", "a")]
+    images = [[shared], [shared], [shared], [other]]
+    for prompt, (image,) in zip(prompts, images, strict=True):
+        prompt[-1]["content"][0]["image"] = image
+    texts = [processor.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    cache, bank = ImageCache(2**20), ImageBank(100)
+    step = StepProcessor(processor, cache, bank, torch.device("cpu"))
+
+    keywords = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    assert (
+        step.apply_chat_template(conversation=prompts, **keywords)["input_ids"]
+        == processor.apply_chat_template(conversation=prompts, **keywords)["input_ids"]
+    )
+    ours = step(images=images, text=texts, padding=True, return_tensors="pt")
+    stock = processor(images=images, text=texts, padding=True, return_tensors="pt")
+    assert cache.processed == len(bank) == 2
+    patches, _ = bank.pixels(bank.starts)
+    assert torch.equal(patches[ours["pixel_values"][:, 0] - 100], stock["pixel_values"])
+    for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
+        assert torch.equal(ours[name], stock[name]), name
+    assert step.image_processor is processor.image_processor
+
+
+def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_never_copied():
+    reads: list[int] = []
+
+    class Rows:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            reads.append(index)
+            return {"id": index, "images": [picture(index)]}
+
+    rows = DistinctRows(Rows()).__getitems__([2, 2, 0, 2])
+    assert reads == [2, 0] and [row["id"] for row in rows] == [2, 2, 0, 2]
+    assert rows[0]["images"][0] is rows[3]["images"][0]
+    rows[0]["note"] = "own"
+    assert "note" not in rows[1], "what is written into one row is not in its copies"
+    copied = copy.deepcopy(rows)
+    assert copied[0]["images"][0] is rows[0]["images"][0]
+    assert rows[0]["images"][0].tobytes() == picture(2).tobytes()
+    assert isinstance(rows[0]["images"][0].resize((4, 4)), Image.Image)
+
+
+@dataclass
+class Parameters:
+    n: int = 1
+    seed: int | None = None
+
+    def clone(self) -> Parameters:
+        return copy.copy(self)
+
+
+@dataclass
+class Rollout:
+    index: int
+    text: str
+
+
+@dataclass
+class Output:
+    outputs: list[Rollout] = field(default_factory=list)
+
+
+def test_a_group_is_one_request_with_seeds_that_count_up():
+    image, other = picture(1), picture(1)
+    rows = [{"prompt_token_ids": [1, 2], "multi_modal_data": {"image": image}} for _ in range(4)]
+    rows.append({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": other}})
+    assert plan_requests(rows, [0, 0, 1, 1, 1], True) == [Request(0, 2), Request(2, 2), Request(4, 1)]
+    assert len(plan_requests(rows, [0, 0, 1, 1, 1], False)) == 5
+
+    def generate(prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Output]:
+        # the rollouts of a request come in any order, and their seeds count up from its own
+        return [Output([Rollout(i, f"seed {p.seed + i}") for i in reversed(range(p.n))]) for p in sampling_params]
+
+    seeds = [10, 11, 50, 51, 52]
+    for together in (True, False):
+        asked = asking_once(generate, [0, 0, 1, 1, 1], seeds, together)
+        outputs = asked(rows, sampling_params=Parameters(), use_tqdm=False)
+        assert [[rollout.text for rollout in output.outputs] for output in outputs] == [[f"seed {s}"] for s in seeds]

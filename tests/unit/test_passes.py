@@ -1,0 +1,171 @@
+"""What the training step computes once: pure functions on rows, groups and log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adora_vl.passes.bank import Banks
+from adora_vl.passes.batches import by_length, chosen_units, dealt, live_units, take_rows, unit_size, without_padding
+from adora_vl.passes.importance import importance_ratio
+from adora_vl.passes.prefix import groups_of, pack, packing_pays
+from adora_vl.passes.processor import distinct_rows
+from adora_vl.rollout.image_cache import ProcessedImage
+
+
+def test_distinct_rows_keep_their_order():
+    assert distinct_rows(["b", "a", "b", "c", "a"]) == ([0, 1, 3], [0, 1, 0, 2, 1])
+
+
+@pytest.mark.parametrize(("rows", "generations", "unit"), [(128, 8, 8), (8, 8, 8), (4, 8, 4), (12, 8, 4), (6, 4, 2)])
+def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
+    assert unit_size(rows, generations) == unit
+
+
+def test_units_without_any_advantage_are_dead():
+    assert live_units(torch.tensor([0.0, 0, 1, -1, 0, 0]), 2) == [False, True, False]
+    assert live_units(torch.tensor([[0.0, 0], [0, 2]]), 1) == [False, True]
+
+
+def test_dead_units_fill_up_what_other_ranks_have_alive():
+    live = [True, False, False, True, False]
+    assert chosen_units(live, 0) == [0, 3]
+    assert chosen_units(live, 4) == [0, 1, 2, 3]
+    assert chosen_units([False] * 3, 1) == [0]
+
+
+@given(st.integers(1, 8), st.integers(0, 30))
+def test_units_are_dealt_evenly_and_none_is_lost(micro_batches, more):
+    units = list(range(micro_batches + more))
+    parts = dealt(units, micro_batches)
+    assert [unit for part in parts for unit in part] == units
+    sizes = {len(part) for part in parts}
+    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+
+
+def test_units_go_by_their_longest_row():
+    assert by_length([0, 1, 2], torch.tensor([1, 9, 5, 5, 2, 2]), 2) == [0, 1, 2]
+    assert by_length([0, 2], torch.tensor([1, 1, 5, 5, 2, 2]), 2) == [2, 0]
+
+
+def batch():
+    prompt = torch.tensor([[0, 0, 7, 8], [0, 5, 6, 7], [0, 0, 0, 9]])
+    completion = torch.tensor([[1, 2, 0, 0], [1, 0, 0, 0], [1, 2, 3, 4]])
+    return {
+        "prompt_ids": prompt,
+        "prompt_mask": (prompt > 0).long(),
+        "completion_ids": completion,
+        "completion_mask": (completion > 0).long(),
+        "mm_token_type_ids": torch.arange(24).view(3, 8),
+        "sampling_per_token_logps": -completion.float(),
+        "advantages": torch.tensor([1.0, -1, 0]),
+        "pixel_values": torch.arange(8)[:, None],
+        "num_images": [1, 1, 1],
+        "num_items_in_batch": torch.tensor(7),
+    }
+
+
+def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
+    cut = without_padding({**take_rows(batch(), [1, 0]), "pixel_values": torch.arange(8)[:, None]})
+    assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
+    assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
+    assert cut["mm_token_type_ids"].tolist() == [[9, 10, 11, 12, 13], [1, 2, 3, 4, 5]]
+    assert cut["sampling_per_token_logps"].shape == (2, 2)
+    assert cut["advantages"].tolist() == [-1, 1] and cut["num_images"] == [1, 1] and cut["num_items_in_batch"] == 7
+    assert len(cut["pixel_values"]) == 8
+    whole = batch()
+    assert without_padding(whole)["completion_ids"].shape == (3, 4)
+
+
+def test_a_batch_of_empty_completions_keeps_a_column():
+    empty = batch()
+    empty["completion_mask"] = torch.zeros_like(empty["completion_mask"])
+    assert without_padding(empty)["completion_ids"].shape == (3, 1)
+
+
+RATIOS = {
+    "token_truncate": [[2.0, 0.5, 1.0], [1.0, 0.25, 1.0]],
+    "token_mask": [[0.0, 0.5, 1.0], [1.0, 0.25, 1.0]],
+    "sequence_truncate": [[2.0], [0.25]],
+    "sequence_mask": [[0.0], [0.25]],
+}
+
+
+@pytest.mark.parametrize("mode", RATIOS)
+def test_the_importance_ratio_by_hand(mode):
+    """Row 0 is 8, 0.5, (masked): its product is 4. Row 1 is (no score), 0.25, 1."""
+    log = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))
+    sampling = torch.tensor([[0.0, 0, 0], [math.nan, 0, 0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    ratio = importance_ratio(log, sampling, mask, mode=mode, clip_min=None, clip_max=2.0)
+    assert torch.allclose(ratio, torch.tensor(RATIOS[mode]))
+
+
+def test_neighbours_with_the_same_prompt_and_images_are_a_group():
+    ids = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 3], [1, 2]])
+    assert groups_of(ids, torch.ones_like(ids), ["a", "a", "b", "b", "a"]) == [[0, 1], [2], [3], [4]]
+
+
+def test_a_packed_group_by_hand():
+    """Prompt 5 6 7 (left-padded), rollouts `1 2` and `3`; the copies of 7 predict the first tokens."""
+    ids = torch.tensor([[0, 5, 6, 7, 1, 2], [0, 5, 6, 7, 3, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0]])
+    positions = torch.tensor([[[0, 0, 4, 5]]] * 3)  # as after an image
+    packed = pack(ids, mask, 2, [[0, 1]], positions)
+    assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 7]]
+    assert packed.labels_NS.tolist() == [[-100, -100, 1, 2, 3]]
+    assert packed.positions[0].tolist() == [[0, 4, 5, 6, 5]]
+    assert packed.mask_N1SS[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+    assert packed.unpacked(torch.tensor([[9.0, 9, 0.1, 0.2, 0.3]])).tolist() == pytest.approx(
+        [pytest.approx([0.1, 0.2]), pytest.approx([0.3, 0.0])]
+    )
+
+
+def test_padding_of_a_packed_batch_is_seen_by_no_one_else():
+    ids = torch.tensor([[5, 6, 1], [5, 6, 2], [4, 6, 1]])
+    packed = pack(ids, torch.ones_like(ids), 1, [[0, 1], [2]], torch.arange(2).expand(2, 2))
+    assert packed.ids_NS.tolist() == [[5, 6, 6], [4, 6, 0]]
+    assert packed.mask_N1SS[1, 0, 2, 2], "a row of the mask that allows nothing is NaN"
+    assert not packed.mask_N1SS[1, 0, :2, 2].any()
+
+
+def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
+    ids = torch.tensor([[5, 6, 1, 1], [5, 6, 2, 2]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    packed = pack(ids, mask, 2, [[0, 1]], torch.arange(2).expand(1, 2))
+    assert packed.ids_NS.tolist() == [[5, 6, 2]]
+    assert packed.unpacked(torch.tensor([[9.0, 0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
+
+
+def test_packing_pays_for_long_prompts_and_not_for_many_long_rollouts():
+    assert packing_pays([400], [[23] * 8], 2048, 11008)
+    assert packing_pays([500], [[512] * 8], 2048, 11008)
+    assert not packing_pays([20], [[4000] * 16], 2048, 11008)
+
+
+def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():
+    def image(key: str) -> ProcessedImage:
+        return ProcessedImage(key, torch.zeros(4, 3, dtype=torch.uint8), torch.tensor([1, 2, 2]))
+
+    banks, cpu = Banks(), torch.device("cpu")
+    train = banks.new("train")
+    first = train.references(image("a"), torch.Tensor.float, cpu)
+    assert first.tolist() == [[0], [1], [2], [3]]
+    assert train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist() and len(train) == 1
+    evaluation = banks.new("eval")
+    assert evaluation.references(image("b"), torch.Tensor.float, cpu)[0].item() == 4
+    assert banks.of(2) is train and banks.of(5) is evaluation
+    again = banks.new("train")
+    assert again.references(image("c"), torch.Tensor.float, cpu)[0].item() == 8
+    with pytest.raises(AssertionError, match="no bank"):
+        banks.of(2)
