@@ -204,6 +204,7 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
         if self.use_vllm and self.args.adora_seeded_rollouts:
             micro_step = self._step % self.args.gradient_accumulation_steps
             where = f"{'train' if self.model.training else 'eval'}/{self.state.global_step}/{micro_step}"
+            where += f"/{self._attempt}" if self._attempt else ""
             self.vllm_generation.position = (self.args.seed, where)
 
     def _compare_with_engine(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> None:

@@ -34,6 +34,13 @@ class SpeedOptions:
     adora_skip_zero_signal: bool = field(
         default=True, metadata={"help": "Leave groups out of the policy step whose advantages are all zero."}
     )
+    adora_dynamic_sampling: int = field(
+        default=0,
+        metadata={
+            "help": "DAPO's dynamic sampling: sample up to this many further batches a generation, to replace groups "
+            "whose advantages are all zero."
+        },
+    )
     adora_less_padding: bool = field(
         default=True, metadata={"help": "Micro-batches of like length, without columns of padding."}
     )

@@ -23,6 +23,7 @@ class ImageBank:
         self._starts: dict[str, int] = {}
         self._images: dict[int, tuple[Tensor, Tensor]] = {}  # start -> (patches, grid)
         self.frozen_features: dict[int, Tensor] = {}  # start -> features, where no weight changes them
+        self.features_due = True  # new images may have come since they were made
 
     def __len__(self) -> int:
         return len(self._images)
@@ -59,6 +60,11 @@ class Banks:
             self._next = max(self._next, self._banks[mode].end)
         self._banks[mode] = ImageBank(max([self._next, *(bank.end for bank in self._banks.values())]))
         return self._banks[mode]
+
+    def more(self) -> ImageBank:
+        """The training batch's, to be added to."""
+        self._banks["train"].features_due = True
+        return self._banks["train"]
 
     def of(self, reference: int) -> ImageBank:
         """The bank that holds this patch."""

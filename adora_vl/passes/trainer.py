@@ -27,6 +27,7 @@ from adora_vl.passes.batches import (
 from adora_vl.passes.importance import importance_ratio
 from adora_vl.passes.packed import PackedPass, Result
 from adora_vl.passes.processor import StepProcessor
+from adora_vl.passes.refill import exchanges, further_rows, refilled
 from adora_vl.passes.vision import SharedVision
 from adora_vl.replaced import replaced
 from adora_vl.rollout.image_cache import ImageCache, can_cache
@@ -51,6 +52,7 @@ class OnceGRPOTrainer(CheckpointedGRPOTrainer):
         self.banks = Banks()
         self.vision = SharedVision(self.banks)
         self.packed_pass = PackedPass()
+        self._attempt = 0  # which further batch of this generation is being sampled
         self._unfinished: dict[str, Any] | None = None  # a micro-batch whose importance ratio is still to be formed
         takes_references = self.vision.install(self.model)
         if self.ref_model is not None:
@@ -80,7 +82,7 @@ class OnceGRPOTrainer(CheckpointedGRPOTrainer):
         with ExitStack() as stack:
             cache = self.image_cache if self.args.adora_cache_images else None
             if cache is not None and any(row.get("images") for row in inputs):
-                bank = self.banks.new("train" if training else "eval")
+                bank = self.banks.more() if self._attempt else self.banks.new("train" if training else "eval")
                 processor = StepProcessor(self.processing_class, cache, bank, self.accelerator.device)
                 stack.enter_context(replaced(self, "processing_class", processor))
             if self.use_vllm:
@@ -96,15 +98,47 @@ class OnceGRPOTrainer(CheckpointedGRPOTrainer):
         longest; ours keeps groups together, leaves out those without signal, and cuts padding off.
         """
         wanted = self.args.adora_share_vision or self.args.adora_share_prompt or self.args.adora_skip_zero_signal
-        wanted = wanted or self.args.adora_less_padding
+        wanted = wanted or self.args.adora_less_padding or self.args.adora_dynamic_sampling > 0
         if not self.model.training or not wanted or self.loss_type not in REGROUPABLE:
             prepared: dict[str, Any] = super()._prepare_inputs(generation_batch)
             return prepared
         steps = self.args.steps_per_generation
         if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
-            self._buffered_inputs = self._micro_batches(self._generate_and_score_completions(generation_batch))
+            batch = self._generate_and_score_completions(generation_batch)
+            if self.args.adora_dynamic_sampling:
+                batch = self._refill(batch)
+            self._buffered_inputs = self._micro_batches(batch)
         buffered: dict[str, Any] = self._buffered_inputs[self._step % steps]
         return buffered
+
+    def _refill(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Replace groups without signal by groups of further problems, on every rank as often as any rank needs."""
+        size, device, steps = self.num_generations, self.accelerator.device, self.args.gradient_accumulation_steps
+        count = len(batch["prompt_ids"]) // size
+        live, replaced_groups = live_units(batch["advantages"], size), 0
+        rows = DistinctRows(self.train_dataset)
+        for attempt in range(1, self.args.adora_dynamic_sampling + 1):
+            dead = self.accelerator.gather(torch.tensor([live.count(False)], device=device))
+            if not dead.any():
+                break
+            step, rank = f"{self.state.global_step}/{self._step % steps}", self.accelerator.process_index
+            drawn = further_rows(len(rows), count, f"{self.args.seed}/{step}/{attempt}/{rank}")
+            self._attempt = attempt
+            try:
+                further = self._generate_and_score_completions(
+                    rows.__getitems__([row for row in drawn for _ in range(size)])
+                )
+            finally:
+                self._attempt = 0
+            pairs = exchanges(live, live_units(further["advantages"], size))
+            batch = refilled(batch, further, pairs, size, self._tokenizer.pad_token_id)
+            live = live_units(batch["advantages"], size)
+            replaced_groups += len(pairs)
+            self._metrics["train"]["adora/further_batches"].append(1.0)
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        batch["num_items_in_batch"] = self.accelerator.gather(mask.sum()).sum()
+        self._metrics["train"]["adora/refilled_groups"].append(replaced_groups / len(live))
+        return batch
 
     def _micro_batches(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         """The generation batch as `steps_per_generation` micro-batches of whole units, as many on every rank."""

@@ -66,11 +66,15 @@ class SharedVision:
         return original(pixels, grids.to(device), **kwargs)
 
     def _frozen(self, bank: ImageBank, starts: list[int], original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
-        """All images of the bank at the first need, so that every rank makes the same passes; then from memory."""
+        """All images of the bank at the first need, then from memory. Where a rank has nothing new it looks at one
+        image again: sharded weights are gathered by all ranks at the same passes or by none.
+        """
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        if not bank.frozen_features:
+        if bank.features_due:
+            new = [start for start in bank.starts if start not in bank.frozen_features] or bank.starts[:1]
             with torch.no_grad():
-                output = self._pass(bank, bank.starts, original, device, kwargs)
-            bank.frozen_features = dict(zip(bank.starts, output.pooler_output, strict=True))
+                output = self._pass(bank, new, original, device, kwargs)
+            bank.frozen_features |= dict(zip(new, output.pooler_output, strict=True))
+            bank.features_due = False
         return BaseModelOutputWithPooling(pooler_output=tuple(bank.frozen_features[start] for start in starts))

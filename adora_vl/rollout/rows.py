@@ -29,6 +29,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
+        self.share = True  # false: a read for every copy, as stock TRL does
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -38,6 +39,8 @@ class DistinctRows(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """What torch's loader calls with the indices of a whole batch."""
+        if not self.share:
+            return [dict(self._rows[index]) for index in indices]
         read = {index: self._read(index) for index in dict.fromkeys(indices)}
         return [dict(read[index]) for index in indices]
 

@@ -54,6 +54,7 @@ STEPS: dict[str, list[str]] = {
     "zero signal": ["adora_skip_zero_signal"],
     "padding": ["adora_less_padding"],
     "all": SWITCHES,
+    "refill": SWITCHES,  # with a further batch in the place of what has no signal
 }
 
 
@@ -66,6 +67,8 @@ class SameAgain(AdoraGRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         processed, seen = self.image_cache.processed, self.vision.seen
         output = super()._generate_and_score_completions(inputs)
+        if self._attempt:
+            return output
         self.work.append({"processed": self.image_cache.processed - processed, "seen": seen})
         self.sampled.append(output["completion_ids"].tolist())
         return output
@@ -78,6 +81,7 @@ class Switches(TrainerCallback):
         on = list(STEPS.values())[state.global_step]
         for name in SWITCHES:
             setattr(args, name, name in on)
+        args.adora_dynamic_sampling = int(list(STEPS)[state.global_step] == "refill")
 
 
 class Gradients(TrainerCallback):
@@ -114,8 +118,9 @@ def reward_without_signal(ids: set[str]) -> Any:
     return reward
 
 
-def sabotage(name: str) -> None:
-    if name == "positions":  # every rollout one place further on
+def sabotage(names: str) -> None:
+    """Break parts, comma-separated, to see that the tests notice."""
+    if "positions" in names:  # every rollout one place further on
         original = packed_module.pack
 
         def shifted(*args: Any) -> Any:
@@ -123,10 +128,8 @@ def sabotage(name: str) -> None:
             return dataclasses.replace(packed, positions=packed.positions + (packed.labels_NS != -100))
 
         packed_module.pack = shifted
-    elif name == "rows":
+    if "rows" in names:  # micro-batches weigh alike however many rows they have
         trainer_module.MEAN_OVER_ROWS = frozenset()
-    elif name:
-        raise SystemExit(f"unknown sabotage {name}")
 
 
 def main() -> None:
@@ -188,6 +191,7 @@ def main() -> None:
             "work": trainer.work,
             "seen_in_step": [b - a for a, b in pairwise([*(w["seen"] for w in trainer.work), trainer.vision.seen])],
             "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],
+            "refilled": log[-1]["adora/refilled_groups"],
             "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
             "packed": trainer.packed_pass.passes,
             "refused": trainer.packed_pass.refused,

@@ -14,6 +14,7 @@ from adora_vl.passes.batches import by_length, chosen_units, dealt, live_units, 
 from adora_vl.passes.importance import importance_ratio
 from adora_vl.passes.prefix import groups_of, pack, packing_pays
 from adora_vl.passes.processor import distinct_rows
+from adora_vl.passes.refill import exchanges, further_rows, refilled
 from adora_vl.rollout.image_cache import ProcessedImage
 
 
@@ -169,3 +170,30 @@ def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_traini
     assert again.references(image("c"), torch.Tensor.float, cpu)[0].item() == 8
     with pytest.raises(AssertionError, match="no bank"):
         banks.of(2)
+
+
+def test_dead_groups_are_replaced_by_live_ones_of_a_further_batch():
+    assert exchanges([True, False, False], [False, True, False]) == [(1, 1)]
+    own, further = batch(), batch()
+    grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2]])
+    own |= {"image_grid_thw": grids, "pixel_values": torch.arange(8)[:, None]}
+    further |= {"image_grid_thw": grids, "pixel_values": torch.arange(100, 108)[:, None]}
+    further["completion_ids"] = torch.tensor([[3], [4], [5]])
+    further["completion_mask"] = torch.ones(3, 1, dtype=torch.long)
+    further["sampling_per_token_logps"] = torch.tensor([[-3.0], [-4], [-5]])
+    further["mm_token_type_ids"] = torch.arange(15).view(3, 5)
+    whole = refilled(own, further, [(2, 1)], 1, pad_id=77)
+    assert whole["prompt_ids"].tolist() == [[0, 0, 7, 8], [0, 5, 6, 7], [0, 5, 6, 7]]
+    assert whole["completion_ids"].tolist()[2] == [4, 77, 77, 77]
+    assert whole["completion_mask"].tolist()[2] == [1, 0, 0, 0]
+    assert whole["sampling_per_token_logps"].tolist()[2] == [-4, 0, 0, 0]
+    assert whole["mm_token_type_ids"].tolist()[2] == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert whole["pixel_values"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 102, 103, 104, 105]
+    assert whole["image_grid_thw"].tolist() == [[1, 1, 2], [1, 2, 2], [1, 2, 2]]
+    assert whole["advantages"].tolist() == [1, -1, -1]
+
+
+def test_further_problems_are_the_same_ones_after_a_resume_and_others_elsewhere():
+    assert further_rows(100, 4, "0/7/1/0") == further_rows(100, 4, "0/7/1/0")
+    assert further_rows(100, 4, "0/7/1/0") != further_rows(100, 4, "0/7/1/1")
+    assert sorted(further_rows(2, 3, "a")) in ([0, 0, 1], [0, 1, 1])

