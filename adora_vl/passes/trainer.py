@@ -91,6 +91,8 @@ class OnceGRPOTrainer(CheckpointedGRPOTrainer):
             if training and self.args.adora_skip_old_pass and self._is_on_policy:
                 stack.enter_context(replaced(self, "vllm_importance_sampling_correction", False))
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if training and self.use_vllm:
+            self._metrics["train"]["adora/sync_mb"].append(self.vllm_generation.bytes_sent / 2**20)
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:

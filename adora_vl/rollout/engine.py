@@ -19,7 +19,14 @@ from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.lora import can_merge, merged_parameters
 from adora_vl.rollout.requests import asking_once
 from adora_vl.rollout.seeds import rollout_seed
-from adora_vl.rollout.sync import prefill_options, push_weights, refuse_on_cpu, reset_caches, reset_server_encoder_cache
+from adora_vl.rollout.sync import (
+    engine_runs_on_cpu,
+    prefill_options,
+    push_weights,
+    refuse_on_cpu,
+    reset_caches,
+    reset_server_encoder_cache,
+)
 from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
 
 
@@ -54,7 +61,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
         self.tensors_sent = 0  # by the last sync
-        self.bytes_sent = 0
+        self.bytes_sent = 0  # likewise
         self.position: tuple[int, str] | None = None  # the run's seed and where it stands; None: the engine's own seed
         self.image_cache: ImageCache | None = None  # where the engine's processor takes its images from
         self.group_requests = True
@@ -113,7 +120,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             return everything or component_of(name) in trainable
 
         if is_peft_model(self.model) and not self._dist.is_fsdp and can_merge(self.model):
-            for name, tensor in merged_parameters(self.model, self._dist.gather_params, wanted):
+            # A CPU engine wants the tensors of a layer together, so there whole components go.
+            changed_only = not everything and not engine_runs_on_cpu()
+            for name, tensor in merged_parameters(self.model, self._dist.gather_params, wanted, changed_only):
                 yield self._fix_param_name_to_vllm(name), tensor
             return
         if is_peft_model(self.model) or self._dist.is_fsdp:
@@ -138,9 +147,15 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        self.tensors_sent = push_weights(self.llm, self._iter_named_params())
+        self.bytes_sent = 0
+        self.tensors_sent = push_weights(self.llm, self._counted(self._iter_named_params()))
         self._engine_is_complete = True
         reset_caches(self.llm)
+
+    def _counted(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self.bytes_sent += tensor.nbytes
+            yield name, tensor
 
     @contextmanager
     def lent(self) -> Iterator[Any]:

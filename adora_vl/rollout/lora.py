@@ -31,8 +31,12 @@ def can_merge(model: Any) -> bool:
     )
 
 
-def merged_parameters(model: Any, gather: Gather, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+def merged_parameters(
+    model: Any, gather: Gather, wanted: Callable[[str], bool], changed_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """`(Transformers name, tensor)` of a `PeftModel`, adapters added in float32 to a copy, one tensor at a time.
+
+    `changed_only`: leave out what has no adapter and is not trained.
 
     `gather` materialises sharded parameters; every rank has to iterate. The model itself is not changed.
     """
@@ -46,6 +50,8 @@ def merged_parameters(model: Any, gather: Gather, wanted: Callable[[str], bool])
         owner, _, kind = name.rpartition(".base_layer.")
         layer: Any = layers.get(owner) if kind == "weight" else None
         adapters = [a for a in layer.active_adapters if a in layer.lora_A] if layer is not None else []
+        if changed_only and not adapters and not parameter.requires_grad:
+            continue
         factors = [p for a in adapters for p in (*layer.lora_A[a].parameters(), *layer.lora_B[a].parameters())]
         with gather([parameter, *factors]):
             tensor = parameter.data

@@ -25,6 +25,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
+from adora_vl.options.speed import SWITCHES  # noqa: E402
 from adora_vl.passes import packed as packed_module  # noqa: E402
 from adora_vl.passes import trainer as trainer_module  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
@@ -33,15 +34,6 @@ from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
-SWITCHES = [
-    "adora_cache_images",
-    "adora_group_requests",
-    "adora_share_vision",
-    "adora_share_prompt",
-    "adora_skip_old_pass",
-    "adora_skip_zero_signal",
-    "adora_less_padding",
-]
 # What each step has on. Sharing vision and prompts needs the references that the image cache gives.
 STEPS: dict[str, list[str]] = {
     "off": [],
@@ -53,8 +45,8 @@ STEPS: dict[str, list[str]] = {
     "old pass": ["adora_skip_old_pass"],
     "zero signal": ["adora_skip_zero_signal"],
     "padding": ["adora_less_padding"],
-    "all": SWITCHES,
-    "refill": SWITCHES,  # with a further batch in the place of what has no signal
+    "all": list(SWITCHES),
+    "refill": list(SWITCHES),  # with a further batch in the place of what has no signal
 }
 
 

@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.models.load import load_processor
 from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.options.speed import stock_work
 from adora_vl.prompts import conversation
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.tokens import never_sampled_ids
@@ -60,6 +61,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         seed=2,
         # what ours adds by itself, so that the same tokens are sampled
         generation_kwargs={"suppress_tokens": never_sampled_ids(processor.tokenizer)},
+        **stock_work(),
         **settings,
     )
     rows = list(generate(16, seed=6))

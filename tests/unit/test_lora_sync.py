@@ -29,6 +29,13 @@ def sent(model, wanted=lambda name: True):
     return {name: tensor.clone() for name, tensor in merged_parameters(model, lambda _: nullcontext(), wanted)}
 
 
+def test_after_the_first_sync_only_what_an_adapter_touches_goes():
+    model, original = policy(torch.float32, modules_to_save=["lm_head"])
+    names = [name for name, _ in merged_parameters(model, lambda _: nullcontext(), lambda _: True, changed_only=True)]
+    adapted = {name for name in original if name.endswith(("q_proj.weight", "up_proj.weight"))}
+    assert set(names) == adapted | {"lm_head.weight"}
+
+
 def test_it_is_what_peft_would_merge_under_the_models_own_names():
     model, original = policy(torch.float32)
     tensors = sent(model)
