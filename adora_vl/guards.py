@@ -41,11 +41,12 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
     After `patience` of them in a row the run saves and stops (`reason` says why). DeepSpeed (0.19.8) finds and skips
     such a step itself, with ZeRO on all ranks, before a callback sees it: there it is only counted. With float16 its
-    search for a loss scale begins with such steps, so those do not stop a run.
+    search for a loss scale consists of such steps and ends with an error of its own, so there they do not stop a run.
     """
 
     def __init__(self, trainer: AdoraGRPOTrainer, patience: int) -> None:
-        self.trainer, self.patience = trainer, patience
+        self.trainer = trainer
+        self.patience = math.inf if trainer.is_deepspeed_enabled and trainer.args.fp16 else patience
         self.in_a_row = 0
         self.reason: str | None = None
 
@@ -75,8 +76,6 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             control.should_save, control.should_training_stop = False, True
             return
         self._count(bad, control)
-        if self.trainer.args.fp16 and not control.should_training_stop:
-            self.in_a_row = 0
 
     def _count(self, bad: bool, control: Any) -> None:
         self.trainer.log_figure("adora/skipped_steps", float(bad))

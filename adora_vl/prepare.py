@@ -106,6 +106,7 @@ def _choose_start(
 
     from adora_vl.checkpoint.fingerprint import fingerprint, sharding_of
     from adora_vl.checkpoint.resume import choose_start, hold
+    from adora_vl.checkpoint.stop import STOPPED_FILE
 
     found: list[Any] = [None, None, None]
     if config.process_index == 0:
@@ -120,6 +121,7 @@ def _choose_start(
                 _held.append(hold(output_dir))
             found = [choose_start(output_dir, wanted, config.overwrite_output_dir, now), now, None]
             _held.append(hold(output_dir))
+            (output_dir / STOPPED_FILE).unlink(missing_ok=True)
         except UserError as error:
             found[2] = str(error)
     if config.world_size > 1:

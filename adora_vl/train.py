@@ -43,7 +43,7 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
 
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
-    from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
+    from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal, mark_stopped
     from adora_vl.checkpoint.universal import expect_universal, is_universal
     from adora_vl.evaluation import EvaluateOnTheWay
     from adora_vl.export import copy_model
@@ -69,7 +69,7 @@ def train(arguments: Sequence[str]) -> int:
         if is_universal(Path(run.start.checkpoint)):
             expect_universal(trainer)
     started = time.perf_counter()
-    with located(trainer):
+    with stop, located(trainer):
         trainer.train(resume_from_checkpoint=run.start.checkpoint)
     seconds = time.perf_counter() - started
     if bad_steps.reason:
@@ -77,6 +77,7 @@ def train(arguments: Sequence[str]) -> int:
     if stop.stopped:
         if trainer.accelerator.is_main_process:
             step = trainer.state.global_step
+            mark_stopped(Path(run.config.output_dir), step)
             print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}", file=sys.stderr)
     else:
         trainer.save_model(run.config.output_dir)

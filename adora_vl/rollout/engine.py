@@ -12,7 +12,7 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.errors import EngineError, RolloutError, UserError, in_one_line
+from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
 from adora_vl.models.components import component_of, trainable_components
 from adora_vl.replaced import replaced
 from adora_vl.rollout.lora import can_merge, merged_parameters
@@ -26,7 +26,7 @@ def engine_call(name: str) -> Iterator[None]:
     """Inside, whatever the engine raises becomes an `EngineError` with one line; what we raise ourselves stays."""
     try:
         yield
-    except (RolloutError, UserError):
+    except (RolloutError, RunError, UserError):
         raise
     except Exception as error:
         raise EngineError(f"the engine failed in {name} ({in_one_line(error)})") from error

@@ -65,25 +65,29 @@ def _drift(patches: Any, due: Callable[[], bool]) -> None:
     from adora_vl import trainer
 
     stock = trainer.drift_sums
-    patches.setattr(trainer, "drift_sums", lambda *args: stock(*args) * (1e9 if due() else 1.0))
+    patches.setattr(
+        trainer, "drift_sums", lambda *args: stock(*args) + (torch.tensor([1e9, 0.0, 0.0]) if due() else 0.0)
+    )
 
 
-def _engine(method: str) -> Fault:
-    def patch(patches: Any, due: Callable[[], bool]) -> None:
-        from vllm import LLM
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+def _generate(patches: Any, due: Callable[[], bool]) -> None:
+    """An engine that dies over its requests."""
+    from adora_vl.rollout import engine
 
-        owner = LLM if method == "generate" else GPUModelRunner
-        stock = getattr(owner, method)
+    stock = engine.seeded
+    patches.setattr(engine, "seeded", lambda *args: broken if due() else stock(*args))
 
-        def broken(*args: Any, **kwargs: Any) -> Any:
-            if due():
-                raise ValueError("the engine core died\nits second line")
-            return stock(*args, **kwargs)
 
-        patches.setattr(owner, method, broken)
+def _sync(patches: Any, due: Callable[[], bool]) -> None:
+    """An engine that dies over new weights."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    return patch
+    stock = GPUModelRunner.reload_weights
+    patches.setattr(GPUModelRunner, "reload_weights", lambda *a, **k: broken() if due() else stock(*a, **k))
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("the engine core died\nits second line")
 
 
 def _disk(patches: Any, due: Callable[[], bool]) -> None:
@@ -104,8 +108,8 @@ KNOWN: dict[str, Fault] = {
     "nan": _nan,
     "ratio": _ratio,
     "drift": _drift,
-    "generate": _engine("generate"),
-    "sync": _engine("reload_weights"),
+    "generate": _generate,
+    "sync": _sync,
     "disk": _disk,
 }
 
