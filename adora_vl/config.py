@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from adora_vl.errors import UserError, nearest
+from adora_vl.options.faults import FaultOptions
 from adora_vl.options.speed import SpeedOptions
 from adora_vl.prompts import SYSTEM_PROMPT
 
@@ -47,7 +48,7 @@ class AdoraScriptArguments:
 
 
 @dataclass
-class AdoraGRPOConfig(SpeedOptions, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
+class AdoraGRPOConfig(FaultOptions, SpeedOptions, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with ADORA's weights, the rollout guards, freezing and pixel limits."""
 
     adora_mode: str = field(
@@ -113,9 +114,6 @@ class AdoraGRPOConfig(SpeedOptions, GRPOConfig):  # type: ignore[misc]  # TRL is
     )
     adora_eval_limit: int | None = field(
         default=None, metadata={"help": "Evaluate on the first so many problems of each; null: all."}
-    )
-    adora_max_bad_steps: int = field(
-        default=3, metadata={"help": "Stop after this many steps in a row whose gradients are not finite."}
     )
     adora_seeded_rollouts: bool = field(
         default=True,

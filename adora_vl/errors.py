@@ -14,8 +14,18 @@ class RolloutError(RuntimeError):
     """Engine and trainer do not see the same thing: learning from these rollouts would be learning from noise."""
 
 
+class EngineError(RolloutError):
+    """The engine itself failed; its own error is the cause."""
+
+
 class RunError(RuntimeError):
     """The run cannot go on; the message says why, and from where it can."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Type and first line of an error, as Python's own last line of a traceback."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

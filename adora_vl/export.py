@@ -2,6 +2,7 @@
 
 RUN is a checkpoint folder, or an output_dir: of that the newest whole checkpoint, or the final model where none is.
 OUT loads offline with `from_pretrained` and with vLLM. A LoRA adapter is merged into its base model, unless --adapter.
+With --universal OUT is a checkpoint instead, from which DeepSpeed goes on with another number of processes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
+from adora_vl.checkpoint.universal import write_universal
 from adora_vl.errors import UserError
 
 ADAPTER = "adapter_config.json"
@@ -24,7 +26,7 @@ _PROCESSOR = (
 )  # fmt: skip
 
 
-def export(run: Path, output: Path, *, adapter: bool = False) -> Path:
+def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = False) -> Path:
     """Write `output`, whole or not at all. Returns the folder that was exported.
 
     Raises `UserError` where there is nothing to export, or `output` is there already.
@@ -33,6 +35,9 @@ def export(run: Path, output: Path, *, adapter: bool = False) -> Path:
     if output.exists():
         raise UserError(f"OUT: {str(output)!r} is there already; name a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
+    if universal:
+        write_universal(source, output)
+        return source
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
         staged = Path(temporary) / "model"
         staged.mkdir()
@@ -105,9 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("output", type=Path, metavar="OUT")
     parser.add_argument("--adapter", action="store_true", help="leave a LoRA adapter as it is")
+    parser.add_argument("--universal", action="store_true", help="a checkpoint for another number of processes")
     options = parser.parse_args(arguments)
     try:
-        source = export(options.run, options.output, adapter=options.adapter)
+        source = export(options.run, options.output, adapter=options.adapter, universal=options.universal)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -90,11 +90,12 @@ def _folder(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> str:
 def _load(script: AdoraScriptArguments, folder: str) -> Dataset:
     """The prepared rows with a conversational `prompt` column; images are decoded when a row is read."""
     from adora_vl.prompts import conversation
+    from adora_vl.readable import hand_on_unreadable
     from data_prep.storage import load_split
 
     dataset = load_split(folder, script.dataset_train_split)
     prompts = [conversation(problem, script.adora_system_prompt) for problem in dataset["problem"]]
-    return dataset.add_column("prompt", prompts)
+    return hand_on_unreadable(dataset.add_column("prompt", prompts))
 
 
 def _choose_start(
@@ -103,19 +104,24 @@ def _choose_start(
     """The first rank looks at `output_dir` and its checkpoints, all ranks do what it found. Raises `UserError`."""
     from accelerate.utils import broadcast_object_list
 
-    from adora_vl.checkpoint.fingerprint import fingerprint
+    from adora_vl.checkpoint.fingerprint import fingerprint, sharding_of
     from adora_vl.checkpoint.resume import choose_start, hold
+    from adora_vl.checkpoint.stop import STOPPED_FILE
 
     found: list[Any] = [None, None, None]
     if config.process_index == 0:
         name, revision = str(model.model_name_or_path), model.model_revision
-        now = fingerprint(script, config, model, data=data, model=name, revision=revision, processes=config.world_size)
+        now = fingerprint(
+            script, config, model, data=data, model=name, revision=revision, processes=config.world_size,
+            sharding=sharding_of(config),
+        )  # fmt: skip
         output_dir, wanted = Path(config.output_dir), config.resume_from_checkpoint
         try:
             if output_dir.is_dir():
                 _held.append(hold(output_dir))
             found = [choose_start(output_dir, wanted, config.overwrite_output_dir, now), now, None]
             _held.append(hold(output_dir))
+            (output_dir / STOPPED_FILE).unlink(missing_ok=True)
         except UserError as error:
             found[2] = str(error)
     if config.world_size > 1:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.errors import RunError, UserError
+from adora_vl.errors import RolloutError, RunError, UserError
 from adora_vl.prepare import Run, prepare
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
 
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
-    from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
+    from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal, mark_stopped
+    from adora_vl.checkpoint.universal import expect_universal, is_universal
     from adora_vl.evaluation import EvaluateOnTheWay
     from adora_vl.export import copy_model
-    from adora_vl.guards import SkipBadSteps
+    from adora_vl.guards import SkipBadSteps, located
     from adora_vl.report.summary import print_summary
 
     run = prepare(arguments)
@@ -63,15 +65,19 @@ def train(arguments: Sequence[str]) -> int:
     if run.schedule:
         trainer.add_callback(EvaluateOnTheWay(trainer, run.schedule, run.script.adora_system_prompt))
     if run.start.checkpoint:
-        trainer.restore_metrics(run.start.checkpoint)
+        trainer.begin_at(run.start.checkpoint)
+        if is_universal(Path(run.start.checkpoint)):
+            expect_universal(trainer)
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=run.start.checkpoint)
+    with stop, located(trainer):
+        trainer.train(resume_from_checkpoint=run.start.checkpoint)
     seconds = time.perf_counter() - started
     if bad_steps.reason:
         raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")
     if stop.stopped:
         if trainer.accelerator.is_main_process:
             step = trainer.state.global_step
+            mark_stopped(Path(run.config.output_dir), step)
             print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}", file=sys.stderr)
     else:
         trainer.save_model(run.config.output_dir)
@@ -85,9 +91,23 @@ def train(arguments: Sequence[str]) -> int:
     return EXIT_STOPPED if stop.stopped else 0
 
 
+def report_stop(error: Exception) -> None:
+    """One line, the last one; where another error is the cause, its traceback first.
+
+    All ranks stop together where there is no such cause, and one speaks for all.
+    """
+    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)
+    elif rank != "0":
+        return
+    place = f" (rank {rank} of {ranks})" if error.__cause__ is not None and ranks != "1" else ""
+    print(f"error{place}: {error}", file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 1 anything
-    else, with a traceback.
+    else: one line with the step and the checkpoint to go on from, after the traceback of its cause.
     """
     try:
         return train(sys.argv[1:] if arguments is None else arguments)
@@ -95,6 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same mistake; once is enough
             print(f"error: {error}", file=sys.stderr)
         return 2
+    except (RunError, RolloutError) as error:
+        report_stop(error)
+        return 1
 
 
 if __name__ == "__main__":

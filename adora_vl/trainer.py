@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
@@ -195,10 +194,6 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
         for name, column_B in columns_B.items():
             self._logs["extra"][name].extend(column_B[-count:].tolist())
 
-    def log_figure(self, name: str, value: float) -> None:
-        """One value of this step for the next log, which averages; the same on every rank."""
-        self._metrics["train"][name].append(value)
-
     def _seed_rollouts(self) -> None:
         """Tell the engine where the run stands, in numbers that a resumed run arrives at too."""
         if self.use_vllm and self.args.adora_seeded_rollouts:
@@ -215,10 +210,4 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
         bound = self.args.adora_max_drift
         if bound is None or drift.mean <= bound:
             return
-        step = self.state.global_step
-        checkpoint = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if self._saved_at != step:
-            self._save_checkpoint(self.model, None)
-        # The first rank to raise ends the others, and one of them may still be writing.
-        self.accelerator.wait_for_everyone()
-        raise RolloutError(drift_message(drift, bound, step, str(checkpoint)))
+        raise RolloutError(drift_message(drift, bound, self.state.global_step, str(self.save_here())))

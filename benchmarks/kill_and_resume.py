@@ -72,21 +72,26 @@ def child(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def place_of(phase: str) -> tuple[Any, Any, str]:
+    """The trainer's class, and what is patched for this phase: owner and name."""
+    from adora_vl.checkpoint import trainer as module
+    from adora_vl.trainer import AdoraGRPOTrainer
+
+    places = {
+        "rollout": (AdoraGRPOTrainer, "_generate_and_score_completions"),
+        "grading": (AdoraGRPOTrainer, "_calculate_rewards"),
+        "backward": (AdoraGRPOTrainer, "_compute_loss"),
+        "saving": (module, "publish"),
+    }
+    return AdoraGRPOTrainer, *places[phase]
+
+
 def arm(phase: str, step: str, delay: str, rank: str = "") -> None:
     """Patch the place where `phase` begins."""
     if rank and os.environ.get("RANK") != rank:
         return
     die = (os.kill, (os.getpid(), signal.SIGKILL)) if rank else (os.killpg, (0, signal.SIGKILL))
-    from adora_vl import trainer as module
-    from adora_vl.trainer import AdoraGRPOTrainer
-
-    trainer_class: Any = AdoraGRPOTrainer
-    owner, name = {
-        "rollout": (trainer_class, "_generate_and_score_completions"),
-        "grading": (trainer_class, "_calculate_rewards"),
-        "backward": (trainer_class, "_compute_loss"),
-        "saving": (module, "publish"),
-    }[phase]
+    trainer_class, owner, name = place_of(phase)
     original = getattr(owner, name)
     state: dict[str, int] = {"step": 0}
     stock_step = trainer_class.training_step

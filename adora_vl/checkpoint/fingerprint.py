@@ -15,7 +15,8 @@ _FREE_KEYS = {
     "log_level_replica", "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts",
     "log_completions_hub_repo", "save_strategy", "save_steps", "save_total_limit", "vllm_gpu_memory_utilization",
     "adora_max_drift", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
-    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
+    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
+    "adora_max_bad_steps",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "vllm_server_", "trackio_")
 _LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # decisive only where the learning rate depends on the end
@@ -23,10 +24,12 @@ _LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # decisive only where the lear
 Fingerprint = dict[str, str]
 
 
-def fingerprint(*settings: Any, data: Path | str, model: Path | str, revision: str, processes: int) -> Fingerprint:
+def fingerprint(
+    *settings: Any, data: Path | str, model: Path | str, revision: str, processes: int, sharding: str = "none"
+) -> Fingerprint:
     """Every decisive key with its value as text.
 
-    `settings` are the run's dataclasses, `data` and `model` folders or hub ids.
+    `settings` are the run's dataclasses, `data` and `model` folders or hub ids, `sharding` what `sharding_of` says.
     """
     values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     constant = str(getattr(values.get("lr_scheduler_type"), "value", values.get("lr_scheduler_type"))) == "constant"
@@ -39,9 +42,16 @@ def fingerprint(*settings: Any, data: Path | str, model: Path | str, revision: s
     return {
         **kept,
         "processes": str(processes),
+        "sharding": sharding,
         "dataset": _identity(Path(data), str(data), ("manifest.json",), "data/*.parquet"),
         "model": _identity(Path(model), f"{model}@{revision}", ("config.json",), "*.safetensors"),
     }
+
+
+def sharding_of(config: Any) -> str:
+    """How `config`, a `TrainingArguments`, has the model spread over processes: `zero1` to `zero3`, or `none`."""
+    plugin = getattr(config, "deepspeed_plugin", None)
+    return f"zero{plugin.zero_stage}" if plugin is not None and plugin.zero_stage else "none"
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:

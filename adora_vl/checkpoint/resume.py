@@ -10,6 +10,7 @@ from filelock import FileLock, Timeout
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
 from adora_vl.checkpoint.store import checkpoints, clear_staging, facts_of, newest_valid, problem_of
+from adora_vl.checkpoint.universal import shards_of
 from adora_vl.errors import UserError
 
 _ANEW = "--overwrite_output_dir true starts anew (and deletes its checkpoints)"
@@ -66,8 +67,10 @@ def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerp
         raise UserError(
             f"resume_from_checkpoint: false, but {str(output_dir)!r} holds {found.checkpoint.name}; {_ANEW}"
         )
-    changed = differences(facts_of(found.checkpoint).get("fingerprint", {}), now)
+    before: Fingerprint = facts_of(found.checkpoint).get("fingerprint", {})
+    changed = differences(before, now)
     if changed:
+        _refuse_another_world(found.checkpoint, before, now)
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(
             f"output_dir: {str(output_dir)!r} holds {found.checkpoint.name} of another run: {changed[0]}{more}; choose "
@@ -83,5 +86,23 @@ def _start_at(checkpoint: Path, now: Fingerprint) -> Start:
     problem = problem_of(checkpoint)
     if problem:
         raise UserError(f"resume_from_checkpoint: {str(checkpoint)!r} is not whole: {problem}; name another one")
-    changed = differences(facts_of(checkpoint).get("fingerprint", {}), now)
+    before: Fingerprint = facts_of(checkpoint).get("fingerprint", {})
+    _refuse_another_world(checkpoint, before, now)
+    changed = differences(before, now)
     return Start(str(checkpoint), [f"going on from {checkpoint}", *(f"changed since then: {line}" for line in changed)])
+
+
+def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprint) -> None:
+    """Shards fit the processes and the ZeRO stage that wrote them, and nothing else. Raises `UserError`."""
+    was, is_now = ({key: each.get(key) for key in ("processes", "sharding")} for each in (before, now))
+    where = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
+    if was["sharding"] not in (None, is_now["sharding"]):
+        raise UserError(
+            f"{where} with sharding {was['sharding']} and this run has {is_now['sharding']}; launch it as before, or "
+            f"begin anew from its weights: python -m adora_vl.export {checkpoint} OUT, then --model_name_or_path OUT"
+        )
+    if shards_of(checkpoint) is not None and was["processes"] not in (None, is_now["processes"]):
+        raise UserError(
+            f"{where} by {was['processes']} processes and this run has {is_now['processes']}; convert it: python -m "
+            f"adora_vl.export {checkpoint} OUT --universal, then --resume_from_checkpoint OUT"
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,9 +14,17 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
+STOPPED_FILE = "stopped.json"  # in output_dir, as long as this is true: launchers replace the exit code by their own
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def mark_stopped(output_dir: Path, step: int) -> None:
+    """For scripts that see the launcher's exit code only: the run was stopped by a signal and can be started again."""
+    facts = {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": f"{PREFIX_CHECKPOINT_DIR}-{step}"}
+    (output_dir / STOPPED_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -28,6 +38,16 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self.received: int | None = None
         self.stopped = False
         self._before: dict[int, Any] = {}
+        self._failed = False
+
+    def __enter__(self) -> StopOnSignal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """After an error the launcher sends SIGTERM to all: it must not end the rank that says what happened, and
+        there is nothing left to save.
+        """
+        self._failed = kind is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for number in _SIGNALS:
@@ -54,4 +74,5 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
             os.kill(os.getpid(), number)
             return
         self.received = number
-        print(f"{name}: saving after this step; a second one stops at once", file=sys.stderr, flush=True)
+        if not self._failed:
+            print(f"{name}: saving after this step; a second one stops at once", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ class CheckpointedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is unty
         """Nothing but the arguments of `trl.GRPOTrainer`."""
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self._saved_at: int | None = None  # the step of this run's newest checkpoint
+        self._began_at: str | None = None  # the checkpoint that this process started from
         super().__init__(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -57,8 +58,11 @@ class CheckpointedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is unty
         else:
             restore_weights(model, folder)
 
-    def restore_metrics(self, checkpoint: str) -> None:
-        """The figures between the last log and this checkpoint, so that the next log averages what it would have."""
+    def begin_at(self, checkpoint: str) -> None:
+        """Take the figures between the last log and this checkpoint, so that the next log averages what it would have.
+        Weights and optimizer are up to `train`.
+        """
+        self._began_at = checkpoint
         for name, values in facts_of(Path(checkpoint)).get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from adora_vl.checkpoint.trainer import CheckpointedGRPOTrainer
+from adora_vl.guarded import GuardedGRPOTrainer
 from adora_vl.passes.bank import Banks
 from adora_vl.passes.batches import (
     MEAN_OVER_ROWS,
@@ -41,7 +41,7 @@ def has_dropout(model: nn.Module) -> bool:
     return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
-class OnceGRPOTrainer(CheckpointedGRPOTrainer):
+class OnceGRPOTrainer(GuardedGRPOTrainer):
     """As `trl.GRPOTrainer`; each image, prompt and pass is worked on once. The keys are in `options/speed.py`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

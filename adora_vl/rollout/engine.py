@@ -12,7 +12,7 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.errors import RolloutError
+from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
 from adora_vl.models.components import component_of, trainable_components
 from adora_vl.replaced import replaced
 from adora_vl.rollout.image_cache import ImageCache
@@ -28,6 +28,17 @@ from adora_vl.rollout.sync import (
     reset_server_encoder_cache,
 )
 from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
+
+
+@contextmanager
+def engine_call(name: str) -> Iterator[None]:
+    """Inside, whatever the engine raises becomes an `EngineError` with one line; what we raise ourselves stays."""
+    try:
+        yield
+    except (RolloutError, RunError, UserError):
+        raise
+    except Exception as error:
+        raise EngineError(f"the engine failed in {name} ({in_one_line(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def sync_weights(self) -> None:
         """Stock TRL loads tensor by tensor, which the CPU engine's repacked layers refuse, and resets the prefix
         cache alone, which leaves image features of the old vision tower in the encoder cache.
+
+        Raises `EngineError` where the engine fails.
         """
+        with engine_call("the weight sync"):
+            self._sync()
+
+    def _sync(self) -> None:
         if self.mode == "server":
             super().sync_weights()
             self._engine_is_complete = True
@@ -200,16 +217,17 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         Ours sends one token an image and checks that the engine arrives at the trainer's own ids. Server mode pairs
         expanded ids with features that the server has made, so there the prompts stay as they are.
 
-        Raises `PromptMismatchError` for the first row that differs.
+        Raises `PromptMismatchError` for the first row that differs, and `EngineError` where the engine fails.
         """
         image_token_id = self.image_token_id
         if self.mode == "server":
-            return tuple(super().generate(prompts, images, num_generations, profiler))
+            with engine_call("generate"):
+                return tuple(super().generate(prompts, images, num_generations, profiler))
         if image_token_id is None:
-            with self._asking_once(len(prompts), num_generations):
+            with self._asking_once(len(prompts), num_generations), engine_call("generate"):
                 return tuple(super().generate(prompts, images, num_generations, profiler))
         collapsed = [collapse_image_runs(ids, image_token_id) for ids in prompts]
-        with self._asking_once(len(prompts), num_generations), self._images_from_cache():
+        with self._asking_once(len(prompts), num_generations), self._images_from_cache(), engine_call("generate"):
             prompt_ids, *rest = super().generate(collapsed, images, num_generations, profiler)
         check_prompts(prompts, prompt_ids, image_token_id)
         return (prompt_ids, *rest)

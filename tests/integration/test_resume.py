@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from adora_vl.checkpoint.store import checkpoints, problem_of
 from adora_vl.export import main as export
 from adora_vl.models.tiny.build import PRETRAINED
 from benchmarks.kill_and_resume import settings
-from tests.integration.support import REPOSITORY, run
+from tests.integration.support import REPOSITORY, processes_with, run
 
 pytestmark = pytest.mark.slow
 KILLS = [sys.executable, "benchmarks/kill_and_resume.py", "--steps", "6"]
@@ -66,6 +65,8 @@ def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(stopped):
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert "SIGTERM: saving after this step" in errors
     assert f"Stopped after step {step}; the same command goes on from checkpoint-{step}" in errors
+    said = json.loads((out / "stopped.json").read_text())
+    assert said == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
 
 
 def test_the_export_holds_the_checkpoints_weights_and_loads_offline(stopped, tmp_path):
@@ -96,17 +97,3 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     assert processes_with(mark) == []
     (checkpoint,) = checkpoints(tmp_path / "out")
     assert checkpoint.name == "checkpoint-3" and problem_of(checkpoint) is None
-
-
-def processes_with(mark: str) -> list[str]:
-    """The command lines of the processes that inherited `mark`, graders' workers among them; they may take a moment."""
-    for _ in range(50):
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark.encode() in (folder / "environ").read_bytes():
-                    found.append((folder / "cmdline").read_text().replace("\0", " "))
-        if not found:
-            break
-        time.sleep(0.2)
-    return found

@@ -7,14 +7,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from adora_vl.checkpoint import store
-from adora_vl.checkpoint.fingerprint import differences
+from adora_vl.checkpoint.fingerprint import differences, sharding_of
 from adora_vl.checkpoint.resume import choose_start, hold
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import MANIFEST, MARK, STAGING, checkpoints, newest_valid, problem_of, publish, rotate
+from adora_vl.checkpoint.universal import _EachItsOwn, expect_universal, write_universal
 from adora_vl.errors import UserError
 from adora_vl.rollout.seeds import rollout_seed
 
@@ -84,6 +87,52 @@ def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_
         choose_start(tmp_path, None, False, {"adora_factor": "0.2", "dataset": "xyz"})
     start = choose_start(tmp_path, str(tmp_path / "checkpoint-10"), False, {**RUN, "adora_factor": "0.2"})
     assert start.notes[1] == "changed since then: adora_factor: 0.1 -> 0.2"
+
+
+SHARDED = {**RUN, "processes": "2", "sharding": "zero3"}
+
+
+def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tmp_path):
+    checkpoint = make(tmp_path, 10, SHARDED)
+    for wanted in (None, str(checkpoint)):
+        with pytest.raises(UserError, match=rf"by 2 processes and this run has 1; .* {checkpoint} OUT --universal"):
+            choose_start(tmp_path, wanted, False, {**SHARDED, "processes": "1"})
+        with pytest.raises(UserError, match=r"with sharding zero3 and this run has none; .* --model_name_or_path OUT"):
+            choose_start(tmp_path, wanted, False, {**SHARDED, "sharding": "none"})
+    whole = make(tmp_path / "universal", 10, SHARDED)
+    (whole / "latest_universal").write_text("global_step")
+    assert choose_start(tmp_path, str(whole), False, {**SHARDED, "processes": "1"}).notes[1:] == [
+        "changed since then: processes: 2 -> 1"
+    ]
+
+
+def test_sharding_is_said_by_the_deepspeed_stage():
+    assert sharding_of(SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))) == "zero3"
+    assert sharding_of(SimpleNamespace(deepspeed_plugin=None)) == "none"
+
+
+def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path):
+    checkpoint = make(tmp_path, 10)
+    (checkpoint / "global_step").rename(checkpoint / "other")
+    with pytest.raises(UserError, match="has no shards of DeepSpeed, so it needs no conversion"):
+        write_universal(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="a universal checkpoint needs DeepSpeed"):
+        expect_universal(SimpleNamespace(is_deepspeed_enabled=False))
+
+
+def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
+    """DeepSpeed hands all groups one step tensor and the first group's decay; Adam then counts a step per group."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": [each], "weight_decay": 0.1} for each in weights])
+    shared = torch.tensor(4.0)
+    for each in weights:
+        optimizer.state[each] = {"step": shared, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+        each.grad = torch.ones(2)
+    _EachItsOwn().on_train_begin(SimpleNamespace(weight_decay=0.1), None, None, optimizer=optimizer)
+    optimizer.step()
+    assert [optimizer.state[each]["step"].item() for each in weights] == [5, 5]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 def test_the_words_of_resume_from_checkpoint(tmp_path):

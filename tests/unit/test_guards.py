@@ -1,20 +1,42 @@
-"""Gradients that are not finite change nothing, and do not go on for long; a save that fails loses nothing."""
+"""What goes wrong while a run is on: skipped and counted, or one line that says where and how to go on."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
+import PIL.Image
 import pytest
 import torch
+from datasets import Dataset, Features, Image, List, Value
 from transformers import TrainerControl
 from trl import GRPOTrainer
 
+from adora_vl import train
+from adora_vl.checkpoint.stop import StopOnSignal
 from adora_vl.checkpoint.store import STAGING, checkpoints
-from adora_vl.errors import RunError
-from adora_vl.guards import SkipBadSteps
+from adora_vl.errors import EngineError, RolloutError, RunError, UserError
+from adora_vl.guarded import largest_ratio
+from adora_vl.guards import SkipBadSteps, located
+from adora_vl.readable import hand_on_unreadable, unreadable_rows
+from adora_vl.rollout.engine import engine_call
 from adora_vl.trainer import AdoraGRPOTrainer
+from data_prep.images import png_bytes
+
+
+def stand_in(logged: list[float], **attributes):
+    """What the guards need of a trainer."""
+    return SimpleNamespace(
+        is_deepspeed_enabled=False,
+        log_figure=lambda name, value: logged.append(value),
+        exploded_ratio=None,
+        args=SimpleNamespace(adora_max_ratio=1000.0, fp16=False),
+        **attributes,
+    )
 
 
 @pytest.fixture
@@ -23,10 +45,11 @@ def training():
     weights = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = torch.optim.AdamW([weights], lr=0.1)
     logged: list[float] = []
-    trainer = SimpleNamespace(is_deepspeed_enabled=False, log_figure=lambda name, value: logged.append(value))
+    trainer = stand_in(logged)
     guard, control = SkipBadSteps(trainer, patience=2), TrainerControl()
 
-    def step(*gradient: float) -> list[float]:
+    def step(*gradient: float, ratio: float | None = None) -> list[float]:
+        trainer.exploded_ratio = ratio
         weights.grad = torch.tensor(gradient)
         guard.on_pre_optimizer_step(None, None, control, optimizer=optimizer)
         optimizer.step()
@@ -54,13 +77,138 @@ def test_bad_steps_in_a_row_save_and_stop(training):
     assert training.control.should_save and training.control.should_training_stop
 
 
-def test_with_deepspeed_the_first_one_stops_and_nothing_is_saved():
-    engine = SimpleNamespace(get_global_grad_norm=lambda: float("nan"))
-    guard = SkipBadSteps(SimpleNamespace(is_deepspeed_enabled=True, model_wrapped=engine), patience=2)
-    control = TrainerControl(should_save=True)
-    guard.on_step_end(None, SimpleNamespace(global_step=7), control)
-    assert "step 7 are not finite" in guard.reason
+def test_the_reason_of_a_stop_names_a_ratio_that_exploded(training):
+    training.step(float("nan"), 1.0, ratio=5e4)
+    training.step(float("nan"), 1.0, ratio=7e4)
+    assert "2 steps in a row were skipped: the largest importance ratio of the last is 7e+04" in training.guard.reason
+    assert "adora_max_ratio: 1000.0" in training.guard.reason
+
+
+def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False):
+    """The guard of a run under DeepSpeed after two steps of this norm, and its control."""
+    trainer = stand_in([], model_wrapped=SimpleNamespace(get_global_grad_norm=lambda: norm))
+    trainer.is_deepspeed_enabled, trainer.args.fp16 = True, fp16
+    trainer.accelerator = SimpleNamespace(optimizer_step_was_skipped=skipped)
+    guard, control = SkipBadSteps(trainer, patience), TrainerControl()
+    for step in (7, 8):
+        guard.on_step_end(None, SimpleNamespace(global_step=step), control)
+    return guard, control
+
+
+def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_checkpoint():
+    guard, control = deepspeed(math.inf, skipped=True)
+    assert "2 steps in a row" in guard.reason and control.should_save and control.should_training_stop
+    assert deepspeed(math.inf, skipped=True, patience=3)[0].reason is None
+    assert deepspeed(math.inf, skipped=True, fp16=True)[0].reason is None  # it looks for its loss scale
+    assert deepspeed(0.3, skipped=False)[0].in_a_row == 0
+
+
+def test_what_deepspeed_has_applied_is_not_saved():
+    guard, control = deepspeed(math.nan, skipped=False)
+    assert "are not finite and DeepSpeed has applied them" in guard.reason
     assert control.should_training_stop and not control.should_save
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "level", "expected"),
+    [
+        ([[0.0, 2.0, 9.0]], "token", math.exp(2)),  # the last place is padding
+        ([[0.0, 2.0, 9.0]], "sequence", math.exp(1)),
+        ([[-3.0, -2.0, 9.0]], "token", 1.0),
+        ([[0.0, math.nan, 0.0]], "token", math.nan),
+        ([[0.0, 0.0, math.nan]], "token", 1.0),
+        ([[0.0, 200.0, 0.0]], "token", math.inf),
+    ],
+)
+def test_the_largest_ratio_counts_tokens_and_no_padding(log_ratios, level, expected):
+    found = largest_ratio(torch.tensor(log_ratios), torch.tensor([[1, 1, 0]]), level).item()
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
+def failing(error: Exception, **place):
+    trainer = object.__new__(AdoraGRPOTrainer)
+    trainer.state, trainer.args = SimpleNamespace(global_step=6), SimpleNamespace(output_dir="runs/x")
+    trainer._saved_at, trainer._began_at = place.get("saved_at"), place.get("began_at")
+    with pytest.raises(RunError) as caught, located(trainer):
+        raise error
+    return caught.value
+
+
+def test_an_error_of_the_engine_says_step_cause_and_what_a_new_start_goes_on_from():
+    with pytest.raises(EngineError) as engine, engine_call("generate"):
+        raise ValueError("the core died\nat once")
+    error = failing(engine.value, saved_at=5)
+    assert str(error) == (
+        "step 7: the engine failed in generate (ValueError: the core died); the same command goes on from checkpoint-5"
+    )
+    assert isinstance(error.__cause__, ValueError)
+    assert str(failing(KeyError("x"), began_at="runs/a/checkpoint-4")) == (
+        "step 7: KeyError: 'x'; the same command goes on from runs/a/checkpoint-4"
+    )
+    assert "there is no checkpoint yet" in str(failing(MemoryError()))
+
+
+@pytest.mark.parametrize("error", [RunError("x"), RolloutError("drift"), UserError("key")])
+def test_what_we_raise_ourselves_is_not_wrapped_again(error):
+    with pytest.raises(type(error)) as outer, engine_call("generate"):
+        raise error
+    assert outer.value is error
+
+
+def caused(error: Exception) -> Exception:
+    error.__cause__ = ZeroDivisionError("why")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "lines"),
+    [
+        (RunError("step 3: stop"), "0", ["error: step 3: stop"]),
+        (RunError("step 3: stop"), "1", []),
+        (RolloutError("step 3: drift"), "0", ["error: step 3: drift"]),
+        (caused(RunError("step 3: boom")), "1", ["ZeroDivisionError: why", "error (rank 1 of 2): step 3: boom"]),
+    ],
+)
+def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, capsys, error, rank, lines):
+    def broken(arguments):
+        raise error
+
+    monkeypatch.setattr(train, "train", broken)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main([]) == 1
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capsys):
+    stop = StopOnSignal(1)
+    with contextlib.suppress(RunError), stop:
+        raise RunError("step 3: stop")
+    stop._handle(signal.SIGTERM, None)
+    assert capsys.readouterr().err == ""
+    with (going_on := StopOnSignal(1)):
+        going_on._handle(signal.SIGTERM, None)
+    assert capsys.readouterr().err == "SIGTERM: saving after this step; a second one stops at once\n"
+
+
+def rows_with(*stored: dict) -> Dataset:
+    columns = {"id": [f"row/{n}" for n in range(len(stored))], "images": [[each] for each in stored]}
+    return Dataset.from_dict(columns, features=Features({"id": Value("string"), "images": List(Image())}))
+
+
+def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_path):
+    whole = png_bytes(PIL.Image.new("RGB", (8, 8), "red"))
+    gone = tmp_path / "gone.png"
+    gone.write_bytes(whole)
+    stored = [{"bytes": whole}, {"bytes": whole[:50]}, {"bytes": b"no image"}, {"path": str(gone)}]
+    dataset = hand_on_unreadable(rows_with(*[{"bytes": None, "path": None, **each} for each in stored]))
+    assert isinstance(dataset, Dataset) and dataset["id"][:2] == ["row/0", "row/1"]
+    gone.unlink()
+    rows = dataset.__getitems__([0, 1, 2, 3, 3])  # as a data loader reads them
+    assert rows[0]["images"][0].getpixel((4, 4)) == (255, 0, 0)
+    names, reasons = zip(*unreadable_rows(rows), strict=True)
+    assert names == ("row/1", "row/2", "row/3")
+    assert "truncated" in reasons[0] and "cannot identify" in reasons[1] and "FileNotFoundError" in reasons[2]
 
 
 def test_a_full_disk_while_saving_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):

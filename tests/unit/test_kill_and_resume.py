@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from benchmarks.kill_and_resume import compare
+from benchmarks.kill_and_resume import PHASES, compare, place_of
 
 FACTS = {
     "steps": {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}},
@@ -29,3 +29,9 @@ def test_a_difference_is_named(change, line):
     assert compare(FACTS, other) == []
     change(other)
     assert compare(FACTS, other) == [line]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase_has_a_place_to_be_killed_in(phase):
+    _, owner, name = place_of(phase)
+    assert callable(getattr(owner, name))

@@ -30,13 +30,13 @@ prepare_engine_environment()
 SIGNATURES = {
     GRPOTrainer._calculate_rewards: ["self", "inputs", "prompts", "completions", "completion_ids_list"],
     GRPOTrainer._generate_and_score_completions: ["self", "inputs"],
+    GRPOTrainer._compute_loss: ["self", "model", "inputs"],
     GRPOTrainer._save_checkpoint: ["self", "model", "trial"],
     GRPOTrainer._get_output_dir: ["self", "trial"],
     GRPOTrainer._load_from_checkpoint: ["self", "resume_from_checkpoint", "model"],
     GRPOTrainer._get_train_sampler: ["self", "dataset"],
     GRPOTrainer.get_train_dataloader: ["self"],
     GRPOTrainer._prepare_inputs: ["self", "generation_batch"],
-    GRPOTrainer._compute_loss: ["self", "model", "inputs"],
     GRPOTrainer._get_per_token_logps_and_entropies: [
         "self",
         "model",
@@ -200,3 +200,32 @@ def test_the_engine_has_the_entry_points_of_weight_sync():
     assert list(inspect.signature(LLMEngine.reset_encoder_cache).parameters) == ["self"]
     assert callable(InprocClient.shutdown)
     assert callable(LLM.wake_up) and callable(LLM.sleep)
+
+
+def test_trl_still_takes_its_ratios_from_where_we_read_them():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(" in source
+    assert 'old_per_token_logps = inputs.get("old_per_token_logps")' in source
+    assert "log_ratio = per_token_logps - old_per_token_logps" in source
+
+
+def test_deepspeed_still_skips_gradients_that_are_not_finite():
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    for optimizer in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        assert "is_invalid_grad_norm(scaled_global_grad_norm)" in inspect.getsource(optimizer)
+    assert DeepSpeedBF16Config().check_grad_overflow
+
+
+def test_deepspeed_still_mixes_up_what_we_put_right_after_a_universal_checkpoint():
+    """Once it does not, `_EachItsOwn` has nothing left to do."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from transformers import Trainer
+
+    source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3)
+    assert """self.optimizer.state[fp32_param]['step'] = state_step""" in source
+    assert """optim_sd[OPTIMIZER_STATE_DICT]["param_groups"][0].items()""" in source
+    groups = inspect.getsource(Trainer.create_optimizer)
+    assert groups.index('"weight_decay": self.args.weight_decay') < groups.index('"weight_decay": 0.0')

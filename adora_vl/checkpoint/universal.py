@@ -1,0 +1,89 @@
+"""A DeepSpeed checkpoint for another number of processes: each parameter and its optimizer state whole, in a file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, publish
+from adora_vl.errors import UserError
+
+LATEST = "latest_universal"  # DeepSpeed's own name; holds the name of the folder beside it
+_SHARDS = "global_step*"
+
+
+def is_universal(checkpoint: Path) -> bool:
+    return (checkpoint / LATEST).is_file()
+
+
+def shards_of(checkpoint: Path) -> Path | None:
+    """The folder with DeepSpeed's file of each rank; None for a checkpoint without DeepSpeed, or a universal one."""
+    return None if is_universal(checkpoint) else next(iter(sorted(checkpoint.glob(_SHARDS))), None)
+
+
+def write_universal(checkpoint: Path, output: Path) -> None:
+    """Write `output`, a checkpoint as whole as `checkpoint` itself that DeepSpeed loads with any number of processes.
+
+    DeepSpeed's own converter reads the shards with pickle; `checkpoint` is one of ours and was verified by its hashes.
+    Raises `UserError` where there are no shards to convert.
+    """
+    shards = shards_of(checkpoint)
+    if shards is None:
+        raise UserError(
+            f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; go on from it with "
+            f"--resume_from_checkpoint {checkpoint}"
+        )
+    from deepspeed.checkpoint.ds_to_universal import main as convert
+
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+        staged = Path(temporary) / output.name
+        left_out = shutil.ignore_patterns(_SHARDS, MANIFEST, MARK, "latest", "zero_to_*.py")
+        shutil.copytree(checkpoint, staged, ignore=left_out)
+        target = staged / f"{shards.name}_universal"
+        target.mkdir()
+        options = argparse.Namespace(
+            input_folder=str(shards), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
+            keep_temp_folder=False, strict=True, inject_missing_state=True,
+        )  # fmt: skip
+        with contextlib.redirect_stdout(sys.stderr):
+            convert(options)
+        facts = {key: value for key, value in facts_of(checkpoint).items() if key != "files"}
+        publish(staged, output, facts)
+
+
+def expect_universal(trainer: Any) -> None:
+    """Have DeepSpeed read the universal folder, and not look for shards. Call it before `trainer.train`.
+
+    Raises `UserError` where the run is not one of DeepSpeed.
+    """
+    if not trainer.is_deepspeed_enabled:
+        raise UserError(
+            "resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: accelerate launch "
+            "--num_processes 1 with the config of before"
+        )
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
+    trainer.add_callback(_EachItsOwn())
+
+
+class _EachItsOwn(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """What DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint, set right before the first step.
+
+    Every group of parameters gets the first group's weight decay, so norms and biases would decay too (Transformers
+    makes two groups: with decay, and without). And all get one tensor as their Adam step, which each of them advances.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for number, group in enumerate(optimizer.param_groups):
+            group["weight_decay"] = args.weight_decay if number == 0 else 0.0
+        for moments in optimizer.state.values():
+            if isinstance(moments.get("step"), torch.Tensor):
+                moments["step"] = moments["step"].clone()

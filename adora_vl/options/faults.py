@@ -1,0 +1,25 @@
+"""When a run that goes wrong is skipped past, and when it is stopped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class FaultOptions:
+    """Bounds of what training goes on through."""
+
+    adora_max_bad_steps: int = field(
+        default=3,
+        metadata={
+            "help": "Stop after this many steps in a row that were skipped: gradients not finite, or a ratio above "
+            "adora_max_ratio."
+        },
+    )
+    adora_max_ratio: float | None = field(
+        default=1000.0,
+        metadata={
+            "help": "Skip a step with a larger importance ratio of new to old policy (a token, or a sequence with "
+            "importance_sampling_level: sequence); null: never."
+        },
+    )

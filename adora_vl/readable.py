@@ -1,0 +1,54 @@
+"""Rows whose image cannot be read any more do not end a data loader somewhere: they are handed on, to be named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, DatasetInfo, Features, Image, List
+
+from adora_vl.errors import in_one_line
+
+
+@dataclass(frozen=True)
+class UnreadableImage:
+    """What stands in a row's `images` in place of one that cannot be decoded."""
+
+    reason: str
+
+
+def hand_on_unreadable(dataset: Dataset, column: str = "images") -> Dataset:
+    """`dataset` with the images of `column` decoded on access, and an `UnreadableImage` where that fails.
+
+    The error would otherwise be raised in the data loader of one rank, without the row's id, while the others wait.
+    """
+    decoder = Image()
+
+    def decode(stored: dict[str, Any]) -> Any:
+        try:
+            return decoder.decode_example(stored)
+        except Exception as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
+            return UnreadableImage(in_one_line(error))
+
+    def decode_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        if column not in rows:
+            return rows
+        return {**rows, column: [[decode(stored) for stored in images or []] for images in rows[column]]}
+
+    feature = dataset.features.get(column)
+    if not isinstance(feature, List) or not isinstance(feature.feature, Image):
+        return dataset
+    assert dataset._indices is None, "the table has to be in the order of the rows"
+    # cast_column would write all images to the disk once more; what is stored is the same with and without decoding
+    info = DatasetInfo(features=Features({**dataset.features, column: List(Image(decode=False))}))
+    return Dataset(dataset.data, info, dataset.split).with_transform(decode_rows)
+
+
+def unreadable_rows(rows: list[dict[str, Any]], column: str = "images") -> list[tuple[str, str]]:
+    """Id and reason of each row with an image that could not be read, each id once."""
+    found: dict[str, str] = {}
+    for number, row in enumerate(rows):
+        for image in row.get(column) or []:
+            if isinstance(image, UnreadableImage):
+                found.setdefault(str(row.get("id", f"#{number} of the batch")), image.reason)
+    return list(found.items())

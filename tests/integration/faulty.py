@@ -1,0 +1,160 @@
+"""The training command in which things go wrong on purpose: `FAULTS=nan:2:1,drift:3 ... -m tests.integration.faulty`.
+
+A fault is `name:step`, or `name:step:rank` for one rank alone. Steps are counted from 1, as they are logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Fault = Callable[[Any, Callable[[], bool]], None]  # gets the stack of patches and whether it is time
+
+
+@contextmanager
+def faults(words: str) -> Iterator[None]:
+    """Inside, the faults of `words` happen to whatever trainer runs."""
+    from pytest import MonkeyPatch
+
+    from adora_vl.guarded import GuardedGRPOTrainer
+
+    patches = MonkeyPatch()
+    now = {"step": 1}
+    stock = GuardedGRPOTrainer._generate_and_score_completions
+
+    def generate(self: Any, inputs: Any) -> Any:
+        now["step"] = self.state.global_step + 1
+        return stock(self, inputs)
+
+    patches.setattr(GuardedGRPOTrainer, "_generate_and_score_completions", generate)
+    for word in filter(None, words.split(",")):
+        name, step, *rank = word.split(":")
+        here = not rank or os.environ.get("RANK", "0") == rank[0]
+        KNOWN[name](patches, lambda step=int(step), here=here: here and now["step"] == step)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _nan(patches: Any, due: Callable[[], bool]) -> None:
+    """A loss that is not a number."""
+    from trl import GRPOTrainer
+
+    stock = GRPOTrainer._compute_loss
+    patches.setattr(GRPOTrainer, "_compute_loss", lambda *args: stock(*args) * (torch.nan if due() else 1.0))
+
+
+def _ratio(patches: Any, due: Callable[[], bool]) -> None:
+    """A policy that has run away from the one that sampled."""
+    from adora_vl import guarded
+
+    stock = guarded.largest_ratio
+    patches.setattr(guarded, "largest_ratio", lambda *args: stock(*args) * (1e6 if due() else 1.0))
+
+
+def _drift(patches: Any, due: Callable[[], bool]) -> None:
+    """An engine that does not have the trainer's weights."""
+    from adora_vl import trainer
+
+    stock = trainer.drift_sums
+    patches.setattr(
+        trainer, "drift_sums", lambda *args: stock(*args) + (torch.tensor([1e9, 0.0, 0.0]) if due() else 0.0)
+    )
+
+
+def _generate(patches: Any, due: Callable[[], bool]) -> None:
+    """An engine that dies over its requests."""
+    from adora_vl.rollout import engine
+
+    stock = engine.seeded
+    patches.setattr(engine, "seeded", lambda *args: broken if due() else stock(*args))
+
+
+def _sync(patches: Any, due: Callable[[], bool]) -> None:
+    """An engine that dies over new weights."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    stock = GPUModelRunner.reload_weights
+    patches.setattr(GPUModelRunner, "reload_weights", lambda *a, **k: broken() if due() else stock(*a, **k))
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("the engine core died\nits second line")
+
+
+def _disk(patches: Any, due: Callable[[], bool]) -> None:
+    """No space left on the device while a checkpoint is written."""
+    from adora_vl.checkpoint import store
+
+    stock = store._write
+
+    def write(*args: Any) -> None:
+        if due():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        stock(*args)
+
+    patches.setattr(store, "_write", write)
+
+
+KNOWN: dict[str, Fault] = {
+    "nan": _nan,
+    "ratio": _ratio,
+    "drift": _drift,
+    "generate": _generate,
+    "sync": _sync,
+    "disk": _disk,
+}
+
+
+def several(arguments: list[str], starts: list[str]) -> int:
+    """One start of the command for each entry of `starts` (`FAULTS [argument ...]`), all with the first one's engine.
+
+    Prints `start N ended with CODE` for each; returns the last code.
+    """
+    from adora_vl import train
+
+    build, made = train.build_trainer, []
+
+    def build_once(run: Any) -> Any:
+        if made:
+            made[0].create_accelerator_and_postprocess()  # the new start has forgotten the one of before
+        else:
+            made.append(build(run))
+        trainer = made[0]
+        trainer.train_dataset = run.dataset
+        trainer._step, trainer._buffered_inputs, trainer._last_loaded_step = 0, None, -1  # as in a new process
+        trainer._saved_at = trainer._began_at = None
+        trainer.callback_handler.callbacks = [
+            each for each in trainer.callback_handler.callbacks if not type(each).__module__.startswith("adora_vl")
+        ]
+        return trainer
+
+    train.build_trainer = build_once
+    code = 0
+    for number, start in enumerate(starts):
+        words, *extra = start.split()
+        with contextlib.redirect_stderr(sys.stdout), faults(words.strip("-")):
+            code = train.main([*arguments, *extra])
+        print(f"start {number} ended with {code}", flush=True)
+    return code
+
+
+def main() -> int:
+    from adora_vl.train import main as train
+
+    if "STARTS" in os.environ:
+        return several(sys.argv[1:], os.environ["STARTS"].split(";"))
+    with faults(os.environ["FAULTS"]):
+        return train(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Faults in the middle of a run with a real engine: each ends it with one line, a whole checkpoint and nothing running.
+
+Every start goes on from what the one before it left, in one process with one engine (`faulty.several`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import uuid
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adora_vl.checkpoint.store import STAGING, checkpoints, problem_of
+from data_prep.cli import main as data_prep
+from tests.integration.support import processes_with, run
+
+pytestmark = pytest.mark.slow
+
+
+def damage(split: Path, row: int) -> None:
+    """Cut the image of a row short, in the Parquet file."""
+    table = pq.read_table(split)
+    rows = table.to_pylist()
+    rows[row]["images"][0]["bytes"] = rows[row]["images"][0]["bytes"][:60]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), split)
+
+
+@pytest.fixture(scope="module")
+def after(tmp_path_factory):
+    """The folder of the run, what each start wrote, and the processes that were left at the end."""
+    folder, mark = tmp_path_factory.mktemp("faults"), uuid.uuid4().hex
+    for name in ("whole", "damaged"):
+        words = ["--output", str(folder / name), "--rows", "40", "--test-rows", "4"]
+        assert data_prep(["synthetic", *words]) == 0
+    damage(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)  # a row of the second step
+    out = folder / "out"
+    starts = [
+        f"- --dataset_name {folder / 'damaged'}",
+        f"disk:3 --resume_from_checkpoint {out / 'checkpoint-1'}",
+        "sync:4",
+        "ratio:4,ratio:5,ratio:6",
+        "nan:7,generate:8",
+    ]
+    command = [
+        sys.executable, "-m", "tests.integration.faulty", "--config", "configs/train/smoke_cpu.yaml", "--max_steps",
+        "9", "--num_generations", "4", "--per_device_train_batch_size", "16", "--max_completion_length", "12",
+        "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "9", "--dataset_name",
+        str(folder / "whole"), "--output_dir", str(out),
+    ]  # fmt: skip
+    done = run(command, environment={"STARTS": ";".join(starts), "TEST_MARK": mark}, check=False)
+    said = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
+    assert said[1::2] == ["1"] * len(starts) and done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
+    return out, said[::2], processes_with(mark)
+
+
+ENDS = [
+    r"error: step 2: row synthetic/0/train/14: an image cannot be read: OSError: image file is truncated. .*"
+    r"Repair or remove the row, and go on with --resume_from_checkpoint .*checkpoint-1$",
+    r"error: checkpoint-3 could not be written \(\[Errno 28\] No space left on device\); older .* as they were$",
+    r"error: step 4: the engine failed in the weight sync \(ValueError: the engine core died\); the same command goes "
+    r"on from checkpoint-3$",
+    r"error: step 6: 3 steps in a row were skipped: the largest importance ratio of the last is 1e\+06 .*",
+    r"error: step 8: the engine failed in generate \(ValueError: the engine core died\); .* from checkpoint-7$",
+]
+BEGINNINGS = ["", "checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("number", range(len(ENDS)))
+def test_the_last_line_says_where_why_and_how_to_go_on_and_the_next_start_does(after, number):
+    _, said, _ = after
+    lines = said[number].rstrip("\n").splitlines()
+    assert re.match(ENDS[number], lines[-1]), lines[-1]
+    assert sum(line.startswith("error: ") for line in lines) == 1
+    going_on = [line for line in lines if line.startswith("going on from ")]
+    assert [Path(line.split()[-1]).name for line in going_on] == ([BEGINNINGS[number]] if number else [])
+
+
+def test_the_error_of_the_engine_itself_stands_above(after):
+    _, said, _ = after
+    assert "ValueError: the engine core died\nits second line\n" in said[2]
+    assert "Traceback" not in said[0]  # a stop in order needs none
+
+
+def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(after):
+    out, _, _ = after
+    assert [path.name for path in checkpoints(out)] == [f"checkpoint-{step}" for step in range(7, 0, -1)]
+    assert [problem_of(path) for path in checkpoints(out)] == [None] * 7
+    assert not list((out / STAGING).iterdir())
+    history = json.loads((out / "checkpoint-7" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history] == list(range(1, 8))
+    assert [entry["adora/skipped_steps"] for entry in history] == [0, 0, 0, 1, 1, 1, 1]
+    assert history[0]["adora/ratio_max"] == pytest.approx(1, abs=1e-3) and history[4]["adora/ratio_max"] > 1e5
+    second, third, last = (load_file(out / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3, 7))
+    assert all(torch.equal(third[name], last[name]) for name in last)
+    assert any(not torch.equal(second[name], third[name]) for name in last)
+
+
+def test_nothing_is_left_running(after):
+    _, _, left = after
+    assert left == []
