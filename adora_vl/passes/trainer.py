@@ -25,11 +25,13 @@ from adora_vl.passes.batches import (
     without_padding,
 )
 from adora_vl.passes.importance import importance_ratio
+from adora_vl.passes.numbers import RolloutNumbers
 from adora_vl.passes.packed import PackedPass, Result
 from adora_vl.passes.processor import StepProcessor
 from adora_vl.passes.refill import exchanges, further_rows, refilled
 from adora_vl.passes.vision import SharedVision
 from adora_vl.replaced import replaced
+from adora_vl.rollout.drift import rollout_drift
 from adora_vl.rollout.image_cache import ImageCache, can_cache
 from adora_vl.rollout.rows import DistinctRows
 
@@ -52,6 +54,7 @@ class OnceGRPOTrainer(GuardedGRPOTrainer):
         self.banks = Banks()
         self.vision = SharedVision(self.banks)
         self.packed_pass = PackedPass()
+        self.rollouts = RolloutNumbers()
         self._attempt = 0  # which further batch of this generation is being sampled
         self._unfinished: dict[str, Any] | None = None  # a micro-batch whose importance ratio is still to be formed
         takes_references = self.vision.install(self.model)
@@ -91,6 +94,8 @@ class OnceGRPOTrainer(GuardedGRPOTrainer):
             if training and self.args.adora_skip_old_pass and self._is_on_policy:
                 stack.enter_context(replaced(self, "vllm_importance_sampling_correction", False))
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if training:
+            output["rollout_number"] = self.rollouts.numbers(len(inputs), self.accelerator.device)
         if training and self.use_vllm:
             self._metrics["train"]["adora/sync_mb"].append(self.vllm_generation.bytes_sent / 2**20)
         return output
@@ -227,6 +232,7 @@ class OnceGRPOTrainer(GuardedGRPOTrainer):
         )
         inputs["importance_sampling_ratio"] = ratio
         self._compare_with_engine(logps_BC, sampling_BC, mask_BC)
+        self.rollouts.measured(inputs["rollout_number"], rollout_drift(logps_BC, sampling_BC, mask_BC))
         seen = ratio.flatten() if ratio.size(1) == 1 else ratio[mask_BC.bool()]
         gap = (logps_BC - sampling_BC).abs()[mask_BC.bool()]
         gap = gap[~gap.isnan()]
