@@ -62,7 +62,8 @@ class PackedPass:
         step = batch_size or len(input_ids)
         chunks = [range(start, min(start + step, len(input_ids))) for start in range(0, len(input_ids), step)]
         groups = [_grouped(chunk, input_ids, attention_mask, completion, images) for chunk in chunks]
-        pays = all(_pays(part, attention_mask, completion, config) for part in groups)
+        shared = any(len(group) > 1 for part in groups for group in part)
+        pays = shared and all(_pays(part, attention_mask, completion, config) for part in groups)
 
         def packed() -> Result:
             parts = [
