@@ -56,10 +56,12 @@ def prepare(arguments: Sequence[str]) -> Run:
     from adora_vl.evaluation import take_schedule
     from adora_vl.models.load import load_config
     from adora_vl.preflight import check_run
+    from adora_vl.record.backends import prepare_trackers
     from adora_vl.rewards import reward_functions
 
     script, config, model = parse(arguments)
     check_versions(config.use_vllm)
+    prepare_trackers(config.report_to, config.output_dir)
     if not model.model_name_or_path:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
     functions = reward_functions(script.adora_reward)

@@ -16,11 +16,11 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
 from adora_vl.advantage import is_constant, weigh_groups
-from adora_vl.checkpoint.trainer import CheckpointedGRPOTrainer
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.errors import RolloutError
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.record.trainer import RecordedGRPOTrainer
 from adora_vl.replaced import replaced
 from adora_vl.report.metrics import adora_metrics
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
@@ -38,7 +38,7 @@ def engine_dtype(args: AdoraGRPOConfig) -> str | None:
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
 
 
-class AdoraGRPOTrainer(CheckpointedGRPOTrainer):
+class AdoraGRPOTrainer(RecordedGRPOTrainer):
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     def __init__(
@@ -191,10 +191,6 @@ class AdoraGRPOTrainer(CheckpointedGRPOTrainer):
         self._logs["extra"]["advantage_raw"].extend(raw)
         for name, column_B in columns_B.items():
             self._logs["extra"][name].extend(column_B[-count:].tolist())
-
-    def log_figure(self, name: str, value: float) -> None:
-        """One value of this step for the next log, which averages; the same on every rank."""
-        self._metrics["train"][name].append(value)
 
     def _seed_rollouts(self) -> None:
         """Tell the engine where the run stands, in numbers that a resumed run arrives at too."""

@@ -14,6 +14,7 @@ ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
+    "adora_vl.record": ("adora_vl.advantage", "adora_vl.checkpoint", "adora_vl.errors", "adora_vl.replaced"),
     "adora_vl.replaced": (),
     "adora_vl.prompts": (),
     "adora_vl.rewards": ("adora_vl.errors",),

@@ -25,6 +25,7 @@ prepare_engine_environment()
 SIGNATURES = {
     GRPOTrainer._calculate_rewards: ["self", "inputs", "prompts", "completions", "completion_ids_list"],
     GRPOTrainer._generate_and_score_completions: ["self", "inputs"],
+    GRPOTrainer._generate: ["self", "prompts"],
     GRPOTrainer._save_checkpoint: ["self", "model", "trial"],
     GRPOTrainer._get_output_dir: ["self", "trial"],
     GRPOTrainer._load_from_checkpoint: ["self", "resume_from_checkpoint", "model"],
