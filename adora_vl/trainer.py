@@ -132,6 +132,8 @@ class AdoraGRPOTrainer(RecordedGRPOTrainer):
                 self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs)
             )
             output["advantages"] = output["advantages"] * factors_B[local]
+        if training:
+            self.record_rollouts(inputs, output, *self._scored)
         return output
 
     @property

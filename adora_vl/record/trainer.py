@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
@@ -11,6 +15,18 @@ from adora_vl.checkpoint.trainer import CheckpointedGRPOTrainer
 from adora_vl.record.metrics_file import MetricsFile
 from adora_vl.record.phases import PhaseClock
 from adora_vl.record.progress import ProgressLine
+from adora_vl.record.rollouts import Columns, Record, criteria_columns, message_text, weighted_sum
+from adora_vl.rollout.drift import rollout_drift
+
+_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")
+_TABLE = {
+    "verdict": "verdict",
+    "extracted": "extracted",
+    "reason": "reason",
+    "advantage_raw": "advantage_raw",
+    "adora_weight": "weight",
+    "adora_tds": "tds",
+}  # our columns of TRL's completions table
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -34,6 +50,20 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
             self.trainer.log_figure(f"seconds/{phase}", seconds)
 
 
+class KeepRecord(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """The first rank writes a step's rollouts at its end, before anything is saved."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.record.start(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.record.flush(state.global_step)
+
+
 class RecordedGRPOTrainer(CheckpointedGRPOTrainer):
     """As `trl.GRPOTrainer`; it says what it does on screen, in `metrics.jsonl` and in the record of the rollouts."""
 
@@ -45,7 +75,12 @@ class RecordedGRPOTrainer(CheckpointedGRPOTrainer):
             self.vllm_generation.sync_weights = self._timed("sync", self.vllm_generation.sync_weights)
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
-        for callback in (StepClock(self), ProgressLine(), MetricsFile()):
+        own = [each.name for each in fields(self.args) if each.name.startswith("adora_")]
+        settings = {name: getattr(self.args, name) for name in (*own, *_SETTINGS)}
+        settings["truncated_at"] = self.args.truncated_at
+        folder, ranks = Path(self.args.output_dir), self.accelerator.num_processes
+        self.record = Record(folder, self.args.adora_record_gb, settings, ranks)
+        for callback in (StepClock(self), KeepRecord(self.record), ProgressLine(), MetricsFile()):
             self.add_callback(callback)
 
     def log_figure(self, name: str, value: float) -> None:
@@ -71,3 +106,63 @@ class RecordedGRPOTrainer(CheckpointedGRPOTrainer):
         with self.clock.phase("grading"):
             rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return rewards_BF
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether the generation of this step is one of every `adora_record_every`."""
+        args = self.args
+        cycle_steps = max(1, args.steps_per_generation * self.num_iterations // args.gradient_accumulation_steps)
+        every: int = args.adora_record_every
+        return every > 0 and self.state.global_step // cycle_steps % every == 0
+
+    def record_rollouts(
+        self, inputs: list[dict[str, Any]], output: dict[str, Any], rewards_BF: Tensor, facts_B2: Tensor
+    ) -> None:
+        """Call it on all ranks when the advantages are final. `rewards_BF` and `facts_B2` (tokens, whether without an
+        end-of-turn token) are all ranks', `inputs` and `output` this one's.
+        """
+        if not self._is_recorded:
+            return
+        with self.clock.phase("other"):
+            drift_B = torch.full((len(inputs),), torch.nan, device=self.accelerator.device)
+            if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
+                names = ("old_per_token_logps", "sampling_per_token_logps", "completion_mask")
+                drift_B = rollout_drift(*(output[name] for name in names))
+            drift_B = self.accelerator.gather(drift_B)
+            rows = gather_object([self._row(one) for one in inputs])
+            if self.accelerator.is_main_process and not self.record.failed:
+                columns = self._columns(rewards_BF, facts_B2, drift_B)
+                columns |= {name: [row[name] for row in rows] for name in rows[0]}
+                self.record.add(columns, self.num_generations)
+
+    def _row(self, one: dict[str, Any]) -> dict[str, Any]:
+        """What the dataset says of a rollout."""
+        row = None if one.get("id") is None else str(one["id"])
+        try:
+            images = self.record.diagrams.keep(row, one.get("images") or [])
+        except OSError:  # a full disk: the record goes without this diagram
+            images = []
+        problem = one.get("problem") or message_text(one["prompt"])
+        return {"id": row, "problem": problem, "answer": one.get("answer"), "images": images}
+
+    def _columns(self, rewards_BF: Tensor, facts_B2: Tensor, drift_B: Tensor) -> Columns:
+        """What the step says of all ranks' rollouts, much of it from the completions table that TRL keeps."""
+        args, count = self.args, len(rewards_BF)
+        rewards_B, generations = weighted_sum(rewards_BF, self.reward_weights), self.num_generations
+        by_length = args.adora_truncation == "length"
+        truncated_B = facts_B2[:, 0] >= args.truncated_at if by_length else facts_B2[:, 1] > 0
+        groups = [tensor.view(-1, generations) for tensor in (rewards_B, facts_B2[:, 0], truncated_B)]
+        table = {"advantage": self._logs["advantages"]}
+        table |= {ours: self._logs["extra"].get(name, ()) for name, ours in _TABLE.items()}
+        parts = {f"reward/{name}": rewards_BF[:, i].tolist() for i, name in enumerate(self.reward_func_names)}
+        return {
+            "step": [self.state.global_step + 1] * count,
+            "completion": [message_text(one) for one in list(self._logs["completion"])[-count:]],
+            "reward": rewards_B.tolist(),
+            **parts,
+            **{name: list(column)[-count:] for name, column in table.items()},
+            **criteria_columns(args.adora_correct_above, *groups),
+            "length": [int(length) for length in facts_B2[:, 0].tolist()],
+            "truncated": truncated_B.tolist(),
+            "drift": drift_B.tolist(),
+        }

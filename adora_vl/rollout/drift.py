@@ -40,6 +40,13 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
     return torch.stack([counted.sum(), counted.new_tensor(float(counted.numel())), largest])
 
 
+def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """Mean |difference| of each rollout over the tokens that the engine scored, (B,); NaN where it scored none."""
+    scored_BC = mask_BC.bool() & ~torch.isnan(engine_BC)
+    gaps_BC = torch.where(scored_BC, (trainer_BC - engine_BC).abs(), 0.0)
+    return gaps_BC.sum(dim=1) / scored_BC.sum(dim=1)
+
+
 def merge_drift(sums_R3: Tensor) -> Drift:
     """One `Drift` from the sums of all ranks, (ranks, 3)."""
     total, count = sums_R3[:, 0].sum(), sums_R3[:, 1].sum()
