@@ -38,6 +38,24 @@ class Run:
     start: Start
     fingerprint: Fingerprint
     schedule: Schedule | None  # of the evaluations on the way
+    data: str  # the folder of the dataset
+
+    def manifest(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """What `manifest.json` says of it at its start."""
+        from adora_vl.report.manifest import run_manifest
+
+        return run_manifest(
+            self.script,
+            self.config,
+            self.model,
+            arguments=arguments,
+            data=self.data,
+            rows=len(self.dataset),
+            fingerprint=self.fingerprint,
+            plan=self.plan.describe(),
+            processes=self.config.world_size,
+            checkpoint=self.start.checkpoint,
+        )
 
     @property
     def finished(self) -> Path | None:
@@ -78,7 +96,7 @@ def prepare(arguments: Sequence[str]) -> Run:
     start, now = _choose_start(script, config, model, folder)
     if config.process_index == 0:
         print("\n".join([f"{len(dataset)} training problems; {plan.describe()}", *start.notes]), flush=True)
-    return Run(script, config, model, dataset, plan, start, now, schedule)
+    return Run(script, config, model, dataset, plan, start, now, schedule, folder)
 
 
 def _folder(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> str:

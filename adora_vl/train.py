@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ def train(arguments: Sequence[str]) -> int:
     from adora_vl.evaluation import EvaluateOnTheWay
     from adora_vl.export import copy_model
     from adora_vl.guards import SkipBadSteps
+    from adora_vl.report.card import model_card
+    from adora_vl.report.manifest import end_manifest, write_manifest
     from adora_vl.report.summary import print_summary
 
     run = prepare(arguments)
@@ -56,6 +59,11 @@ def train(arguments: Sequence[str]) -> int:
         return 0
     trainer = build_trainer(run)
     trainer.run_facts = {"fingerprint": run.fingerprint}
+    manifest = run.manifest(arguments)
+    trainer.card = partial(model_card, manifest)
+    output_dir, is_main = Path(run.config.output_dir), trainer.accelerator.is_main_process
+    if is_main:
+        write_manifest(manifest, output_dir)
     stop = StopOnSignal(run.plan.cycle_steps)
     bad_steps = SkipBadSteps(trainer, run.config.adora_max_bad_steps)
     for callback in (stop, bad_steps):
@@ -70,15 +78,19 @@ def train(arguments: Sequence[str]) -> int:
     if bad_steps.reason:
         raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")
     if stop.stopped:
-        if trainer.accelerator.is_main_process:
+        if is_main:
             step = trainer.state.global_step
-            print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}", file=sys.stderr)
+            end_manifest(manifest, output_dir, "stopped", step)
+            print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}:", file=sys.stderr)
+            print(manifest["command"], file=sys.stderr)
     else:
-        trainer.save_model(run.config.output_dir)
+        trainer.save_model(str(output_dir))
         trainer.save_state()
-        model_folder = trainer.save_merged() or Path(run.config.output_dir)
-        if trainer.accelerator.is_main_process:
-            print_summary(trainer.state.log_history, run.config, model_folder, seconds)
+        model_folder = trainer.save_merged() or output_dir
+        if is_main:
+            end_manifest(manifest, output_dir, "finished", trainer.state.global_step)
+            log, command = trainer.state.log_history, manifest["command"]
+            print_summary(log, run.config, model_folder, seconds, data=run.data, command=command)
     trainer.accelerator.wait_for_everyone()
     trainer.close()
     trainer.accelerator.end_training()

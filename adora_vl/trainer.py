@@ -89,6 +89,7 @@ class AdoraGRPOTrainer(RecordedGRPOTrainer):
         if self.accelerator.is_main_process:
             self.model.merge_and_unload().save_pretrained(folder)
             self.processing_class.save_pretrained(folder)
+            self.write_card(folder)
         self.accelerator.wait_for_everyone()
         return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from adora_vl.record.progress import ProgressLine
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, message_text, weighted_sum
 from adora_vl.rollout.drift import rollout_drift
 
+Card = Callable[[list[dict[str, Any]], int, bool], str]  # from the log, the step, and whether it is an adapter
 _SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")
 _TABLE = {
     "verdict": "verdict",
@@ -70,6 +72,7 @@ class RecordedGRPOTrainer(CheckpointedGRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Nothing but the arguments of `trl.GRPOTrainer`."""
         self.clock = PhaseClock()
+        self.card: Card | None = None  # writes the README.md of every saved model
         super().__init__(*args, **kwargs)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self._timed("sync", self.vllm_generation.sync_weights)
@@ -86,6 +89,24 @@ class RecordedGRPOTrainer(CheckpointedGRPOTrainer):
     def log_figure(self, name: str, value: float) -> None:
         """One value of this step for the next log, which averages; the same on every rank."""
         self._metrics["train"][name].append(value)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Stock TRL saves weights and processor; ours puts a card beside them, in checkpoints too, where one is set."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            self.write_card(Path(output_dir or self.args.output_dir))
+
+    def write_card(self, folder: Path) -> None:
+        """README.md of the model in `folder`. One process calls this."""
+        adapter = (folder / "adapter_config.json").is_file()
+        if self.card is not None:
+            card = self.card(self.state.log_history, self.state.global_step, adapter)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None) -> None:
+        """Stock TRL writes a card of its own into output_dir at every save, which would take the place of ours."""
+        if self.card is None:
+            super().create_model_card(model_name, dataset_name, tags)
 
     def _timed(self, phase: str, call: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from adora_vl.errors import UserError
 from adora_vl.record.metrics_file import METRICS, read_metrics
 from adora_vl.record.parts import ROLLOUTS, Part, parts, read_parts
 from adora_vl.record.rollouts import SETTINGS
+from adora_vl.report.manifest import facts_of_run, read_manifest
 from adora_vl.report.why import why
 
 # One rollout is a list in this order; viewer/groups.js reads it by the same names.
@@ -52,7 +53,7 @@ def load_run(folder: Path, max_rollouts: int) -> RunView:
     if not metrics and not found:
         missing = "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
         raise UserError(f"RUN: {str(folder)!r} {missing}; name the output_dir of a training run")
-    view = RunView(folder.resolve().name, metrics)
+    view = RunView(folder.resolve().name, metrics, facts=facts_of_run(read_manifest(folder)))
     if found:
         try:
             _add_groups(view, found, max_rollouts)

@@ -26,6 +26,8 @@ SIGNATURES = {
     GRPOTrainer._calculate_rewards: ["self", "inputs", "prompts", "completions", "completion_ids_list"],
     GRPOTrainer._generate_and_score_completions: ["self", "inputs"],
     GRPOTrainer._generate: ["self", "prompts"],
+    GRPOTrainer.save_model: ["self", "output_dir", "_internal_call"],
+    GRPOTrainer.create_model_card: ["self", "model_name", "dataset_name", "tags"],
     GRPOTrainer._save_checkpoint: ["self", "model", "trial"],
     GRPOTrainer._get_output_dir: ["self", "trial"],
     GRPOTrainer._load_from_checkpoint: ["self", "resume_from_checkpoint", "model"],
