@@ -85,7 +85,7 @@ class Browser:
             self.requests.append(event["request"]["url"])
 
     def open(self, path: Path, fragment: str = "") -> None:
-        """Load a file and wait until its own script has shown it."""
+        """Load a file and wait until its own script has shown all of it."""
         self.errors.clear()
         self.requests.clear()
         self.call("Page.navigate", url="about:blank")
@@ -144,7 +144,13 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._in)
-        os.close(self._out)
+        """As a person quits it, so that nothing of it still writes into its profile."""
+        self._session = ""
+        try:
+            self.call("Browser.close")
+            self._process.wait(timeout=20)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            os.close(self._in)
+            os.close(self._out)

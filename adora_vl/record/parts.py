@@ -1,10 +1,11 @@
 """The record on disk: Parquet files named by the steps that they hold, whole or not there.
 
 output_dir/rollouts/rollouts-00000001-00000032.parquet    steps 1 to 32
-output_dir/rollouts/images/<hash>.png                     the diagrams, each once
+output_dir/rollouts/_images/<hash>.png                    the diagrams, each once
 
-A file is written beside and renamed. A wider file takes the place of those inside its range, so a crash between its
-rename and their deletion leaves nothing twice.
+Readers of a folder of Parquet files pass over names that begin with _. A file is written under such a name and then
+renamed. A wider file takes the place of those inside its range, so a crash between its rename and their deletion
+leaves nothing twice.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-ROLLOUTS = "rollouts"
+ROLLOUTS, IMAGES = "rollouts", "_images"
 _NAME = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
 _MERGE_COUNT, _MERGE_BYTES = 32, 8_000_000  # so many files in a row, each below so many bytes, become one
 
@@ -51,7 +52,7 @@ def _part(path: Path) -> Part | None:
 def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
     """Make the rows of `first` to `last` a file, on the disk before its name is."""
     part = Part(folder / f"rollouts-{first:08}-{last:08}.parquet", first, last)
-    partial = part.path.with_suffix(".partial")
+    partial = part.path.with_name(f"_{part.path.name}.partial")
     with partial.open("wb") as stream:
         pq.write_table(table, stream, compression="zstd")
         stream.flush()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adora_vl.advantage.criteria import group_facts
 from adora_vl.record.diagrams import Diagrams
-from adora_vl.record.parts import ROLLOUTS, cut_after, merge_small, rotate, write_part
+from adora_vl.record.parts import IMAGES, ROLLOUTS, cut_after, merge_small, rotate, write_part
 
 SETTINGS = b"adora_vl"  # key of the run's settings in every file's metadata
 _TYPES: dict[str, pa.DataType] = {
@@ -25,7 +25,7 @@ _TYPES: dict[str, pa.DataType] = {
     "id": pa.string(),
     "problem": pa.string(),
     "answer": pa.string(),
-    "images": pa.list_(pa.string()),  # file names in rollouts/images
+    "images": pa.list_(pa.string()),  # file names in rollouts/_images
     "completion": pa.string(),
     "verdict": pa.string(),
     "extracted": pa.string(),
@@ -99,7 +99,7 @@ class Record:
         self._limit_bytes = limit_gb * 1e9 / 2  # the diagrams have the other half
         self._settings = settings
         self._waiting: list[Columns] = []
-        self.diagrams = Diagrams(self.folder / "images", self._limit_bytes / ranks)
+        self.diagrams = Diagrams(self.folder / IMAGES, self._limit_bytes / ranks)
         self.failed: str | None = None
 
     def start(self, step: int) -> None:

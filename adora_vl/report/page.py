@@ -1,7 +1,8 @@
 """The viewer as one HTML file: nothing is loaded from elsewhere, and no text of a model can become markup or script.
 
-The data are a compressed block that the page's own script unpacks and shows as text nodes; the policy names the hashes
-of that script and style, so nothing else runs even where a text were mistaken for markup.
+The data are two compressed blocks that the page's own script unpacks and shows as text nodes: first what the curves and
+the list need, then the completions and diagrams. The policy names the hashes of that script and style, so nothing else
+runs even where a text were mistaken for markup.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
+def _packed(data: Any) -> str:
+    text = json.dumps(data, allow_nan=False).encode()
+    return base64.b64encode(gzip.compress(text, compresslevel=3, mtime=0)).decode()
+
+
 def build_page(views: list[RunView], images: dict[str, str]) -> str:
     """The whole document."""
-    data: dict[str, Any] = {
-        "runs": [
-            {
-                "name": view.name, "facts": view.facts, "notes": view.notes, "metrics": view.metrics,
-                "groups": view.groups, "problems": view.problems,
-            }
-            for view in views
-        ],
-        "images": images,
-        "rollout": ROLLOUT,
-    }  # fmt: skip
-    packed = gzip.compress(json.dumps(data, allow_nan=False).encode(), compresslevel=6, mtime=0)
+    runs = [
+        {
+            "name": view.name, "facts": view.facts, "notes": view.notes, "metrics": view.metrics,
+            "groups": [{**group, "rollouts": [one[:-1] for one in group["rollouts"]]} for group in view.groups],
+            "problems": view.problems,
+        }
+        for view in views
+    ]  # fmt: skip
+    completions = [[one[-1] for group in view.groups for one in group["rollouts"]] for view in views]
     style = (_VIEWER / "viewer.css").read_text(encoding="utf-8")
     script = "".join((_VIEWER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     policy = (
@@ -52,7 +55,8 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         "POLICY": policy,
         "TITLE": escape(", ".join(view.name for view in views)),
         "STYLE": style,
-        "DATA": base64.b64encode(packed).decode(),
+        "DATA": _packed({"runs": runs, "rollout": ROLLOUT[:-1]}),
+        "TEXTS": _packed({"completions": completions, "images": images}),
         "SCRIPT": script,
     }
     page = (_VIEWER / "page.html").read_text(encoding="utf-8")

@@ -15,12 +15,13 @@ import pyarrow.parquet as pq
 
 from adora_vl.errors import UserError
 from adora_vl.record.metrics_file import METRICS, read_metrics
-from adora_vl.record.parts import ROLLOUTS, Part, parts, read_parts
+from adora_vl.record.parts import IMAGES, ROLLOUTS, Part, parts, read_parts
 from adora_vl.record.rollouts import SETTINGS
 from adora_vl.report.manifest import facts_of_run, read_manifest
 from adora_vl.report.why import why
 
-# One rollout is a list in this order; viewer/groups.js reads it by the same names.
+# One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion is the last: the page
+# has it in a block of its own.
 ROLLOUT = (
     "verdict", "extracted", "reason", "reward", "advantage_raw", "advantage", "length", "truncated", "drift", "parts",
     "completion",
@@ -147,7 +148,7 @@ def image_uris(folders: list[Path], views: list[RunView], max_bytes: int) -> tup
     used = left_out = 0
     for folder, view in zip(folders, views, strict=True):
         for name in view.images:
-            path = folder / ROLLOUTS / "images" / Path(name).name
+            path = folder / ROLLOUTS / IMAGES / Path(name).name
             if name in uris or not path.is_file():
                 continue
             used += path.stat().st_size

@@ -16,7 +16,7 @@ from PIL import Image
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.errors import UserError
 from adora_vl.record.diagrams import Diagrams
-from adora_vl.record.metrics_file import read_metrics
+from adora_vl.record.metrics_file import METRICS, read_metrics
 from adora_vl.record.parts import cut_after, merge_small, parts, read_parts, rotate, write_part
 from adora_vl.record.rollouts import Record, as_table, criteria_columns, message_text, weighted_sum
 from adora_vl.rollout.drift import rollout_drift
@@ -194,20 +194,19 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
     assert (table.loc[~uneven, "advantage"] == 0).all() and uneven.any()
     assert (table["reward/adora_reward"] == table["reward"]).all()
     for names in table["images"]:
-        assert len(names) == 1 and (adora_run / "rollouts" / "images" / names[0]).is_file()
+        assert len(names) == 1 and (adora_run / "rollouts" / "_images" / names[0]).is_file()
 
 
-def test_a_run_that_went_on_has_every_step_once(adora_run, tmp_path):
-    """As if it had been killed after checkpoint-2, with steps 3 and 4 on the disk already; now every second one."""
-    whole = recorded(adora_run / "rollouts").to_pandas()
-    metrics = read_metrics(adora_run / "metrics.jsonl")
-    out = shutil.copytree(adora_run, tmp_path / "out")
-    shutil.rmtree(out / f"checkpoint-{STEPS}")
-    train(out)
-    pd.testing.assert_frame_equal(recorded(out / "rollouts").to_pandas(), whole)
-    again = read_metrics(out / "metrics.jsonl")
-    assert [(line["step"], line["kind"], line.get("loss")) for line in again] == [
-        (line["step"], line["kind"], line.get("loss")) for line in metrics
-    ]
-    train(out, max_steps=STEPS + 4, adora_record_every=2, adora_record_gb=1)
-    assert sorted(set(steps(out / "rollouts"))) == [1, 2, 3, 4, 5, 7]
+def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path):
+    """And the same figures and rollouts in each; then it goes on with every second generation recorded."""
+    whole, again = (recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder))
+    pd.testing.assert_frame_equal(again, whole)
+    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), whole)  # as a stranger reads it
+    before, after = (
+        [(line["step"], line["kind"], line.get("loss"), line.get("reward")) for line in read_metrics(run / METRICS)]
+        for run in (adora_run, resumed_run.folder)
+    )
+    assert before == after
+    longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
+    train(longer, max_steps=STEPS + 4, adora_record_every=2, adora_record_gb=1)
+    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 7]

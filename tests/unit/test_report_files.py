@@ -14,11 +14,12 @@ from datasets import load_dataset
 from adora_vl.checkpoint.store import problem_of
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.export import main as export
+from adora_vl.report.__main__ import main as view
 from adora_vl.report.card import model_card
 from adora_vl.report.commands import evaluate_command, launch_command, view_command
 from adora_vl.report.manifest import end_manifest, facts_of_run, read_manifest, write_manifest
 from adora_vl.report.summary import summary_lines
-from tests.tiny_run import STEPS, arguments, train
+from tests.tiny_run import STEPS, arguments
 
 LAUNCH = ["/venv/bin/accelerate", "launch", "--config_file", "c.yaml", "-m", "adora_vl.train", "--config", "y y.yaml"]
 
@@ -76,12 +77,9 @@ def test_the_manifest_of_a_real_run(adora_run):
     assert facts["recipe"] == "ADORA attenuation, factor 0.1" and facts["status"] == f"finished at step {STEPS}"
 
 
-def test_a_run_that_went_on_says_when_it_started_and_started_again(adora_run, tmp_path):
-    out = shutil.copytree(adora_run, tmp_path / "out")
-    shutil.rmtree(out / f"checkpoint-{STEPS}")
-    train(out)
-    starts = read_manifest(out)["starts"]
-    assert [start["checkpoint"] for start in starts] == [None, str(out / "checkpoint-2")]
+def test_a_run_that_went_on_says_when_it_started_and_started_again(resumed_run):
+    starts = read_manifest(resumed_run.folder)["starts"]
+    assert [start["checkpoint"] for start in starts] == [None, str(resumed_run.folder / "checkpoint-2")]
 
 
 def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
@@ -131,19 +129,15 @@ def test_a_card_without_facts_and_one_of_an_adapter():
     assert "7 steps of GRPO\n" in card and '| adora_reward | ["a\\|b"] |' in card and "```python" not in card
 
 
-def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(adora_run, tmp_path, capsys):
+def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_run, tmp_path):
     """Its own words are taken as they are: the viewer's command writes the page."""
-    from adora_vl.report.__main__ import main
-
-    out = shutil.copytree(adora_run, tmp_path / "out")
-    shutil.rmtree(out / f"checkpoint-{STEPS}")
-    train(out)
-    printed = capsys.readouterr().out
-    words = dict(re.findall(r"^(Model|Metrics|Rollouts|View it|Evaluate it|Train longer) +(.*)$", printed, re.M))
+    words = dict(
+        re.findall(r"^(Model|Metrics|Rollouts|View it|Evaluate it|Train longer) +(.*)$", resumed_run.printed, re.M)
+    )
     for name in ("Model", "Metrics", "Rollouts"):
         assert Path(words[name].split("  (")[0]).exists(), name
-    assert main(words["View it"].split()[3:]) == 0 and (out / "report.html").is_file()
+    assert view([*words["View it"].split()[3:], "--output", str(tmp_path / "page.html")]) == 0
     folder = re.search(r"--data (\S+)", words["Evaluate it"])
     assert folder and json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
-    expected = " ".join(arguments(out)) + f" --max_steps {2 * STEPS}"
+    expected = " ".join(arguments(resumed_run.folder)) + f" --max_steps {2 * STEPS}"
     assert words["Train longer"] == f"python -m adora_vl.train {expected}"

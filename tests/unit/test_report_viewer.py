@@ -151,10 +151,10 @@ def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
 
 
 def unpacked(page: Path) -> dict[str, Any]:
-    match = re.search(r'id="data">([^<]*)<', page.read_text())
-    assert match
-    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(match[1])))
-    return data
+    """Both blocks of data."""
+    blocks = re.findall(r'id="(?:data|texts)">([^<]*)<', page.read_text())
+    both = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
+    return {**both[0], **both[1]}
 
 
 class Tags(HTMLParser):

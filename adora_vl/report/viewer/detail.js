@@ -2,9 +2,9 @@
 
 function detailOf(groups, group) {
   const { facts, run } = group;
-  const images = facts.images.map((name) => groups.data.images[name]).filter(Boolean);
+  const images = groups.images ? facts.images.map((name) => groups.images[name]).filter(Boolean) : [];
   const at = groups.found.indexOf(group);
-  const missing = facts.images.length > images.length ? el("p", { class: "hint" }, "The diagram is not in this page.") : null;
+  const missing = groups.images && facts.images.length > images.length ? el("p", { class: "hint" }, "The diagram is not in this page.") : null;
   const title = groups.data.runs.length > 1 ? `Step ${group.step}, ${run.name}` : `Step ${group.step}`;
   return [
     el("div", { class: "bar" },
@@ -63,7 +63,7 @@ function rolloutOf(rollout, index, largest) {
   return el("li", { class: `rollout ${rollout.verdict || ""}` },
     el("div", { class: "head" }, el("span", { class: "number" }, `#${index + 1}`), el("span", { class: `verdict ${rollout.verdict || ""}` }, el("span", { "aria-hidden": "true" }, `${sign} `), word)),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", { class: name === "advantage" ? "wide" : null }, el("dt", {}, name), el("dd", {}, value)))),
-    textOf(rollout.completion || ""));
+    rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || ""));
 }
 
 function textOf(text) {

@@ -13,14 +13,16 @@ function verdictOf(rollout) {
   return VERDICTS[rollout.verdict] || ["·", rollout.verdict || "not graded"];
 }
 
-/** Every group of every run in one list, in the order of steps, with rollouts as objects. */
+/** Every group of every run in one list, in the order of steps, with rollouts as objects; `run.rollouts` has all of a run. */
 function allGroups(data) {
-  const groups = data.runs.flatMap((run, index) =>
-    run.groups.map((group) => {
+  const groups = data.runs.flatMap((run, index) => {
+    run.rollouts = [];
+    return run.groups.map((group) => {
       const rollouts = group.rollouts.map((values) => Object.fromEntries(data.rollout.map((name, i) => [name, values[i]])));
+      run.rollouts.push(...rollouts);
       return { ...group, run, index, rollouts, right: rollouts.filter(({ verdict }) => verdict === "correct").length, facts: run.problems[group.id] };
-    }),
-  );
+    });
+  });
   return groups.sort((a, b) => a.step - b.step || a.index - b.index);
 }
 
@@ -65,6 +67,7 @@ class Groups {
   constructor(data, opened) {
     this.data = data;
     this.all = allGroups(data);
+    this.images = null;
     this.exact = null;
     this.selected = null;
     const options = (id, entries) => byId(id).append(...entries.map(([value, label]) => el("option", { value }, label)));
@@ -113,6 +116,14 @@ class Groups {
     byId("filter-id").value = id;
     this.exact = id;
     this.filter();
+  }
+
+  /** The completions and diagrams, which come after the rest. */
+  complete({ completions, images }) {
+    this.images = images;
+    this.data.runs.forEach((run, index) => run.rollouts.forEach((rollout, i) => { rollout.completion = completions[index][i]; }));
+    if (byId("filter-text").value) this.filter();
+    else this.show(this.selected);
   }
 
   /** A group that the filters may hide. */

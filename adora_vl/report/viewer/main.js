@@ -11,15 +11,16 @@ function runCards(runs) {
 
 async function main() {
   const opened = location.hash.slice(1);
-  const block = byId("data");
-  const data = await unpack(block.textContent);
-  block.remove();
+  const data = await unpack("data");
   byId("runs").append(...runCards(data.runs));
   for (const id of ["curves", "groups"]) byId(id).hidden = false;
   const groups = new Groups(data, opened);
   new Curves(data.runs, (step) => groups.atStep(step));
-  byId("status").remove();
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
+  byId("status").textContent = "Unpacking the texts and diagrams…";
+  await new Promise((done) => { setTimeout(done); }); // lets the page appear first
+  groups.complete(await unpack("texts"));
+  byId("status").remove();
 }
 
 main().catch((error) => {
