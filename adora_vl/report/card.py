@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.prompts import SYSTEM_PROMPT
+from adora_vl.report.manifest import short_name
 from adora_vl.report.summary import figure_rows
 
 # Keys of the recipe that a reader looks for first, in this order
@@ -47,7 +48,7 @@ def model_card(
     load = _ADAPTER if adapter else _how_to_load(config)
     sections = [
         _front_matter(name),
-        f"# {Path(name).name or 'Model'}, {step} steps of {method}",
+        f"# {short_name(name) or 'Model'}, {step} steps of {method}",
         "Trained with adora_vl to reason about geometric diagrams by reinforcement learning (ADORA: arXiv 2602.10019). "
         "The licence is that of the base model and of the data.",
         "## Load and prompt it",

@@ -129,6 +129,11 @@ def _source(data: Path) -> dict[str, Any]:
     return {key: manifest[key] for key in ("source", "input", "revision") if key in manifest}
 
 
+def short_name(model: str) -> str:
+    """A hub id, or the last two parts of a folder: the rest says more about a machine than about the model."""
+    return "/".join(Path(model).parts[-2:])
+
+
 def facts_of_run(manifest: Manifest) -> dict[str, str]:
     """What a person wants to see of it at a glance."""
     if not manifest:
@@ -138,7 +143,7 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
     recipe = "GRPO" if mode == "off" else f"ADORA {mode}, factor {config.get('adora_factor')}"
     facts: dict[str, Sequence[Any] | Any] = {
         "recipe": recipe,
-        "model": Path(str(manifest["model"]["name"])).name,
+        "model": short_name(str(manifest["model"]["name"])),
         "data": f"{Path(str(data['folder'])).name}, {data['rows']} rows ({data['fingerprint']})",
         "batches": manifest["batches"],
         "learning rate": config.get("learning_rate"),

@@ -94,7 +94,10 @@ def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
 def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     """Also the exported one. The figures of a checkpoint's card are those up to its step."""
     final, early = ((adora_run / name / "README.md").read_text() for name in ("", "checkpoint-2"))
-    assert "# pretrained, 4 steps of GRPO with ADORA attenuation" in final and "# pretrained, 2 steps of" in early
+    assert (
+        "# tiny/pretrained, 4 steps of GRPO with ADORA attenuation" in final
+        and "# tiny/pretrained, 2 steps of" in early
+    )
     assert problem_of(adora_run / "checkpoint-2") is None
     assert "| adora_factor | 0.1 |" in final and "| learning_rate | 0.001 |" in final
     assert f"| fingerprint | {read_manifest(adora_run)['data']['fingerprint']} |" in final

@@ -237,6 +237,7 @@ def test_a_person_finds_a_group(browser, page):
     assert len(browser.texts("#list button")) == 34 and browser.text("#page-number") == "2 of 2"
     for field, value, expected in (
         ("run", "1", 60), ("weight", "tds", 12), ("weight", "changed", 12), ("weight", "one", 72),
+        ("weight", "signal", 12), ("weight", "held", 12),
         ("verdict", "mixed", 12), ("verdict", "none", 72), ("verdict", "all", 0), ("verdict", "timeout", 0),
         ("id", "PROBLEM/1", 12), ("from", "50", 11), ("to", "2", 6), ("text", "step 60:", 1),
         ("text", "find X in 1", 12),
@@ -288,6 +289,10 @@ def test_the_keyboard_is_enough(browser, page):
     browser.js("document.getElementById('filter-text').focus()")
     browser.press("j")  # letters in a field are text
     assert browser.js("document.getElementById('filter-text').value") == "j"
+    browser.put("#filter-text", "step")
+    shown = browser.text("#detail h3")
+    browser.press("j")
+    assert browser.text("#detail h3") == shown
 
 
 @needs_chromium

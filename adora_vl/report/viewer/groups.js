@@ -7,7 +7,10 @@ const VERDICT_FILTERS = [
   ["", "any"], ["correct", "some right"], ["wrong", "some wrong"], ["unparseable", "some unparseable"], ["timeout", "some timed out"],
   ["mixed", "right and not right"], ["all", "all right"], ["none", "none right"],
 ];
-const WEIGHT_FILTERS = [["", "any"], ["tds", "TDS"], ["tas", "not TDS"], ["changed", "weight is not 1"], ["one", "weight is 1"]];
+const WEIGHT_FILTERS = [
+  ["", "any"], ["tds", "TDS"], ["tas", "not TDS"], ["changed", "weight is not 1"], ["one", "weight is 1"],
+  ["signal", "rewards differ"], ["held", "differ, weight is not 1"],
+];
 
 function verdictOf(rollout) {
   return VERDICTS[rollout.verdict] || ["·", rollout.verdict || "not graded"];
@@ -35,6 +38,8 @@ function fits(group, wanted) {
   if (weight === "tas" && group.tds) return false;
   if (weight === "changed" && group.weight === 1) return false;
   if (weight === "one" && group.weight !== 1) return false;
+  if ((weight === "signal" || weight === "held") && group.equal) return false;
+  if (weight === "held" && group.weight === 1) return false;
   if (verdict === "mixed" && !(group.right && group.right < group.rollouts.length)) return false;
   if (verdict === "all" && group.right !== group.rollouts.length) return false;
   if (verdict === "none" && group.right) return false;
