@@ -17,10 +17,10 @@ from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
 from adora_vl.errors import UserError
 
 ADAPTER = "adapter_config.json"
-_MODEL = ("README.md", "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
+_MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _PROCESSOR = (
     "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json",
+    "added_tokens.json", "README.md",
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def train(arguments: Sequence[str]) -> int:
     from adora_vl.export import copy_model
     from adora_vl.guards import SkipBadSteps
     from adora_vl.report.card import model_card
-    from adora_vl.report.manifest import end_manifest, write_manifest
+    from adora_vl.report.manifest import end_manifest, failure_noted, write_manifest
     from adora_vl.report.summary import print_summary
 
     run = prepare(arguments)
@@ -73,10 +73,11 @@ def train(arguments: Sequence[str]) -> int:
     if run.start.checkpoint:
         trainer.restore_metrics(run.start.checkpoint)
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=run.start.checkpoint)
+    with failure_noted(manifest, output_dir, lambda: trainer.state.global_step, is_main):
+        trainer.train(resume_from_checkpoint=run.start.checkpoint)
+        if bad_steps.reason:
+            raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")
     seconds = time.perf_counter() - started
-    if bad_steps.reason:
-        raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")
     if stop.stopped:
         if is_main:
             step = trainer.state.global_step

@@ -21,6 +21,11 @@ class Diagrams:
         self._names: dict[str, list[str]] = {}
         self._bytes: int | None = None
 
+    def forget(self) -> None:
+        """The folder may have been emptied."""
+        self._names.clear()
+        self._bytes = None
+
     def keep(self, row: str | None, images: Sequence[Any]) -> list[str]:
         """The file names of a row's images, written where they are new. `row`: its id, which stands for its images."""
         if row is not None and row in self._names:

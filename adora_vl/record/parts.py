@@ -83,13 +83,11 @@ def rotate(folder: Path, limit_bytes: float) -> None:
 
 
 def cut_after(folder: Path, step: int) -> None:
-    """Leave what a run that goes on after `step` has behind it; 0 leaves nothing. Half files go too."""
-    if step == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Leave what a run that goes on after `step` has behind it; 0 leaves nothing. What is not ours stays."""
     folder.mkdir(parents=True, exist_ok=True)
     counted = parts(folder)
-    for path in folder.iterdir():
-        if path.is_file() and path not in [part.path for part in counted]:
+    for path in folder.glob("*rollouts-*"):
+        if path.name.startswith("_") or (_part(path) is not None and path not in [part.path for part in counted]):
             path.unlink()
     for part in counted:
         if part.first <= step < part.last:
@@ -97,6 +95,8 @@ def cut_after(folder: Path, step: int) -> None:
             write_part(folder, table.filter(pc.field("step") <= step), part.first, step)
         if part.last > step:
             part.path.unlink()
+    if step == 0:
+        shutil.rmtree(folder / IMAGES, ignore_errors=True)
 
 
 def read_parts(chosen: list[Part], columns: list[str] | None = None) -> pa.Table:

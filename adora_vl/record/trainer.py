@@ -19,7 +19,7 @@ from adora_vl.record.progress import ProgressLine
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, message_text, weighted_sum
 from adora_vl.rollout.drift import rollout_drift
 
-Card = Callable[[list[dict[str, Any]], int, bool], str]  # from the log, the step, and whether it is an adapter
+Card = Callable[[list[dict[str, Any]], int], str]  # from the log and the step
 _SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")
 _TABLE = {
     "verdict": "verdict",
@@ -59,6 +59,7 @@ class KeepRecord(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         self.record = record
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.record.diagrams.forget()
         if state.is_world_process_zero:
             self.record.start(state.global_step)
 
@@ -98,9 +99,8 @@ class RecordedGRPOTrainer(CheckpointedGRPOTrainer):
 
     def write_card(self, folder: Path) -> None:
         """README.md of the model in `folder`. One process calls this."""
-        adapter = (folder / "adapter_config.json").is_file()
         if self.card is not None:
-            card = self.card(self.state.log_history, self.state.global_step, adapter)
+            card = self.card(self.state.log_history, self.state.global_step)
             (folder / "README.md").write_text(card, encoding="utf-8")
 
     def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None) -> None:

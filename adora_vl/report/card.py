@@ -33,19 +33,19 @@ inputs = processor(text=[text], images=[image], return_tensors="pt").to(model.de
 tokens = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)
 print(processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])
 ```"""
-_ADAPTER = """This folder holds a LoRA adapter. `python -m adora_vl.export <this folder> OUT` merges it into its base \
-model; OUT has a card of its own on how to load it."""
+_ADAPTER = """Trained as a LoRA adapter. Where this folder holds an `adapter_config.json`, merge it into its base model \
+first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
+
+"""
 
 
-def model_card(
-    manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int, adapter: bool = False
-) -> str:
+def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
     """`manifest` is the run's (it may be empty), `history` its log, `step` the one that the weights are of."""
     config = manifest.get("config", {})
     mode = config.get("adora_mode", "attenuation")
     method = "GRPO" if mode == "off" else f"GRPO with ADORA {mode}"
     name = str(manifest.get("model", {}).get("name") or "")
-    load = _ADAPTER if adapter else _how_to_load(config)
+    load = (_ADAPTER if config.get("use_peft") else "") + _how_to_load(config)
     sections = [
         _front_matter(name),
         f"# {short_name(name) or 'Model'}, {step} steps of {method}",
@@ -82,8 +82,9 @@ def _how_to_load(config: Mapping[str, Any]) -> str:
 
 
 def _data(data: Mapping[str, Any]) -> str:
-    name = Path(str(data.get("folder", ""))).name  # a path would say more about a machine than about the data
-    return _table([("dataset", name), *((key, value) for key, value in data.items() if key != "folder")])
+    """Names instead of paths, which would say more about a machine than about the data."""
+    rows = [("dataset" if key == "folder" else key, value) for key, value in data.items()]
+    return _table([(key, Path(value).name if str(value).startswith(("/", ".")) else value) for key, value in rows])
 
 
 def _figures(history: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,9 +66,21 @@ def write_manifest(manifest: Manifest, output_dir: Path) -> None:
 
 
 def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) -> None:
-    """`status`: finished or stopped. A run that was killed still says running."""
+    """`status`: finished, stopped or failed."""
     manifest |= {"status": status, "finished": now(), "steps": steps}
     write_manifest(manifest, output_dir)
+
+
+@contextmanager
+def failure_noted(manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool) -> Iterator[None]:
+    """An exception inside ends the run as `failed`, with its first line. A run that was killed still says running."""
+    try:
+        yield
+    except Exception as error:
+        if is_main:
+            manifest["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            end_manifest(manifest, output_dir, "failed", steps())
+        raise
 
 
 def read_manifest(output_dir: Path) -> Manifest:
@@ -151,6 +164,7 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
         "device": manifest["device"],
         "started": manifest["starts"][0]["time"],
         "status": f"{manifest['status']} at step {manifest['steps']}" if manifest["steps"] else manifest["status"],
+        "error": manifest.get("error"),
         "commit": (manifest["commit"] or "")[:12],
     }
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}

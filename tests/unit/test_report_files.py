@@ -17,7 +17,7 @@ from adora_vl.export import main as export
 from adora_vl.report.__main__ import main as view
 from adora_vl.report.card import model_card
 from adora_vl.report.commands import evaluate_command, launch_command, view_command
-from adora_vl.report.manifest import end_manifest, facts_of_run, read_manifest, write_manifest
+from adora_vl.report.manifest import end_manifest, facts_of_run, failure_noted, read_manifest, write_manifest
 from adora_vl.report.summary import summary_lines
 from tests.tiny_run import STEPS, arguments
 
@@ -91,6 +91,17 @@ def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
     assert read_manifest(tmp_path)["starts"] == [{"time": "t", "checkpoint": "c"}]
 
 
+def test_a_run_that_fails_says_so(tmp_path):
+    manifest = {"made_by": "adora_vl.train", "status": "running", "starts": [{"time": "t", "checkpoint": None}]}
+    with pytest.raises(ValueError), failure_noted(manifest, tmp_path, lambda: 7, is_main=True):
+        raise ValueError("the cause\nand more")
+    found = read_manifest(tmp_path)
+    assert (found["status"], found["steps"], found["error"]) == ("failed", 7, "ValueError: the cause")
+    with pytest.raises(ValueError), failure_noted(manifest, tmp_path / "other", lambda: 7, is_main=False):
+        raise ValueError
+    assert not (tmp_path / "other").exists()
+
+
 def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     """Also the exported one. The figures of a checkpoint's card are those up to its step."""
     final, early = ((adora_run / name / "README.md").read_text() for name in ("", "checkpoint-2"))
@@ -123,13 +134,12 @@ def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
 def test_a_card_without_facts_and_one_of_an_adapter():
     card = model_card({}, [], 0)
     assert "Nothing was logged before this was saved." in card and "Not recorded." in card and "base_model" not in card
-    manifest = {
-        "model": {"name": "Qwen/Qwen2.5-VL-7B-Instruct"},
-        "config": {"adora_mode": "off", "adora_reward": ["a|b"]},
-    }
-    card = model_card(manifest, [], 7, adapter=True)
+    config = {"adora_mode": "off", "adora_reward": ["a|b"], "use_peft": True}
+    model, data = {"name": "Qwen/Qwen2.5-VL-7B-Instruct"}, {"folder": "data/geometry3k", "input": "/home/me/raw"}
+    card = model_card({"model": model, "config": config, "data": data}, [], 7)
     assert 'base_model: "Qwen/Qwen2.5-VL-7B-Instruct"' in card and "python -m adora_vl.export" in card
-    assert "7 steps of GRPO\n" in card and '| adora_reward | ["a\\|b"] |' in card and "```python" not in card
+    assert "7 steps of GRPO\n" in card and '| adora_reward | ["a\\|b"] |' in card and "```python" in card
+    assert "| dataset | data/geometry3k |" in card and "| input | raw |" in card and "/home" not in card
 
 
 def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_run, tmp_path):
