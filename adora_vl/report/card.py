@@ -33,8 +33,8 @@ inputs = processor(text=[text], images=[image], return_tensors="pt").to(model.de
 tokens = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)
 print(processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])
 ```"""
-_ADAPTER = """Trained as a LoRA adapter. Where this folder holds an `adapter_config.json`, merge it into its base model \
-first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
+_ADAPTER = """Trained as a LoRA adapter. Where this folder holds an `adapter_config.json`, merge it into its base \
+model first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
 
 """
 
