@@ -49,19 +49,26 @@ class RunView:
 
 
 def load_run(folder: Path, max_rollouts: int) -> RunView:
-    """Raises `UserError` where the folder is no run of ours, or its record cannot be read."""
+    """Also while the run is under way. Raises `UserError` where the folder is no run of ours, or cannot be read."""
+    try:
+        try:
+            return _load(folder, max_rollouts)
+        except FileNotFoundError:  # the run has merged or deleted a file since it was listed
+            return _load(folder, max_rollouts)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"RUN: the record in {str(folder / ROLLOUTS)!r} cannot be read ({error})") from error
+
+
+def _load(folder: Path, max_rollouts: int) -> RunView:
     metrics, found = read_metrics(folder / METRICS), parts(folder / ROLLOUTS)
     if not metrics and not found:
         missing = "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
         raise UserError(f"RUN: {str(folder)!r} {missing}; name the output_dir of a training run")
     view = RunView(folder.resolve().name, metrics, facts=facts_of_run(read_manifest(folder)))
     if found:
-        try:
-            _add_groups(view, found, max_rollouts)
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"RUN: the record in {str(folder / ROLLOUTS)!r} cannot be read ({error})") from error
+        _add_groups(view, found, max_rollouts)
     else:
-        view.notes.append("No rollouts were recorded (adora_record_every: 0).")
+        view.notes.append("No rollouts were recorded.")
     return view
 
 

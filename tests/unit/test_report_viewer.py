@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from adora_vl.record.metrics_file import read_metrics
+from adora_vl.record.parts import parts, read_parts, write_part
 from adora_vl.record.rollouts import Record
 from adora_vl.report.__main__ import main
 from adora_vl.report.page import _SCRIPTS, _VIEWER
@@ -131,6 +132,17 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
     errors = capsys.readouterr().err.splitlines()
     assert [error.split(":")[1].strip() for error in errors] == ["--output", "--output", "RUN"]
     assert (tmp_path / "mine.html").read_text() == "<h1>my thesis</h1>"
+
+
+def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", 31)
+    listed = parts(run / "rollouts")
+    write_part(run / "rollouts", read_parts(listed), 1, 31)
+    for part in listed:
+        part.path.unlink()
+    answers = iter([listed])
+    monkeypatch.setattr("adora_vl.report.run.parts", lambda folder: next(answers, None) or parts(folder))
+    assert len(load_run(run, max_rollouts=1000).groups) == 62
 
 
 def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
