@@ -1,4 +1,4 @@
-"""How long the page of a 10,000-rollout run takes to make and to open: `python benchmarks/report_page.py`.
+"""How long the page of a 10,000-rollout run takes to make and to open: `python -m benchmarks.report_page`.
 
 A record like that of a real run: 1,280 groups of 8 over 1,000 problems with diagrams of 448 x 336 pixels, completions
 of 3,000 characters. Opened in headless Chromium, from the navigation until the first group is shown; a filter is the
