@@ -30,7 +30,10 @@ def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
 def _finite(value: Any) -> Any:
     if isinstance(value, bool | int | str) or value is None:
         return value
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):  # a callback of the user's may log anything
+        return str(value)
     return number if math.isfinite(number) else None
 
 

@@ -143,8 +143,10 @@ def test_a_checkpoint_of_another_folder_brings_its_history():
 
 
 def test_figures_that_are_not_finite_are_null():
-    line = as_line({"reward": 1.0, "grad_norm": math.nan, "kl": math.inf, "note": "x", "off": None}, 1, None)
-    assert (line["grad_norm"], line["kl"], line["note"], line["off"]) == (None, None, "x", None)
+    line = as_line(
+        {"reward": 1.0, "grad_norm": math.nan, "kl": math.inf, "note": "x", "off": None, "odd": [1]}, 1, None
+    )
+    assert (line["grad_norm"], line["kl"], line["note"], line["off"], line["odd"]) == (None, None, "x", None, "[1]")
     assert as_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
 
 
