@@ -85,14 +85,22 @@ class Chart {
         svg("text", { class: "tick", x: MARGIN.left - 6, y: this.y(tick) + 4, "text-anchor": "end" }, format(tick)),
       );
     }
-    const across = niceTicks(first, last, Math.max(3, Math.floor(width / 80))).filter((tick) => tick >= first && tick <= last && Number.isInteger(tick));
-    for (const tick of last === first ? [first] : across) {
-      picture.append(svg("text", { class: "tick", x: this.x(tick), y: HEIGHT - 8, "text-anchor": "middle" }, String(tick)));
+    for (const step of this.labelled(width)) {
+      picture.append(svg("text", { class: "tick", x: this.x(step), y: HEIGHT - 8, "text-anchor": "middle" }, String(step)));
     }
     this.spec.series.forEach((series, index) => picture.append(...(layers ? this.area(series, layers[index]) : this.line(series))));
     this.rule = svg("line", { class: "rule", x1: 0, x2: 0, y1: MARGIN.top, y2: floor, visibility: "hidden" });
     picture.append(this.rule);
     this.box.replaceChildren(picture);
+  }
+
+  /** The first and the last step, and round ones between that leave room. */
+  labelled(width) {
+    const first = this.steps[0], last = this.steps[this.steps.length - 1];
+    const round = niceTicks(first, last, Math.max(3, Math.floor(width / 80))).filter((step) => step > first && step < last && Number.isInteger(step));
+    const kept = first === last ? [first] : [first, last];
+    for (const step of round) if (kept.every((other) => Math.abs(this.x(other) - this.x(step)) > 40)) kept.push(step);
+    return kept;
   }
 
   line({ css, dashed, points }) {
