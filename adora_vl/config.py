@@ -8,6 +8,7 @@ from trl import GRPOConfig
 
 from adora_vl.errors import UserError, nearest
 from adora_vl.options.faults import FaultOptions
+from adora_vl.options.record import RecordOptions
 from adora_vl.options.speed import SpeedOptions
 from adora_vl.prompts import SYSTEM_PROMPT
 
@@ -48,7 +49,7 @@ class AdoraScriptArguments:
 
 
 @dataclass
-class AdoraGRPOConfig(FaultOptions, SpeedOptions, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
+class AdoraGRPOConfig(FaultOptions, RecordOptions, SpeedOptions, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with ADORA's weights, the rollout guards, freezing and pixel limits."""
 
     adora_mode: str = field(
@@ -145,6 +146,7 @@ class AdoraGRPOConfig(FaultOptions, SpeedOptions, GRPOConfig):  # type: ignore[m
             if choices and value is not None and value not in choices:
                 close = nearest(str(value), map(str, choices))
                 raise UserError(f"{key.name}: {value!r} is not one of {', '.join(map(str, choices))}{close}")
+        self.check_record()
         super().__post_init__()
 
     @property

@@ -22,7 +22,7 @@ ADAPTER = "adapter_config.json"
 _MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _PROCESSOR = (
     "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json",
+    "added_tokens.json", "README.md",
 )  # fmt: skip
 
 

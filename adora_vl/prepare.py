@@ -38,6 +38,24 @@ class Run:
     start: Start
     fingerprint: Fingerprint
     schedule: Schedule | None  # of the evaluations on the way
+    data: str  # the folder of the dataset
+
+    def manifest(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """What `manifest.json` says of it at its start."""
+        from adora_vl.report.manifest import run_manifest
+
+        return run_manifest(
+            self.script,
+            self.config,
+            self.model,
+            arguments=arguments,
+            data=self.data,
+            rows=len(self.dataset),
+            fingerprint=self.fingerprint,
+            plan=self.plan.describe(),
+            processes=self.config.world_size,
+            checkpoint=self.start.checkpoint,
+        )
 
     @property
     def finished(self) -> Path | None:
@@ -56,10 +74,12 @@ def prepare(arguments: Sequence[str]) -> Run:
     from adora_vl.evaluation import take_schedule
     from adora_vl.models.load import load_config
     from adora_vl.preflight import check_run
+    from adora_vl.record.backends import prepare_trackers
     from adora_vl.rewards import reward_functions
 
     script, config, model = parse(arguments)
     check_versions(config.use_vllm)
+    prepare_trackers(config.report_to, config.output_dir)
     if not model.model_name_or_path:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
     functions = reward_functions(script.adora_reward)
@@ -76,7 +96,7 @@ def prepare(arguments: Sequence[str]) -> Run:
     start, now = _choose_start(script, config, model, folder)
     if config.process_index == 0:
         print("\n".join([f"{len(dataset)} training problems; {plan.describe()}", *start.notes]), flush=True)
-    return Run(script, config, model, dataset, plan, start, now, schedule)
+    return Run(script, config, model, dataset, plan, start, now, schedule, folder)
 
 
 def _folder(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> str:

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ def train(arguments: Sequence[str]) -> int:
     from adora_vl.evaluation import EvaluateOnTheWay
     from adora_vl.export import copy_model
     from adora_vl.guards import SkipBadSteps, located
+    from adora_vl.report.card import model_card
+    from adora_vl.report.manifest import end_manifest, failure_noted, write_manifest
     from adora_vl.report.summary import print_summary
 
     run = prepare(arguments)
@@ -58,6 +61,11 @@ def train(arguments: Sequence[str]) -> int:
         return 0
     trainer = build_trainer(run)
     trainer.run_facts = {"fingerprint": run.fingerprint}
+    manifest = run.manifest(arguments)
+    trainer.card = partial(model_card, manifest)
+    output_dir, is_main = Path(run.config.output_dir), trainer.accelerator.is_main_process
+    if is_main:
+        write_manifest(manifest, output_dir)
     stop = StopOnSignal(run.plan.cycle_steps)
     bad_steps = SkipBadSteps(trainer, run.config.adora_max_bad_steps)
     for callback in (stop, bad_steps):
@@ -69,22 +77,27 @@ def train(arguments: Sequence[str]) -> int:
         if is_universal(Path(run.start.checkpoint)):
             expect_universal(trainer)
     started = time.perf_counter()
-    with stop, located(trainer):
-        trainer.train(resume_from_checkpoint=run.start.checkpoint)
+    with failure_noted(manifest, output_dir, lambda: trainer.state.global_step, is_main):
+        with stop, located(trainer):
+            trainer.train(resume_from_checkpoint=run.start.checkpoint)
+        if bad_steps.reason:
+            raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")
     seconds = time.perf_counter() - started
-    if bad_steps.reason:
-        raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")
     if stop.stopped:
-        if trainer.accelerator.is_main_process:
+        if is_main:
             step = trainer.state.global_step
-            mark_stopped(Path(run.config.output_dir), step)
-            print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}", file=sys.stderr)
+            mark_stopped(output_dir, step)
+            end_manifest(manifest, output_dir, "stopped", step)
+            print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}:", file=sys.stderr)
+            print(manifest["command"], file=sys.stderr)
     else:
-        trainer.save_model(run.config.output_dir)
+        trainer.save_model(str(output_dir))
         trainer.save_state()
-        model_folder = trainer.save_merged() or Path(run.config.output_dir)
-        if trainer.accelerator.is_main_process:
-            print_summary(trainer.state.log_history, run.config, model_folder, seconds)
+        model_folder = trainer.save_merged() or output_dir
+        if is_main:
+            end_manifest(manifest, output_dir, "finished", trainer.state.global_step)
+            log, command = trainer.state.log_history, manifest["command"]
+            print_summary(log, run.config, model_folder, seconds, data=run.data, command=command)
     trainer.accelerator.wait_for_everyone()
     trainer.close()
     trainer.accelerator.end_training()

@@ -89,6 +89,7 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
         if self.accelerator.is_main_process:
             self.model.merge_and_unload().save_pretrained(folder)
             self.processing_class.save_pretrained(folder)
+            self.write_card(folder)
         self.accelerator.wait_for_everyone()
         return folder
 
@@ -134,6 +135,8 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
                 self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs)
             )
             output["advantages"] = output["advantages"] * factors_B[local]
+        if training:
+            self.record_rollouts(inputs, output, *self._scored)
         return output
 
     @property

@@ -31,6 +31,7 @@ UNTIMED = (
     "train_steps_per_second",
     "total_flos",
     "grading/ms",
+    "seconds/",
 )
 
 

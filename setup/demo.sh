@@ -19,3 +19,4 @@ echo "== 4/5 After: the same problems"
 $py -m eval.geometry3k run --model "$out/adora" --data "$out/data" --output "$out/after" --max-tokens 48
 echo "== 5/5 What was learned"
 $py -m adora_vl.report.gain "$out/before/score.json" "$out/after/score.json"
+$py -m adora_vl.report "$out/adora" --output "$out/report.html" # every rollout, for a browser

@@ -33,3 +33,6 @@ def geometry3k_raw() -> Path:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Models and datasets that are made on the way go into a folder of this test run."""
     os.environ["ADORA_VL_HOME"] = str(tmp_path_factory.mktemp("adora_vl_home"))
+
+
+pytest_plugins = ["tests.tiny_run"]

@@ -18,7 +18,7 @@ _FREE_KEYS = {
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
     "adora_max_bad_steps",
 }  # fmt: skip
-_FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "vllm_server_", "trackio_")
+_FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
 _LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # decisive only where the learning rate depends on the end
 
 Fingerprint = dict[str, str]

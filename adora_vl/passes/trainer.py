@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from adora_vl.guarded import GuardedGRPOTrainer
 from adora_vl.passes.bank import Banks
 from adora_vl.passes.batches import (
     MEAN_OVER_ROWS,
@@ -30,6 +29,7 @@ from adora_vl.passes.packed import PackedPass, Result
 from adora_vl.passes.processor import StepProcessor
 from adora_vl.passes.refill import exchanges, further_rows, refilled
 from adora_vl.passes.vision import SharedVision
+from adora_vl.record.trainer import RecordedGRPOTrainer
 from adora_vl.replaced import replaced
 from adora_vl.rollout.drift import rollout_drift
 from adora_vl.rollout.image_cache import ImageCache, can_cache
@@ -43,7 +43,7 @@ def has_dropout(model: nn.Module) -> bool:
     return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
-class OnceGRPOTrainer(GuardedGRPOTrainer):
+class OnceGRPOTrainer(RecordedGRPOTrainer):
     """As `trl.GRPOTrainer`; each image, prompt and pass is worked on once. The keys are in `options/speed.py`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -246,6 +246,10 @@ class OnceGRPOTrainer(GuardedGRPOTrainer):
         for name, values, here, everywhere in figures:
             own = here(values) if values.numel() else torch.zeros((), device=logps_BC.device)
             self._metrics["train"][name].append(everywhere(self.accelerator.gather(own.reshape(1))).item())
+
+    def late_drift(self) -> list[float]:
+        """Of the rollouts that the policy's own pass was the first to look at."""
+        return self.rollouts.take()
 
     def _compare_with_engine(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> None:
         """Called with what policy and engine give the sampled tokens, on every rank, before they are learned from."""

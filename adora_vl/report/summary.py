@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.record.metrics_file import METRICS
+from adora_vl.record.parts import ROLLOUTS
+from adora_vl.report.commands import evaluate_command, view_command
 
 # Title, key of the log history, format
 FIGURES = (
@@ -23,34 +27,68 @@ FIGURES = (
 )
 
 
-def _mean(entries: Sequence[dict[str, Any]], key: str) -> float | None:
+def _mean(entries: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [entry[key] for entry in entries if entry.get(key) is not None]
     return sum(values) / len(values) if values else None
 
 
-def summary_lines(history: Sequence[dict[str, Any]], config: AdoraGRPOConfig, model: Path, seconds: float) -> list[str]:
+def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Title, and the mean over the first and the last fifth of the logged steps, as text."""
+    entries = [entry for entry in history if "reward" in entry]
+    fifth = max(1, len(entries) // 5)
+    rows = []
+    for title, key, form in FIGURES:
+        first, last = _mean(entries[:fifth], key), _mean(entries[-fifth:], key)
+        if first is not None and last is not None:
+            rows.append((title, form.format(first), form.format(last)))
+    return rows
+
+
+def summary_lines(
+    history: Sequence[Mapping[str, Any]],
+    config: AdoraGRPOConfig,
+    model: Path,
+    seconds: float,
+    *,
+    data: str = "DATA",
+    command: str = "",
+) -> list[str]:
     """The lines of the summary; the table compares the first and the last fifth of the logged steps.
 
-    `model` is the folder that transformers and vLLM can load.
+    `model` is the folder that transformers and vLLM can load, `data` that of the dataset, `command` the one that
+    started the run.
     """
     entries = [entry for entry in history if "reward" in entry]
     lines = ["", f"Trained {entries[-1]['step'] if entries else 0} steps in {seconds / 60:.1f} min."]
-    if entries:
-        fifth = max(1, len(entries) // 5)
+    rows = figure_rows(history)
+    if rows:
         lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}"]
-        for title, key, form in FIGURES:
-            first, last = _mean(entries[:fifth], key), _mean(entries[-fifth:], key)
-            if first is not None and last is not None:
-                lines.append(f"{title:20}{form.format(first):>12}{form.format(last):>12}")
+        lines += [f"{title:20}{first:>12}{last:>12}" for title, first, last in rows]
     folder = Path(config.output_dir)
-    lines += ["", f"Model:        {model}", f"Log:          {folder / 'trainer_state.json'}"]
-    if config.log_completions:
-        lines.append(
-            f"Rollouts:     {folder / 'completions'} (Parquet; advantage, advantage_raw, adora_weight, verdict)"
-        )
-    lines.append(f"Evaluate it:  python -m eval.geometry3k run --model {model} --data DATA --output {folder / 'eval'}")
-    return lines
+    lines += ["", f"Model         {model}  (README.md: how to load it)"]
+    lines.append(f"Metrics       {folder / METRICS}")
+    if config.adora_record_every:
+        lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
+    evaluation = evaluate_command(model, data, folder / "eval", config.max_completion_length)
+    steps = {
+        "View it": view_command(folder),
+        "Evaluate it": evaluation
+        or f"python -m eval.geometry3k run --model {model} --data DATA --output {folder / 'eval'}",
+        "Train longer": _longer(config, command),
+    }
+    return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]
 
 
-def print_summary(history: Sequence[dict[str, Any]], config: AdoraGRPOConfig, model: Path, seconds: float) -> None:
-    print("\n".join(summary_lines(history, config, model, seconds)), flush=True)
+def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
+    """The same command with twice the steps, where such a run is the continuation of this one."""
+    constant = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type)) == "constant"
+    if not command or not constant or not checkpoints(Path(config.output_dir)):
+        return None
+    if config.max_steps > 0:
+        return f"{command} --max_steps {2 * config.max_steps}"
+    return f"{command} --num_train_epochs {2 * config.num_train_epochs:g}"
+
+
+def print_summary(*arguments: Any, **named: Any) -> None:
+    """As `summary_lines`."""
+    print("\n".join(summary_lines(*arguments, **named)), flush=True)

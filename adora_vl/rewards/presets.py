@@ -40,8 +40,8 @@ def reward_functions(presets: Sequence[str], rounding: bool = False) -> list[Rew
     """The TRL reward functions of some presets, named `<preset>_reward`; TRL's `reward_weights` weigh their sum.
 
     Each takes TRL's keyword arguments and returns one float a completion. The dataset columns it reads are `answer` (a
-    canonical gold) and, where there is one, `choices` (a list of strings or None). The first adds the columns `verdict`
-    and `extracted` to TRL's completions table and logs, for its batch, the shares `grading/<verdict>` and
+    canonical gold) and, where there is one, `choices` (a list of strings or None). The first adds `verdict`,
+    `extracted` and `reason` to TRL's completions table and logs, for its batch, the shares `grading/<verdict>` and
     `grading/symbolic` (sympy was asked) and the milliseconds a completion `grading/ms_median` and `grading/ms_p99`.
 
     Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
@@ -94,6 +94,7 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         if logs and log_extra:
             log_extra("verdict", [one.verdict for one in grades])
             log_extra("extracted", [one.extracted for one in grades])
+            log_extra("reason", [one.reason for one in grades])
         if logs and log_metric and grades:
             for name, value in grading_metrics(grades).items():
                 log_metric(f"grading/{name}", value)

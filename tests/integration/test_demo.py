@@ -21,7 +21,8 @@ def test_the_demo_learns(tmp_path):
     assert after["accuracy"] - before["accuracy"] >= 0.20
     assert before["wilson_95"][1] < after["wilson_95"][0]
     assert "The two intervals do not overlap." in done.stdout
-    assert "Trained 100 steps" in done.stdout
+    assert "Trained 100 steps" in done.stdout and "step 100/100  reward" in done.stdout
+    assert (tmp_path / "report.html").stat().st_size > 100_000
     print(done.stdout[done.stdout.index("held-out accuracy") :])
 
 

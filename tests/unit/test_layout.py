@@ -14,8 +14,18 @@ ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
+    "adora_vl.options": ("adora_vl.errors",),
+    "adora_vl.record": ("adora_vl.advantage", "adora_vl.checkpoint", "adora_vl.errors", "adora_vl.rollout"),
     "adora_vl.replaced": (),
     "adora_vl.prompts": (),
+    "adora_vl.report": (
+        "adora_vl.advantage",
+        "adora_vl.checkpoint",
+        "adora_vl.config",
+        "adora_vl.errors",
+        "adora_vl.prompts",
+        "adora_vl.record",
+    ),
     "adora_vl.rewards": ("adora_vl.errors",),
     "adora_vl.rollout": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "eval": (

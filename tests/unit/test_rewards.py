@@ -79,6 +79,7 @@ def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> No
     assert log.columns == {
         "verdict": ["correct", "wrong", "unparseable", "unparseable", "unparseable"],
         "extracted": ["5", "6", r"\input{x}", None, None],
+        "reason": ["same_number", "different_number", "not_read", "no_box", "no_box"],
     }
     times = {name: log.metrics.pop(name) for name in ("grading/ms_median", "grading/ms_p99")}
     assert 0 < times["grading/ms_median"] <= times["grading/ms_p99"]

@@ -1,0 +1,55 @@
+"""The diagrams of the recorded problems, each stored once under the hash of its pixels, small enough to look at."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+_SIDE = 512  # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
+
+
+class Diagrams:
+    """Writes into `folder` until it holds `limit_bytes`; any rank may, since equal content has an equal name."""
+
+    def __init__(self, folder: Path, limit_bytes: float) -> None:
+        self.folder, self.limit_bytes = folder, limit_bytes
+        self._names: dict[str, list[str]] = {}
+        self._bytes: int | None = None
+
+    def forget(self) -> None:
+        """The folder may have been emptied."""
+        self._names.clear()
+        self._bytes = None
+
+    def keep(self, row: str | None, images: Sequence[Any]) -> list[str]:
+        """The file names of a row's images, written where they are new. `row`: its id, which stands for its images."""
+        if row is not None and row in self._names:
+            return self._names[row]
+        names = [self._keep(image) for image in images if isinstance(image, Image.Image)]
+        if row is not None:
+            self._names[row] = names
+        return names
+
+    def _keep(self, image: Image.Image) -> str:
+        digest = hashlib.sha256(f"{image.mode} {image.size} ".encode())
+        digest.update(image.tobytes())
+        path = self.folder / f"{digest.hexdigest()[:16]}.png"
+        if not path.exists() and self._used() < self.limit_bytes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            small = image.convert("RGB")
+            small.thumbnail((_SIDE, _SIDE))
+            partial = path.with_suffix(f".partial-{os.getpid()}")
+            small.save(partial, "PNG")
+            self._bytes = self._used() + partial.stat().st_size
+            partial.replace(path)
+        return path.name
+
+    def _used(self) -> int:
+        if self._bytes is None:
+            self._bytes = sum(path.stat().st_size for path in self.folder.glob("*"))
+        return self._bytes

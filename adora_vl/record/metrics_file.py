@@ -1,0 +1,93 @@
+"""`metrics.jsonl`: one JSON object a logged step, appended and flushed to the disk; a resume cuts it back to its step.
+
+A training step's line has `"kind": "train"`, an evaluation's `"eval"`, the last one `"end"`; `step` and `time` (UTC)
+are in each, the other keys are those of the log. A figure that is not finite is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+METRICS = "metrics.jsonl"
+Line = dict[str, Any]
+
+
+def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
+    """The object of one log entry."""
+    kind = "end" if "train_runtime" in logs else "train" if "reward" in logs else "eval"
+    figures = {key: _finite(value) for key, value in logs.items() if key != "step"}
+    return {"step": step, "kind": kind, "time": now, **figures}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):  # a callback of the user's may log anything
+        return str(value)
+    return number if math.isfinite(number) else None
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """The whole lines of the file; a last one that a crash has cut is left out. No file, no lines."""
+    lines = []
+    for text in path.read_bytes().split(b"\n") if path.is_file() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
+            lines.append(line)
+    return lines
+
+
+def resumed_lines(found: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int) -> list[Line]:
+    """What the file holds when a run goes on after `step`: nothing later, and nothing that the checkpoint's own history
+    has and the file lacks (the checkpoint may come from another folder).
+    """
+    lines = [*found, *(as_line(entry, int(entry["step"]), None) for entry in history)]
+    kept: dict[tuple[Any, ...], Line] = {}
+    for line in lines:
+        if line["step"] <= step and line["kind"] != "end":
+            kept.setdefault(_identity(line), line)
+    return sorted(kept.values(), key=lambda line: (line["step"], line["kind"] != "eval"))
+
+
+def _identity(line: Line) -> tuple[Any, ...]:
+    """A step has one training line, and one line of each evaluation."""
+    return line["step"], line["kind"], min((key for key in line if key.startswith("eval_")), default="")
+
+
+class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Writes the file of `output_dir` on the first rank."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir) / METRICS
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = resumed_lines(read_metrics(path), state.log_history, state.global_step) if state.global_step else []
+        partial = path.with_suffix(".partial")
+        _write(partial, lines, "w")
+        partial.replace(path)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            _write(Path(args.output_dir) / METRICS, [as_line(logs, state.global_step, now)], "a")
+
+
+def _write(path: Path, lines: Sequence[Line], mode: str) -> None:
+    with path.open(mode, encoding="utf-8") as stream:
+        stream.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        stream.flush()
+        os.fsync(stream.fileno())

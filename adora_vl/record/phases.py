@@ -1,0 +1,62 @@
+"""Where the seconds of a step go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+PHASES = ("rollout", "grading", "policy", "sync", "other")
+
+
+def settle() -> None:
+    """Wait for the GPU, so that a phase pays for the work that it started. At a phase's end it would be waited for soon
+    anyway: the next phase needs the tokens, the rewards or the weights.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+class PhaseClock:
+    """Divides all time among phases. One that begins inside another stops the other's clock; outside all is `other`."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter, settle: Callable[[], None] = settle) -> None:
+        self._now, self._settle = now, settle
+        self._open: list[str] = []
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._mark = now()
+
+    def enter(self, phase: str) -> None:
+        assert phase in PHASES, phase
+        self._count()
+        self._open.append(phase)
+
+    def leave(self) -> None:
+        self._count()
+        self._open.pop()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of a step; outside a step (an evaluation syncs and samples too) it stays `other`."""
+        if not self._open:
+            yield
+            return
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def take(self) -> dict[str, float]:
+        """Seconds of every phase since the last call; together they are the wall clock's."""
+        self._count()
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+    def _count(self) -> None:
+        self._settle()
+        now = self._now()
+        self._seconds[self._open[-1] if self._open else "other"] += now - self._mark
+        self._mark = now

@@ -1,0 +1,49 @@
+"""`python -m adora_vl.report RUN [RUN ...]`: the curves and the rollouts of one or more runs as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from adora_vl.errors import UserError
+from adora_vl.report.page import build_page, write_page
+from adora_vl.report.run import RunView, image_uris, load_run
+
+
+def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_mb: float) -> list[RunView]:
+    """Write the page. `max_rollouts` is of each run. Raises `UserError`."""
+    views = [load_run(run, max_rollouts) for run in runs]
+    for view, run in zip(views, runs, strict=True):
+        if sum(other.name == view.name for other in views) > 1:
+            view.name = str(run)
+    images, left_out = image_uris(list(runs), views, int(max_image_mb * 1e6))
+    if left_out:
+        views[0].notes.append(f"{left_out} diagrams are left out (--max-image-mb {max_image_mb:g}).")
+    write_page(build_page(views, images), output)
+    return views
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m adora_vl.report", description=__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run")
+    parser.add_argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the first RUN")
+    parser.add_argument("--max-rollouts", type=int, default=20_000, help="of each run; beyond it steps are left out")
+    parser.add_argument("--max-image-mb", type=float, default=30, help="of diagrams in the page")
+    options = parser.parse_args(arguments)
+    output = options.output or options.runs[0] / "report.html"
+    try:
+        views = report(options.runs, output, max_rollouts=options.max_rollouts, max_image_mb=options.max_image_mb)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for view in views:
+        rollouts = sum(len(group["rollouts"]) for group in view.groups)
+        print(f"{view.name}: {len(view.metrics)} lines of metrics, {rollouts} rollouts", *view.notes, sep="; ")
+    print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

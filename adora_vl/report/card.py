@@ -1,0 +1,114 @@
+"""README.md of every saved model: how it was made, what came out, how to load and prompt it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adora_vl.prompts import SYSTEM_PROMPT
+from adora_vl.report.manifest import short_name
+from adora_vl.report.summary import figure_rows
+
+# Keys of the recipe that a reader looks for first, in this order
+_RECIPE = (
+    "adora_mode", "adora_factor", "adora_criteria", "adora_combine", "adora_tau", "adora_truncation",
+    "adora_empty_wrong", "adora_reward", "num_generations", "learning_rate", "lr_scheduler_type", "beta", "loss_type",
+    "scale_rewards", "temperature", "max_completion_length", "min_pixels", "max_pixels", "use_peft", "seed",
+)  # fmt: skip
+
+_LOAD = """```python
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+folder = "."  # where this file lies
+processor = AutoProcessor.from_pretrained(folder)
+model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+image = Image.open("diagram.png").convert("RGB")
+problem = "Find x."
+messages = {messages}
+text = processor.apply_chat_template(messages, add_generation_prompt=True)
+inputs = processor(text=[text], images=[image], return_tensors="pt").to(model.device)
+tokens = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)
+print(processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])
+```"""
+_ADAPTER = """Trained as a LoRA adapter. Where this folder holds an `adapter_config.json`, merge it into its base \
+model first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
+
+"""
+
+
+def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
+    """`manifest` is the run's (it may be empty), `history` its log, `step` the one that the weights are of."""
+    config = manifest.get("config", {})
+    mode = config.get("adora_mode", "attenuation")
+    method = "GRPO" if mode == "off" else f"GRPO with ADORA {mode}"
+    name = str(manifest.get("model", {}).get("name") or "")
+    load = (_ADAPTER if config.get("use_peft") else "") + _how_to_load(config)
+    sections = [
+        _front_matter(name),
+        f"# {short_name(name) or 'Model'}, {step} steps of {method}",
+        "Trained with adora_vl to reason about geometric diagrams by reinforcement learning (ADORA: arXiv 2602.10019). "
+        "The licence is that of the base model and of the data.",
+        "## Load and prompt it",
+        load,
+        "## Recipe",
+        _table([(key, config[key]) for key in _RECIPE if key in config]),
+        "## Data",
+        _data(manifest.get("data", {})),
+        "## Figures of the training",
+        _figures(history),
+        "## Made with",
+        _table([*manifest.get("versions", {}).items(), ("device", manifest.get("device")), *_origin(manifest)]),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _front_matter(name: str) -> str:
+    """What the hub reads. A base model is named only where it is a hub id."""
+    is_folder = not name or Path(name).exists() or name.startswith(("/", "."))
+    base = [] if is_folder else [f"base_model: {json.dumps(name)}"]
+    lines = ["library_name: transformers", "pipeline_tag: image-text-to-text", *base, "tags: [grpo, adora, geometry]"]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _how_to_load(config: Mapping[str, Any]) -> str:
+    system = config.get("adora_system_prompt", SYSTEM_PROMPT)
+    first = f'\n    {{"role": "system", "content": [{{"type": "text", "text": {system!r}}}]}},' if system else ""
+    user = '{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": problem}]}'
+    messages = f"[{first}\n    {user},\n]"
+    return _LOAD.format(messages=messages, max_new_tokens=config.get("max_completion_length") or 4096)
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    """Names instead of paths, which would say more about a machine than about the data."""
+    rows = [("dataset" if key == "folder" else key, value) for key, value in data.items()]
+    return _table([(key, Path(value).name if str(value).startswith(("/", ".")) else value) for key, value in rows])
+
+
+def _figures(history: Sequence[Mapping[str, Any]]) -> str:
+    rows = figure_rows(history)
+    if not rows:
+        return "Nothing was logged before this was saved."
+    lines = ["| | first fifth | last fifth |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return (
+        "Means over the logged steps, of sampled answers to training problems: not comparable with a benchmark.\n\n"
+        + "\n".join(lines)
+    )
+
+
+def _origin(manifest: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    starts = manifest.get("starts") or [{}]
+    return [("commit", manifest.get("commit")), ("started", starts[0].get("time")), ("starts", len(starts))]
+
+
+def _table(entries: Sequence[tuple[str, Any]]) -> str:
+    known = [(key, value) for key, value in entries if value is not None and value != ""]
+    rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in known]
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else "Not recorded."
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.replace("|", "\\|").replace("\n", " ")

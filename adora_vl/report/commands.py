@@ -1,0 +1,55 @@
+"""The commands that a person runs next, ready to be copied."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+SECRET = ("token", "password", "secret")  # ends of keys whose values are never shown
+
+
+def launch_command(arguments: Sequence[str], parent: Path | None = None) -> str:
+    """The command that started this run: `accelerate launch ...` where that is what the parent process was started
+    as (Linux tells), else `python -m adora_vl.train` with the same arguments. Values of secret keys are left out.
+    """
+    words = _accelerate(Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent)
+    if words is None or "-m" not in words:  # another script of the user's
+        words = ["python", "-m", "adora_vl.train", *arguments]
+    return shlex.join(_without_secrets(words))
+
+
+def _accelerate(cmdline: Path) -> list[str] | None:
+    try:
+        words = [word.decode(errors="replace") for word in cmdline.read_bytes().split(b"\0") if word]
+    except OSError:
+        return None
+    for at, word in enumerate(words):
+        if Path(word).name == "accelerate" and words[at + 1 : at + 2] == ["launch"]:
+            return ["accelerate", *words[at + 1 :]]
+        if word == "accelerate.commands.launch":
+            return ["accelerate", "launch", *words[at + 1 :]]
+    return None
+
+
+def _without_secrets(words: Sequence[str]) -> list[str]:
+    kept, secret = [], False
+    for word in words:
+        key, sign, _ = word.partition("=")
+        hidden = key.startswith("--") and key.endswith(SECRET)
+        kept.append("..." if secret else f"{key}=..." if hidden and sign else word)
+        secret = hidden and not sign
+    return kept
+
+
+def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str | None:
+    """The evaluation of `model` on the held-out split of its dataset; None where `data` has none."""
+    if not list(Path(data).glob("data/test-*.parquet")):
+        return None
+    words = ["--model", str(model), "--data", data, "--output", str(output), "--max-tokens", str(max_tokens)]
+    return shlex.join(["python", "-m", "eval.geometry3k", "run", *words])
+
+
+def view_command(*runs: Path) -> str:
+    return shlex.join(["python", "-m", "adora_vl.report", *map(str, runs)])

