@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from adora_vl.errors import UserError, nearest
+from adora_vl.options.advantage import AdvantageConfig, set_method_settings
 from adora_vl.prompts import SYSTEM_PROMPT
 
 
@@ -46,7 +47,7 @@ class AdoraScriptArguments:
 
 
 @dataclass
-class AdoraGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
+class AdoraGRPOConfig(AdvantageConfig, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with ADORA's weights, the rollout guards, freezing and pixel limits."""
 
     adora_mode: str = field(
@@ -146,6 +147,7 @@ class AdoraGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL is untyped to my
             if choices and value is not None and value not in choices:
                 close = nearest(str(value), map(str, choices))
                 raise UserError(f"{key.name}: {value!r} is not one of {', '.join(map(str, choices))}{close}")
+        self.method_notes = set_method_settings(self)
         super().__post_init__()
 
     @property

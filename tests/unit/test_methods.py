@@ -1,0 +1,382 @@
+"""The family of advantages: worked examples, invariances, the way back to GRPO, and groups that break careless
+formulas.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from adora_vl.advantage import METHODS, Groups, MethodRun, Schedule, group_advantages
+from adora_vl.advantage.a_grae import a_grae
+from adora_vl.advantage.canon import canon, upper_half
+from adora_vl.advantage.d3s import d3s, most_varied
+from adora_vl.advantage.dapo import drop_constant, overlong_penalty
+from adora_vl.advantage.mc_grpo import mc_grpo
+from adora_vl.advantage.ngrpo import ngrpo
+from adora_vl.advantage.options import (
+    AdoraOptions,
+    AGraeOptions,
+    CanonOptions,
+    D3sOptions,
+    DapoOptions,
+    DaroOptions,
+    McGrpoOptions,
+    NgrpoOptions,
+    NoOptions,
+    SsbOptions,
+)
+from adora_vl.advantage.ssb import ssb
+
+NAN = float("nan")
+# The setting of each method at which it is GRPO: (options, the scale of the GRPO that it then is)
+NEUTRAL = {
+    "grpo": (NoOptions(), "group"),
+    "dr_grpo": (NoOptions(), "none"),
+    "dapo": (DapoOptions(drop_constant=False), "group"),
+    "adora": (AdoraOptions(mode="off"), "group"),
+    "daro": (DaroOptions(learning_rate=0.0, by_bin_tokens=False, drop_outside=False), "group"),
+    "mc_grpo": (McGrpoOptions(centre="mean", spread="std", exclude_pivot=False), "group"),
+    "ngrpo": (NgrpoOptions(virtual=0), "group"),
+    "a_grae": (AGraeOptions(curriculum=False, alpha=None), "group"),
+    "canon": (CanonOptions(inter=Schedule(0.5)), "none"),
+    "d3s": (D3sOptions(keep=Schedule(1.0)), "group"),
+    "ssb": (SsbOptions(share=0.0), "group"),
+}
+
+
+def batch(rewards, lengths=None, surprisal=None, **facts) -> Groups:
+    rewards = torch.tensor(rewards)
+    lengths = torch.tensor(lengths) if lengths is not None else torch.full(rewards.shape, 10)
+    surprisal = torch.tensor(surprisal) if surprisal is not None else lengths / 10
+    return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, **facts)
+
+
+def random_batch(prompts=40, generations=8, seed=0) -> Groups:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.tensor([0.0, 0.1, 1.0])[torch.randint(0, 3, (prompts, generations), generator=generator)]
+    rewards[0], rewards[1] = 0.1, 1.0  # without signal
+    lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
+    surprisal = torch.rand(prompts, generations, generator=generator)
+    return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal)
+
+
+def run(name, groups, options=None, scale="group"):
+    """A method as the trainer applies it, on GRPO's advantages."""
+    method = MethodRun({name: METHODS[name].options() if options is None else options}, scale=scale)
+    return method(groups, group_advantages(groups.rewards_PG, scale=scale))
+
+
+def test_every_method_has_a_neutral_setting_and_a_source():
+    assert NEUTRAL.keys() == METHODS.keys()
+    assert all(method.source.startswith("arXiv") for method in METHODS.values())
+
+
+# Worked by hand
+
+
+def test_mc_grpo_by_hand():
+    # median 0.1, deviations 0.1 0 0.9, so MAD 0.1; the pivot's share is 3/2
+    assert mc_grpo(torch.tensor([[0.0, 0.1, 1.0]]), eps=0.0).tolist() == [pytest.approx([-1.5, 0.0, 13.5])]
+    # two of three agree: MAD 0, so the deviation about the median, sqrt(1 / 2)
+    assert mc_grpo(torch.tensor([[0.0, 0.0, 1.0]]), eps=0.0).tolist() == [pytest.approx([0.0, 0.0, 1.5 * math.sqrt(2)])]
+
+
+def test_ngrpo_by_hand():
+    """The paper's own case: one right of eight gives 2.47 and -0.35 with GRPO, 1.76 and -0.50 with NGRPO."""
+    rewards = torch.tensor([[1.0] + [0.0] * 7])
+    assert group_advantages(rewards)[0, :2].tolist() == pytest.approx([2.474, -0.354], abs=2e-3)
+    assert ngrpo(rewards)[0, :2].tolist() == pytest.approx([1.764, -0.504], abs=1e-3)
+    # wrong throughout: mean (0 + 0 + 1) / 3, deviation sqrt(1 / 3)
+    assert ngrpo(torch.zeros(1, 2), eps=0.0).tolist() == [pytest.approx([-math.sqrt(1 / 3)] * 2)]
+    assert ngrpo(torch.ones(1, 4)).tolist() == [[0.0] * 4]
+
+
+def test_a_grae_by_hand():
+    advantages = torch.tensor([[1.0, -1.0], [3.0, -1.0]])
+    rates = torch.tensor([0.25, 0.75])  # R = 1/2
+    result = a_grae(advantages, rates, alpha=1.0, eps=0.0)
+    easy, hard = 0.25 / (1 - math.sqrt(0.75)), 0.25 / math.sqrt(0.75)
+    assert result[0].tolist() == pytest.approx([0.5 * (0.25 / 0.5 + 0.25 / 0.5), -(0.25 / 0.5 + 0.25 / 0.5)])
+    assert result[1].tolist() == pytest.approx([1.5 * (easy + hard), -(easy + hard)])
+    assert a_grae(advantages, rates, curriculum=False, alpha=0.5).tolist() == advantages.tolist()
+
+
+def test_canon_by_hand():
+    rewards, lengths = torch.tensor([[1.0, 0.0, 1.0, 1.0]]), torch.tensor([[1, 2, 3, 4]])
+    # short ones: mean 1/2; long ones: mean 1
+    assert canon(rewards, lengths, inter=1.0).tolist() == [[0.0, -1.0, 0.5, 0.5]]
+    assert canon(rewards, lengths, inter=0.0).tolist() == [[0.5, -0.5, 0.0, 0.0]]
+    assert upper_half(torch.tensor([[5, 5, 9, 1]])).tolist() == [[0.5, 0.5, 1.0, 0.0]]
+    assert upper_half(torch.tensor([[1, 2, 3]])).tolist() == [[0.0, 1.0, 1.0]]
+
+
+def test_d3s_by_hand():
+    values = torch.tensor([[-1.0, -0.5, 0.0, 0.5, 3.0]])
+    assert most_varied(values, 2).tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]]
+    assert most_varied(values, 3).tolist() == [[1.0, 1.0, 0.0, 0.0, 1.0]]
+    # two right of eight, four kept: both right ones, and two of the six wrong ones by shares
+    advantages = torch.tensor([[1.5, 1.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5]])
+    assert d3s(advantages, keep=0.5).tolist() == [pytest.approx([3.0, 3.0] + [-1 / 3] * 6)]
+    assert d3s(torch.tensor([[0.0, 0.0], [1.0, -1.0]]), keep=0.5, across="batch").tolist() == [[0.0, 0.0], [2.0, -2.0]]
+
+
+@pytest.mark.parametrize("keep", [2, 3, 5, 7])
+def test_d3s_takes_the_best_of_all_subsets(keep):
+    from itertools import combinations
+
+    values = torch.randn(1, 8, generator=torch.Generator().manual_seed(keep))
+    chosen = most_varied(values, keep)[0].bool()
+    best = max(values[0, list(c)].var().item() for c in combinations(range(8), keep))
+    assert chosen.sum() == keep and values[0][chosen].var().item() == pytest.approx(best)
+
+
+def test_ssb_by_hand():
+    advantages = torch.tensor([[3.0, -1.0], [0.0, 0.0]])  # two free places, drawn with 3/4 and 1/4
+    assert ssb(advantages).tolist() == [[3 * 2.5, -1.5], [0.0, 0.0]]
+    assert ssb(advantages, alpha=0.0, share=0.5).tolist() == [[3 * 1.5, -1.5], [0.0, 0.0]]
+
+
+def test_ssb_is_the_mean_of_drawn_replays():
+    """What the module claims: a factor is what copies in the free places give on average."""
+    advantages = torch.tensor([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
+    flat, generator = advantages.flatten(), torch.Generator().manual_seed(0)
+    draws = torch.multinomial(flat.abs(), 30_000, replacement=True, generator=generator)
+    copies = torch.bincount(draws, minlength=6) / 10_000  # three places, 10,000 times
+    assert ssb(advantages).flatten().tolist() == pytest.approx((flat * (1 + copies)).tolist(), rel=0.02)
+
+
+def test_dapo_by_hand():
+    assert overlong_penalty(torch.tensor([70, 80, 90, 100, 200]), 100, 20).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    constant = torch.tensor([False, True])
+    kept = drop_constant(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[5, 5], [20, 10]]), constant)
+    assert kept.tolist() == [[4.0, -4.0], [0.0, 0.0]]  # 40 tokens, of which 10 are left
+
+
+def test_dapo_lowers_the_reward_of_what_is_too_long():
+    groups = batch([[1.0, 1.0, 0.0]], [[10, 95, 10]])
+    method = MethodRun({"dapo": DapoOptions(overlong_cache=10)}, max_length=100)
+    advantages = method(groups, group_advantages(groups.rewards_PG))
+    assert advantages.tolist() == group_advantages(torch.tensor([[1.0, 0.5, 0.0]])).tolist()
+
+
+# Properties of all
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_neutral_setting_is_grpo_to_the_bit(name):
+    options, scale = NEUTRAL[name]
+    for seed in range(3):
+        groups = random_batch(seed=seed)
+        assert torch.equal(run(name, groups, options, scale), group_advantages(groups.rewards_PG, scale=scale))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("grpo", "dr_grpo")])
+def test_the_default_is_not_grpo(name):
+    """So that the test before can fail."""
+    groups = random_batch()
+    assert not torch.equal(run(name, groups), group_advantages(groups.rewards_PG))
+
+
+def test_plain_is_what_the_trainer_leaves_untouched():
+    plain = {name for name, (options, _) in NEUTRAL.items() if MethodRun({name: options}).is_plain}
+    assert plain == {"grpo", "dr_grpo", "dapo", "adora", "a_grae", "ssb"}
+    assert not any(MethodRun({n: METHODS[n].options()}).is_plain for n in METHODS if n not in ("grpo", "dr_grpo"))
+
+
+def test_ours_is_trls_group_normalisation_to_the_bit():
+    """What TRL 1.16 writes out in `_generate_and_score_completions`, with its own helper."""
+    from trl.trainer.utils import nanstd
+
+    rewards = random_batch().rewards_PG
+    rewards[3, 2] = NAN
+    mixed = rewards[(rewards.nan_to_num() != rewards.nan_to_num()[:, :1]).any(dim=1)]
+    centred = mixed - torch.nanmean(mixed, dim=1, keepdim=True)
+    for scale, deviation in (("group", nanstd(mixed, dim=1, keepdim=True)), ("batch", nanstd(mixed.flatten()))):
+        theirs = torch.nan_to_num(centred / (deviation + 1e-4))
+        assert torch.equal(group_advantages(mixed, scale=scale), theirs), scale
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_permuting_a_group_permutes_its_advantages(name):
+    groups = random_batch()
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
+    moved = Groups(
+        groups.rewards_PG[:, order],
+        groups.lengths_PG[:, order],
+        groups.truncated_PG[:, order],
+        surprisal_PG=groups.surprisal_PG[:, order],
+    )
+    torch.testing.assert_close(run(name, moved), run(name, groups)[:, order], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_shift_of_all_rewards_changes_nothing(name):
+    """The threshold of a right answer and the highest reward shift with them."""
+    groups = random_batch()
+    shifted = Groups(
+        groups.rewards_PG + 2,
+        groups.lengths_PG,
+        groups.truncated_PG,
+        surprisal_PG=groups.surprisal_PG,
+        correct_above=2.5,
+    )
+    options = NgrpoOptions(max_reward=3.0) if name == "ngrpo" else None
+    torch.testing.assert_close(run(name, shifted, options), run(name, groups), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(name):
+    groups = random_batch()
+    scaled = Groups(
+        groups.rewards_PG * 4,
+        groups.lengths_PG,
+        groups.truncated_PG,
+        surprisal_PG=groups.surprisal_PG,
+        correct_above=2.0,
+    )
+    undivided = METHODS[name].settings.get("scale_rewards") == "none"
+    scale = "none" if undivided else "group"
+    options = NgrpoOptions(max_reward=4.0) if name == "ngrpo" else None
+    expected = run(name, groups, scale=scale) * (4 if undivided else 1)
+    # eps is added to a deviation that is four times as large
+    torch.testing.assert_close(run(name, scaled, options, scale), expected, rtol=5e-3, atol=1e-3)
+
+
+DEGENERATE = {
+    "all right": [[1.0] * 4],
+    "all wrong": [[0.0] * 4],
+    "all a little": [[0.1] * 4],
+    "one rollout": [[1.0]],
+    "two rollouts": [[1.0, 0.0]],
+    "huge": [[1e30, -1e30, 1e30, 0.0]],
+    "huge and constant": [[1e30] * 4],
+    "none scored": [[NAN] * 4],
+    "one scored": [[NAN, 1.0, NAN, NAN]],
+    "some unscored": [[NAN, 1.0, 0.0, 0.1]],
+    "mixed batch": [[1.0, 0.0, 0.0, 0.1], [NAN] * 4, [1.0] * 4, [1e30, 0.0, 0.0, 0.0]],
+}
+
+
+@pytest.mark.parametrize("case", DEGENERATE, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_everything_stays_finite(name, case):
+    groups = batch(DEGENERATE[case])
+    if name == "adora" and groups.rewards_PG.shape[1] == 1 and case != "one rollout":
+        pytest.skip("no such group")
+    result = run(name, groups)
+    assert result.shape == groups.rewards_PG.shape and result.isfinite().all()
+    assert (result[groups.rewards_PG.isnan()] == 0).all()
+    if case in ("all right", "none scored") or (case.startswith("all") and name != "ngrpo"):
+        assert (result == 0).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "adora", "daro", "mc_grpo", "ngrpo", "canon", "d3s", "ssb"])
+def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(name):
+    """Under every method that compares within groups the right ones are not pushed down while wrong ones are lifted."""
+    groups = random_batch(generations=9 if name == "mc_grpo" else 8)
+    result = run(name, groups, CanonOptions(inter=Schedule(0.0)) if name == "canon" else None)
+    if name == "canon":
+        return  # compares within halves: only the sum matters there
+    best = torch.where(groups.rewards_PG == groups.rewards_PG.amax(1, keepdim=True), result, torch.inf).amin(1)
+    worst = torch.where(groups.rewards_PG == groups.rewards_PG.amin(1, keepdim=True), result, -torch.inf).amax(1)
+    assert (best >= worst).all()
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from adora_vl.advantage import METHODS, Groups, MethodRun, group_advantages
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+generator = torch.Generator().manual_seed(0)
+for name in METHODS:
+    method = MethodRun({name: METHODS[name].options()})
+    for step in range(3):
+        rewards = torch.tensor([0.0, 0.1, 1.0])[torch.randint(0, 3, (6, 4), generator=generator)]
+        lengths = torch.randint(1, 50, (6, 4), generator=generator)
+        whole = MethodRun({name: METHODS[name].options()}) if step == 0 else whole
+        def groups(r, l):
+            return Groups(r, l, l > 45, surprisal_PG=l / 50, step=step)
+        alone = whole(groups(rewards, lengths), group_advantages(rewards))
+        # this rank graded its half of the sequences: a group may lie over both ranks
+        def gathered(values):
+            mine = values.flatten().chunk(2)[rank].contiguous()
+            parts = [torch.empty_like(mine) for _ in range(2)]
+            dist.all_gather(parts, mine)
+            return torch.cat(parts).view(6, 4)
+        both = method(groups(gathered(rewards), gathered(lengths)), group_advantages(gathered(rewards)))
+        assert torch.equal(alone, both), name
+    states = [None, None]
+    dist.all_gather_object(states, method.state())
+    assert states[0] == states[1] == whole.state(), name
+print("same")
+"""
+
+
+def test_two_ranks_compute_what_one_does(tmp_path):
+    """Real processes, gathered tensors, every method, three steps with what they remember."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, str(script)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(r), port], stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": root, "PATH": ""}
+        )
+        for r in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["same", "same"]
+
+
+# Schedules
+
+
+def test_a_schedule_by_hand():
+    line = Schedule(1.0, 3.0, "linear", (10, 20))
+    assert [line.at(step) for step in (0, 10, 15, 20, 99)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    wave = Schedule(1.0, 3.0, "cosine", (0, 4))
+    assert [wave.at(step) for step in (0, 1, 2, 4)] == pytest.approx([1.0, 2 - math.sqrt(0.5), 2.0, 3.0])
+    assert Schedule(0.3).at(7) == 0.3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"shape": "step"}, {"end": 2.0}, {"shape": "linear"}, {"shape": "cosine", "end": 1.0, "steps": (5, 5)}],
+    ids=str,
+)
+def test_a_wrong_schedule_is_refused(wrong):
+    with pytest.raises(ValueError, match="shape|end|steps"):
+        Schedule(1.0, **wrong)
+
+
+def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_steps():
+    options = AdoraOptions(
+        criteria=("difficulty",),
+        factor=Schedule(0.1, 0.5, "linear", (0, 4)),
+        tau=Schedule(0.25, 0.75, "linear", (4, 8)),
+        steps=(0, 10),
+    )
+    rewards, base = [[1.0, 1.0, 0.0, 0.0]], group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
+    weights = [
+        (run("adora", batch(rewards, step=step), options) / base)[0, 0].item() for step in (0, 2, 4, 5, 6, 9, 10)
+    ]
+    # TDS while tau is below one half, that is up to step 5
+    assert weights == pytest.approx([0.1, 0.3, 0.5, 0.5, 1.0, 1.0, 1.0])
+
+
+def test_adora_amplifies_with_dapos_pieces():
+    groups = batch([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[9, 5, 5, 5], [4, 4, 4, 4]])
+    chain = MethodRun({"dapo": DapoOptions(), "adora": AdoraOptions(mode="amplification", factor=Schedule(2.0))})
+    raw = group_advantages(groups.rewards_PG)
+    torch.testing.assert_close(chain(groups, raw)[0], raw[0] * 2.0 * (24 + 16) / 24)
+    assert chain(groups, raw)[1].tolist() == [0.0] * 4
