@@ -18,12 +18,13 @@ class AdoraScriptArguments:
     dataset_name: str = field(
         default="synthetic",
         metadata={
-            "help": "A folder made by `python -m data_prep`, or 'synthetic' for drawn problems made on the spot."
+            "help": "A folder made by `python -m data_prep`, or 'synthetic' (drawn geometry) or 'knights' (puzzles "
+            "without images), made on the spot."
         },
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     adora_synthetic_rows: int = field(
-        default=4096, metadata={"help": "Training problems to draw when dataset_name is 'synthetic'."}
+        default=4096, metadata={"help": "Training problems to make when dataset_name is 'synthetic' or 'knights'."}
     )
     adora_system_prompt: str | None = field(
         default=SYSTEM_PROMPT, metadata={"help": "System prompt of every conversation; null for none."}
@@ -31,8 +32,8 @@ class AdoraScriptArguments:
     adora_reward: list[str] = field(
         default_factory=lambda: ["adora"],
         metadata={
-            "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0) or format "
-            "(1 for a box). Several are summed with TRL's reward_weights."
+            "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), format "
+            "(1 for a box) or knights (1.0 / 0.1 / 0.0 on puzzles). Several are summed with TRL's reward_weights."
         },
     )
     adora_rounding: bool = field(

@@ -47,7 +47,7 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def reached(held_out: Sequence[Sequence[float]], value: float) -> int | None:
     """The first evaluated step with at least this accuracy."""
-    return next((int(step) for step, accuracy, *_ in held_out if accuracy >= value), None)
+    return next((int(step) for step, accuracy, *_ in held_out if accuracy >= value - 1e-9), None)
 
 
 def _average(runs: Sequence[dict[str, Any]], *path: str) -> float | None:

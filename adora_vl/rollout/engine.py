@@ -180,8 +180,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         Raises `PromptMismatchError` for the first row that differs.
         """
         image_token_id = self.image_token_id
-        if image_token_id is None or self.mode == "server":
+        if self.mode == "server":
             return tuple(super().generate(prompts, images, num_generations, profiler))
+        if image_token_id is None:
+            with self._seeded(len(prompts)):
+                return tuple(super().generate(prompts, images, num_generations, profiler))
         collapsed = [collapse_image_runs(ids, image_token_id) for ids in prompts]
         with self._seeded(len(prompts)):
             prompt_ids, *rest = super().generate(collapsed, images, num_generations, profiler)

@@ -186,6 +186,7 @@ def test_the_default_is_not_grpo(name):
 def test_plain_is_what_the_trainer_leaves_untouched():
     plain = {name for name, (options, _) in NEUTRAL.items() if MethodRun({name: options}).is_plain}
     assert plain == {"grpo", "dr_grpo", "dapo", "adora", "a_grae", "ssb"}
+    assert MethodRun({"adora": AdoraOptions(factor=Schedule(1.0))}).is_plain
     assert not any(MethodRun({n: METHODS[n].options()}).is_plain for n in METHODS if n not in ("grpo", "dr_grpo"))
 
 
