@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from adora_vl.advantage import METHODS, Schedule
@@ -109,3 +111,13 @@ def test_what_a_method_needs_stands_in_the_runs_first_lines():
     check_method(ours)
     assert method_needs(ours) == ["mc_grpo: of 9 rollouts a prompt one is the median and is not learned from"]
     assert "7 learned weights, in every checkpoint" in " ".join(method_needs(config("--adora_method", "daro")))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_documentation_lists_the_method_with_its_options(name):
+    text = (Path(__file__).parents[2] / "docs" / "algorithm.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` ")]
+    if name != "adora":  # whose options are the adora_* keys
+        for option, default in option_defaults(name).items():
+            shown = {"True": "true", "False": "false", "None": "null"}.get(str(default), str(default))
+            assert f"`{option}: {shown}`" in row, option
