@@ -61,12 +61,23 @@ def _average(runs: Sequence[dict[str, Any]], *path: str) -> float | None:
     return statistics.fmean(known) if known else None
 
 
+def _over_time(runs: Sequence[dict[str, Any]], name: str) -> str:
+    """The mean over the first fifth of the steps, and over the last."""
+    ends: tuple[list[float], list[float]] = ([], [])
+    for run in runs:
+        values = [value for _, value in run["curves"][name] if value == value]
+        fifth = max(1, len(values) // 5)
+        for end, part in zip(ends, (values[:fifth], values[-fifth:]), strict=True):
+            end += part
+    return " > ".join(f"{statistics.fmean(end):.1f}" for end in ends) if all(ends) else "-"
+
+
 def table(results: Sequence[dict[str, Any]], names: Sequence[str], baseline: str = "grpo") -> list[str]:
-    """A row a method. Lengths, entropy, TDS share are means over the last fifth of the steps; outliers are steps."""
+    """A row a method. Entropy, TDS share and KL are means over the last fifth of the steps; outliers are steps."""
     by_name = {name: [run for run in results if run["name"] == name] for name in names}
     base = by_name.get(baseline)
     goal = statistics.fmean(run["held_out"][-1][1] for run in base) if base else None
-    head = f"{'method':<18}{'runs':>5}  {'held-out [95 %]':<20}{'reaches':>8}{'right':>7}{'wrong':>7}"
+    head = f"{'method':<18}{'runs':>5}  {'held-out [95 %]':<20}{'reaches':>8}{'right':>13}{'wrong':>13}"
     lines = [head + f"{'entropy':>9}{'TDS':>6}{'KL':>9}{'KL out':>8}{'loss out':>9}{'seconds':>9}"]
     for name, runs in by_name.items():
         if not runs:
@@ -78,18 +89,17 @@ def table(results: Sequence[dict[str, Any]], names: Sequence[str], baseline: str
         steps = [reached(run["held_out"], goal) for run in runs] if goal is not None else []
         there = [step for step in steps if step is not None]
         reach = f"{statistics.fmean(there):.0f}" if there and len(there) == len(runs) else f"{len(there)}/{len(runs)}"
+        lengths = "".join(f"{_over_time(runs, key):>13}" for key in ("length_right", "length_wrong"))
         cells = [(_average(runs, *path), form) for path, form in COLUMNS]
         row = "".join(
             f"{value:{form}}" if value is not None else "-".rjust(int(form.split(".")[0])) for value, form in cells
         )
-        lines.append(f"{name:<18}{len(runs):>5}  {held:<20}{reach:>8}{row}")
+        lines.append(f"{name:<18}{len(runs):>5}  {held:<20}{reach:>8}{lengths}{row}")
     return lines
 
 
 # where the number of a column is in a run's figures, and its format
 COLUMNS = (
-    (("last_fifth", "length_right"), "7.1f"),
-    (("last_fifth", "length_wrong"), "7.1f"),
     (("last_fifth", "entropy"), "9.3f"),
     (("last_fifth", "tds_share"), "6.2f"),
     (("last_fifth", "kl"), "9.4f"),
@@ -100,8 +110,8 @@ COLUMNS = (
 LEGEND = (
     "held-out: accuracy in percent at the end; the interval is Wilson's for one run, Student's t over seeds for more.\n"
     "reaches: mean step of the first evaluation at GRPO's final accuracy, or how many of the runs did.\n"
-    "right, wrong: tokens of right and wrong rollouts; out: steps further from the median of the 11 around them than\n"
-    "five times the run's median distance."
+    "right, wrong: tokens of right and wrong rollouts, first and last fifth of the steps; entropy, TDS, KL: last.\n"
+    "out: steps further from the median of the 11 around them than five times the run's median distance."
 )
 
 

@@ -19,6 +19,7 @@ PANELS = (
     ("tds_share", "share of TDS prompts"),
     ("kl", "KL to the start, nats a token"),
     ("loss", "loss"),
+    ("pass_rate", "pass rate of the rollouts"),
 )
 
 
@@ -44,9 +45,9 @@ def figure(results: Sequence[dict[str, Any]], names: Sequence[str]) -> bytes:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    fig, axes = pyplot.subplots(4, 2, figsize=(13, 17), constrained_layout=True)
+    fig, axes = pyplot.subplots(5, 2, figsize=(13, 21), constrained_layout=True)
     colours = pyplot.get_cmap("tab20").colors
-    for (name, title), axis in zip(PANELS, axes.flat, strict=True):
+    for (name, title), axis in zip(PANELS, axes.flat, strict=False):
         for number, method in enumerate(names):
             points = mean_curve([run for run in results if run["name"] == method], name)
             points = points if name == "held_out" else smoothed(points)
@@ -57,10 +58,23 @@ def figure(results: Sequence[dict[str, Any]], names: Sequence[str]) -> bytes:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     axes.flat[0].legend(fontsize=8, ncols=2)
+    _daro_weights([run for run in results if run["name"].startswith("daro")], axes.flat[len(PANELS)])
     buffer = io.BytesIO()
     fig.savefig(buffer, dpi=90)
     pyplot.close(fig)
     return buffer.getvalue()
+
+
+def _daro_weights(runs: Sequence[dict[str, Any]], axis: Any) -> None:
+    """The learned weight of each bin; an empty panel without such runs."""
+    axis.set_title("DARO's weights by right rollouts")
+    for name in sorted({name for run in runs for name in run["curves"] if name.startswith("daro/weight_")}):
+        points = mean_curve(runs, name)
+        axis.plot(*zip(*points, strict=True), label=name.removeprefix("daro/weight_").replace("_", " "), linewidth=1.4)
+    if runs:
+        axis.legend(fontsize=8, ncols=2)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
 
 
 def write_page(

@@ -137,9 +137,9 @@ def test_d3s_takes_the_best_of_all_subsets(keep):
 
 
 def test_ssb_by_hand():
-    advantages = torch.tensor([[3.0, -1.0], [0.0, 0.0]])  # two free places, drawn with 3/4 and 1/4
-    assert ssb(advantages).tolist() == [[3 * 2.5, -1.5], [0.0, 0.0]]
-    assert ssb(advantages, alpha=0.0, share=0.5).tolist() == [[3 * 1.5, -1.5], [0.0, 0.0]]
+    advantages = torch.tensor([[3.0, -1.0, 0.0], [0.0, 0.0, 0.0]])  # four free places, drawn with 3/4 and 1/4
+    assert ssb(advantages).tolist() == [[3 * 4.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
+    assert ssb(advantages, alpha=0.0, share=0.5).tolist() == [[3 * 2.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_ssb_is_the_mean_of_drawn_replays():
@@ -147,7 +147,7 @@ def test_ssb_is_the_mean_of_drawn_replays():
     advantages = torch.tensor([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
     flat, generator = advantages.flatten(), torch.Generator().manual_seed(0)
     draws = torch.multinomial(flat.abs(), 30_000, replacement=True, generator=generator)
-    copies = torch.bincount(draws, minlength=6) / 10_000  # three places, 10,000 times
+    copies = torch.bincount(draws, minlength=6) / 10_000  # three free places, filled 10,000 times
     assert ssb(advantages).flatten().tolist() == pytest.approx((flat * (1 + copies)).tolist(), rel=0.02)
 
 
