@@ -120,7 +120,6 @@ def daro(
         (P, G).
     """
     bins_P = bins_of(pass_rates, advantages.shape[1])
-    weights_M = weights_M.to(device=advantages.device)
     factors_M = weights_M
     if by_bin_tokens:
         tokens_M = bin_sums(tokens, bins_P, len(weights_M))

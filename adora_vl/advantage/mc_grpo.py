@@ -27,7 +27,8 @@ def mc_grpo(
             value has the majority, and the division would leave 1/eps; there we divide by the standard deviation about
             the centre instead. That exception is ours: the repository scales with eps 1e-3.
         exclude_pivot: the pivot has advantage 0; the others are multiplied by (G + 1) / G, so that a mean over all rows
-            is the mean over the G that count.
+            is the mean over the G that count (of losses that divide by sequences; those that divide by tokens go on
+            counting the pivot's).
 
     Returns:
         (P, G + 1); constant groups exactly 0.

@@ -56,27 +56,24 @@ def _canon(groups: Groups, advantages_PG: Tensor, options: opt.CanonOptions, run
 
 
 def _daro(groups: Groups, advantages_PG: Tensor, options: opt.DaroOptions, run: MethodRun) -> Tensor:
-    """Weigh with the present weights, then update them, as both have one optimizer step each on the same loss."""
-    generations, rates_P = advantages_PG.shape[1], groups.pass_rate_P
-    bins, tokens_PG = max(1, generations - 1), groups.loss_tokens_PG
-    weights = run.daro_weights(bins, options)
-    bins_P = bins_of(rates_P, generations)
-    weighed_PG = daro(
-        advantages_PG,
-        tokens_PG,
-        rates_P,
-        weights.weights_M,
-        by_bin_tokens=options.by_bin_tokens,
-        drop_outside=options.drop_outside,
-    )
-    losses_M = bin_losses(advantages_PG.cpu(), tokens_PG.cpu(), bins_P.cpu(), bins, options.bin_loss)
-    present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bins).cpu() > 0
-    for number, (weight, loss, present) in enumerate(zip(weights.weights_M, losses_M, present_M, strict=True), 1):
+    """Weigh with the present weights, then update them, as both have one optimizer step each on the same loss.
+
+    On the CPU, since sums by index come in any order on a GPU, and the ranks have to agree to the bit.
+    """
+    generations, bins = advantages_PG.shape[1], max(1, advantages_PG.shape[1] - 1)
+    raw_PG, tokens_PG, rates_P = (t.cpu() for t in (advantages_PG, groups.loss_tokens_PG, groups.pass_rate_P))
+    bins_P, learned = bins_of(rates_P, generations), run.daro_weights(bins, options)
+    weights_M = learned.weights_M
+    shape = {"by_bin_tokens": options.by_bin_tokens, "drop_outside": options.drop_outside}
+    weighed_PG = daro(raw_PG, tokens_PG, rates_P, weights_M, **shape)
+    losses_M = bin_losses(raw_PG, tokens_PG, bins_P, bins, options.bin_loss)
+    present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bins) > 0
+    for number, (weight, loss, present) in enumerate(zip(weights_M, losses_M, present_M, strict=True), 1):
         run.figures[f"daro/weight_{number}_of_{generations}"] = weight.item()
         if present:
             run.figures[f"daro/loss_{number}_of_{generations}"] = loss.item()
-    weights.update(losses_M, present_M)
-    return weighed_PG
+    learned.update(losses_M, present_M)
+    return weighed_PG.to(advantages_PG.device)
 
 
 @dataclass(frozen=True)
