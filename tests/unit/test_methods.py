@@ -31,6 +31,7 @@ from adora_vl.advantage.options import (
     NoOptions,
     SsbOptions,
 )
+from adora_vl.advantage.schedule import within
 from adora_vl.advantage.ssb import ssb
 
 NAN = float("nan")
@@ -373,6 +374,18 @@ def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_s
     ]
     # TDS while tau is below one half, that is up to step 5
     assert weights == pytest.approx([0.1, 0.3, 0.5, 0.5, 1.0, 1.0, 1.0])
+
+
+def test_only_in_these_steps_ends_before_the_second():
+    assert [within(step, (2, 4)) for step in range(6)] == [False, False, True, True, False, False]
+    assert within(10**9, None)
+
+
+def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method():
+    groups = batch([[0.1] * 7, [1.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]])
+    noisy = torch.full((2, 7), 6e-4)
+    result = MethodRun({"adora": AdoraOptions()})(groups, noisy)
+    assert result[0].tolist() == [0.0] * 7 and (result[1] != 0).all()
 
 
 def test_adora_amplifies_with_dapos_pieces():
