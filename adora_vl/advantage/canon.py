@@ -36,7 +36,7 @@ def canon(rewards: Tensor, measure: Tensor, *, inter: float = 0.5) -> Tensor:
     """
     if not 0 <= inter <= 1:
         raise ValueError(f"inter: {inter} must be between 0 and 1")
-    if inter == 0.5:  # the mean of both halves' means is the group's mean, and this way to the bit
+    if inter == 0.5:  # the mean of two equal halves' means is the group's mean; this way to the bit, and for odd groups
         return group_advantages(rewards, scale="none")
     scored_PG = ~torch.isnan(rewards)
     upper_PG = upper_half(measure)
