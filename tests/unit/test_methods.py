@@ -157,8 +157,6 @@ DEGENERATE = {
 @pytest.mark.parametrize("name", METHODS)
 def test_everything_stays_finite(name, case):
     groups = batch(DEGENERATE[case])
-    if name == "adora" and groups.rewards_PG.shape[1] == 1 and case != "one rollout":
-        pytest.skip("no such group")
     result = run(name, groups)
     assert result.shape == groups.rewards_PG.shape and result.isfinite().all()
     assert (result[groups.rewards_PG.isnan()] == 0).all()
@@ -166,13 +164,11 @@ def test_everything_stays_finite(name, case):
         assert (result == 0).all()
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "adora", "daro", "mc_grpo", "ngrpo", "canon", "d3s", "ssb"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "adora", "daro", "mc_grpo", "ngrpo", "d3s", "ssb"])
 def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(name):
-    """Under every method that compares within groups the right ones are not pushed down while wrong ones are lifted."""
+    """Under every method that compares whole groups no wrong rollout is lifted while a right one is pushed down."""
     groups = random_batch(generations=9 if name == "mc_grpo" else 8)
-    result = run(name, groups, CanonOptions(inter=Schedule(0.0)) if name == "canon" else None)
-    if name == "canon":
-        return  # compares within halves: only the sum matters there
+    result = run(name, groups)
     best = torch.where(groups.rewards_PG == groups.rewards_PG.amax(1, keepdim=True), result, torch.inf).amin(1)
     worst = torch.where(groups.rewards_PG == groups.rewards_PG.amin(1, keepdim=True), result, -torch.inf).amax(1)
     assert (best >= worst).all()
