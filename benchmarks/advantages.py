@@ -158,7 +158,7 @@ def main() -> int:
     lines = table(results, names)
     print("\n".join([*lines, "", LEGEND]))
     print(f"Curves: {write_page(out, results, names, lines, LEGEND)}")
-    return 0
+    return 0 if options.report or len(results) == len(jobs) else 1
 
 
 if __name__ == "__main__":

@@ -84,13 +84,17 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(finite) if finite else None
 
 
+class FailedError(RuntimeError):
+    """A command ended with an error."""
+
+
 def command(words: Sequence[str | Path], log: Path | None = None) -> None:
-    """Run from the repository's root; on failure leave with the end of what it said."""
+    """Run from the repository's root. Raises `FailedError` with the end of what it said."""
     done = subprocess.run([str(w) for w in words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if log is not None:
         log.write_text(done.stdout + done.stderr)
     if done.returncode:
-        sys.exit(f"{shlex.join(map(str, words))}\n{done.stderr[-2000:]}")
+        raise FailedError(f"{shlex.join(map(str, words))}\n{done.stderr[-2000:]}")
 
 
 def make_data(out: Path, rows: int = 4096, test_rows: int = 600) -> Path:
@@ -124,17 +128,21 @@ def train(out: Path, job: Job, data: Path, prefix: Sequence[str]) -> dict[str, A
 
 
 def train_all(out: Path, jobs: Sequence[Job], data: Path, parallel: int, prefix: str = "") -> list[dict[str, Any]]:
-    """All runs, `parallel` at a time. A run that fails ends the command; the finished ones are kept."""
+    """All runs, `parallel` at a time. One that fails is reported and left out; starting again tries it again."""
     results: dict[Job, dict[str, Any]] = {}
     with ThreadPoolExecutor(parallel) as pool:
         waiting = {pool.submit(train, out, job, data, shlex.split(prefix)): job for job in jobs}
         try:
             for future in tqdm(as_completed(waiting), total=len(jobs), desc="runs", unit="run"):
-                results[waiting[future]] = future.result()
+                job = waiting[future]
+                try:
+                    results[job] = future.result()
+                except FailedError as error:
+                    tqdm.write(f"{job.folder} failed, see {out / job.folder}.log: {error}", file=sys.stderr)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return [results[job] for job in jobs]
+    return [results[job] for job in jobs if job in results]
 
 
 def finished(out: Path, jobs: Sequence[Job]) -> list[dict[str, Any]]:

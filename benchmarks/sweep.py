@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    out = options.output.resolve()
+    out, missing = options.output.resolve(), 0
     for part in options.parts.split(","):
         named = variants()[part]
         steps = options.sample_steps if part == "samples" else options.steps
@@ -67,10 +67,11 @@ def main() -> int:
             for rows in SAMPLES if part == "samples" else (4096,):
                 chosen = [job for job in jobs if part != "samples" or job.name.endswith(f"_{rows // 1000}k")]
                 results += train_all(out, chosen, make_data(out, rows), options.jobs, options.prefix)
+        missing += len(jobs) - len(results)
         print(f"\n{part}, {steps} steps")
         print("\n".join(table(results, list(named), baseline="")), flush=True)
     print(f"\n{LEGEND}")
-    return 0
+    return 0 if options.report or not missing else 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ _FREE_KEYS = {
     "log_level_replica", "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts",
     "log_completions_hub_repo", "save_strategy", "save_steps", "save_total_limit", "vllm_gpu_memory_utilization",
     "adora_max_drift", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
-    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory",
+    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "num_generations_eval",
+    "per_device_eval_batch_size",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "vllm_server_", "trackio_")
 _LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # decisive only where the learning rate depends on the end

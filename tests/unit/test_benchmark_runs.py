@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -76,11 +77,30 @@ def test_a_finished_run_is_kept_and_one_of_other_options_is_not(tmp_path, monkey
     assert runs.finished(tmp_path, [runs.Job("grpo", 0, ()), runs.Job("adora", 0, ())])[0]["name"] == "grpo"
 
 
+def test_a_run_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    def train(out, job, data, prefix):
+        if job.name == "adora":
+            raise runs.FailedError("error: no room")
+        return {"name": job.name}
+
+    monkeypatch.setattr(runs, "train", train)
+    jobs = [runs.Job(name, 0, ()) for name in ("adora", "grpo")]
+    assert runs.train_all(tmp_path, jobs, tmp_path / "data", 1) == [{"name": "grpo"}]
+    assert "adora-0 failed" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_says_what_it_said(tmp_path):
+    with pytest.raises(runs.FailedError, match="no such thing"):
+        runs.command([sys.executable, "-c", "raise SystemExit('no such thing')"], tmp_path / "log")
+    assert "no such thing" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize("name", [*METHODS, *(name for part in variants().values() for name in part)])
 def test_every_compared_run_has_options_that_a_run_accepts(name):
     from adora_vl.cli import parse
 
     options = {**METHODS, **{key: value for part in variants().values() for key, value in part.items()}}[name]
-    config = parse(["--config", "configs/train/smoke_cpu.yaml", "--beta", "0.001", *options])[1]
+    recipe = ["--config", "configs/train/smoke_cpu.yaml", "--beta", "0.001", "--eval_strategy", "steps"]
+    config = parse([*recipe, *options])[1]
     check_method(config)
     assert config.beta == 0.001
