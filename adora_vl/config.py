@@ -149,7 +149,8 @@ class AdoraGRPOConfig(AdvantageConfig, GRPOConfig):  # type: ignore[misc]  # TRL
                 close = nearest(str(value), map(str, choices))
                 raise UserError(f"{key.name}: {value!r} is not one of {', '.join(map(str, choices))}{close}")
         self.method_notes = set_method_settings(self)
-        if str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no" and self.num_generations_eval is None:
+        evaluates = str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no"
+        if evaluates and vars(self).get("num_generations_eval") is None:
             self.num_generations_eval = 1  # TRL's evaluation is not used, so its batch need not hold whole groups
         super().__post_init__()
 
