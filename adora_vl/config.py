@@ -109,7 +109,7 @@ class AdoraGRPOConfig(AdvantageConfig, GRPOConfig):  # type: ignore[misc]  # TRL
         default_factory=list,
         metadata={
             "help": "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with geometry3k, "
-            "mathvista or mmstar. Default: geometry3k on the held-out split of dataset_name."
+            "mathvista, mmstar or knights. Default: the held-out split of dataset_name."
         },
     )
     adora_eval_limit: int | None = field(

@@ -27,8 +27,11 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
         "--save_strategy", "no", "--max_completion_length", "16",
         # no answer is right yet: the entropy moves the weights
         "--entropy_coef", "1.0", "--learning_rate", "1e-2", "--adora_max_drift", "null",
+        "--eval_strategy", "steps", "--eval_steps", "3", "--adora_eval_limit", "5",
     ])  # fmt: skip
-    steps = [e for e in json.loads((out / "trainer_state.json").read_text())["log_history"] if "reward" in e]
+    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in log if "reward" in entry]
+    assert [entry["eval_knights_accuracy"] for entry in log if "eval_knights_accuracy" in entry] == [0.0]
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["adora/drift"] < 1e-4 for step in steps), "engine and trainer agree, also after two updates"
     assert steps[0]["grading/unparseable"] == 1.0

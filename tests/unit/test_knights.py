@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from adora_vl.rewards.knights import knights_verdict
 from data_prep.cli import main
 from data_prep.knights import NAMES, STATEMENTS, generate, is_true, solutions
 from data_prep.storage import load_split
+from eval.knights.benchmark import BENCHMARK
 
 GOLD = "Ada is a knight, Ben is a knave, Cleo is a knight"
 
@@ -106,6 +108,19 @@ def test_the_reward(case):
         assert given == [expected]
     assert columns["verdict"] == [{1.0: "correct", 0.1: "wrong", 0.0: "unparseable"}[expected]]
     assert sum(metrics.values()) == 1.0
+
+
+def test_the_benchmark_scores_by_number_of_people(tmp_path):
+    main(["knights", "--output", str(tmp_path / "d"), "--rows", "2", "--test-rows", "4", "--people", "3-4"])
+    problems, _ = BENCHMARK.load(Namespace(data=str(tmp_path / "d"), split="test"))
+    assert len(problems) == 4
+    gold = [problem.fields["answer"] for problem in problems]
+    said = [rf"\boxed{{{gold[0]}}}", "?", rf"\boxed{{{gold[2]}}}", rf"\boxed{{{gold[3]}}}"]
+    rows = [{**problem.fields, "response": text} for problem, text in zip(problems, said, strict=True)]
+    score = BENCHMARK.score(rows, Namespace())
+    assert (score["correct"], score["total"]) == (3, 4)
+    assert score["groups"]["people"]["4 people"]["accuracy"] == 0.5
+    assert [item["verdict"] for item in score["items"]] == ["correct", "unparseable", "correct", "correct"]
 
 
 def test_a_gold_that_is_no_assignment_is_refused():
