@@ -121,6 +121,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def _log(self, name: str, step: int, values: dict[str, float], total: int) -> None:
         # an entry of its own, as Transformers' evaluations have; TRL's log would average the training's figures so far
+        due = self.trainer.control.should_log
         Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
+        self.trainer.control.should_log = due  # Transformers takes this for the step's log, which would be left out
         low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
         print(f"step {step}: {name} {middle:.1f} % (95 %: {low:.1f} to {high:.1f}) of {total} problems", flush=True)
