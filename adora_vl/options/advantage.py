@@ -63,7 +63,7 @@ def set_method_settings(config: Any) -> list[str]:
     """Give TRL's keys the values that belong to the method, and say which. Raises `UserError`."""
     names, keep = method_names(config), _block(config).get(KEEP, [])
     settings = {key: (value, name) for name in names for key, value in METHODS[name].settings.items()}
-    if not isinstance(keep, list) or not set(keep) <= settings.keys():
+    if not isinstance(keep, list) or not set(map(str, keep)) <= settings.keys():
         able = ", ".join(settings) or "none"
         raise UserError(
             f"adora_method_options: {KEEP}: {keep!r} must list keys that {config.adora_method} sets: {able}"
