@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from adora_vl.errors import UserError, nearest
+from adora_vl.options.advantage import AdvantageConfig, set_method_settings
 from adora_vl.options.faults import FaultOptions
 from adora_vl.options.record import RecordOptions
 from adora_vl.options.speed import SpeedOptions
@@ -20,12 +21,13 @@ class AdoraScriptArguments:
     dataset_name: str = field(
         default="synthetic",
         metadata={
-            "help": "A folder made by `python -m data_prep`, or 'synthetic' for drawn problems made on the spot."
+            "help": "A folder made by `python -m data_prep`, or 'synthetic' (drawn geometry) or 'knights' (puzzles "
+            "without images), made on the spot."
         },
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     adora_synthetic_rows: int = field(
-        default=4096, metadata={"help": "Training problems to draw when dataset_name is 'synthetic'."}
+        default=4096, metadata={"help": "Training problems to make when dataset_name is 'synthetic' or 'knights'."}
     )
     adora_system_prompt: str | None = field(
         default=SYSTEM_PROMPT, metadata={"help": "System prompt of every conversation; null for none."}
@@ -33,8 +35,8 @@ class AdoraScriptArguments:
     adora_reward: list[str] = field(
         default_factory=lambda: ["adora"],
         metadata={
-            "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0) or format "
-            "(1 for a box). Several are summed with TRL's reward_weights."
+            "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), format "
+            "(1 for a box) or knights (1.0 / 0.1 / 0.0 on puzzles). Several are summed with TRL's reward_weights."
         },
     )
     adora_rounding: bool = field(
@@ -49,7 +51,7 @@ class AdoraScriptArguments:
 
 
 @dataclass
-class AdoraGRPOConfig(FaultOptions, RecordOptions, SpeedOptions, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
+class AdoraGRPOConfig(AdvantageConfig, FaultOptions, RecordOptions, SpeedOptions, GRPOConfig):  # type: ignore[misc]
     """TRL's `GRPOConfig` with ADORA's weights, the rollout guards, freezing and pixel limits."""
 
     adora_mode: str = field(
@@ -110,7 +112,7 @@ class AdoraGRPOConfig(FaultOptions, RecordOptions, SpeedOptions, GRPOConfig):  #
         default_factory=list,
         metadata={
             "help": "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with geometry3k, "
-            "mathvista or mmstar. Default: geometry3k on the held-out split of dataset_name."
+            "mathvista, mmstar or knights. Default: the held-out split of dataset_name."
         },
     )
     adora_eval_limit: int | None = field(
@@ -147,6 +149,10 @@ class AdoraGRPOConfig(FaultOptions, RecordOptions, SpeedOptions, GRPOConfig):  #
                 close = nearest(str(value), map(str, choices))
                 raise UserError(f"{key.name}: {value!r} is not one of {', '.join(map(str, choices))}{close}")
         self.check_record()
+        self.method_notes = set_method_settings(self)
+        evaluates = str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no"
+        if evaluates and vars(self).get("num_generations_eval") is None:
+            self.num_generations_eval = 1  # TRL's evaluation is not used, so its batch need not hold whole groups
         super().__post_init__()
 
     @property

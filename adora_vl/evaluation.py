@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from eval.command import Benchmark
     from eval.runner import Problem
 
-BENCHMARKS = ("geometry3k", "mathvista", "mmstar")
+BENCHMARKS = ("geometry3k", "mathvista", "mmstar", "knights")
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,26 @@ class Schedule:
 
 
 def take_schedule(config: AdoraGRPOConfig, data: str) -> Schedule | None:
-    """The evaluations that `config` asks for, None for none; Geometry3K on the training data where it names no other.
+    """The evaluations that `config` asks for, None for none; on the training data's held-out split where it names none.
 
     They are then taken out of `config`: Transformers has its own way of evaluating, and would want a second dataset.
     Raises `UserError`.
     """
     if config.eval_strategy == IntervalStrategy.NO:
         return None
-    entries = config.adora_eval or [f"geometry3k={data}"]
+    entries = config.adora_eval or [f"{_benchmark_of(data)}={data}"]
     tasks = [_load(entry, config.adora_eval_limit) for entry in entries]
     schedule = Schedule(tasks, int(config.eval_steps), bool(config.eval_on_start))
     config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
     return schedule
+
+
+def _benchmark_of(data: str) -> str:
+    """Puzzles are scored in their own way, everything else by the grader of Geometry3K."""
+    from data_prep.storage import read_manifest
+
+    manifest = read_manifest(Path(data))
+    return "knights" if manifest is not None and manifest["source"] == "knights" else "geometry3k"
 
 
 def _load(entry: str, limit: int | None) -> Task:
@@ -113,6 +121,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def _log(self, name: str, step: int, values: dict[str, float], total: int) -> None:
         # an entry of its own, as Transformers' evaluations have; TRL's log would average the training's figures so far
+        due = self.trainer.control.should_log
         Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
+        self.trainer.control.should_log = due  # Transformers takes this for the step's log, which would be left out
         low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
         print(f"step {step}: {name} {middle:.1f} % (95 %: {low:.1f} to {high:.1f}) of {total} problems", flush=True)

@@ -9,6 +9,7 @@ from adora_vl.advantage.adora import CRITERIA
 from adora_vl.arithmetic import BatchPlan, check_rows, check_saves, plan_batches
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.errors import UserError, nearest
+from adora_vl.options.advantage import check_method
 from adora_vl.rollout.sync import refuse_on_cpu
 
 
@@ -95,6 +96,7 @@ def check_run(
     """Raise `UserError` for the first thing that cannot work; returns the batch arithmetic."""
     _check_unsupported(config, model)
     _check_adora(config)
+    check_method(config)
     _check_rollouts(config, model_config)
     plan = batch_plan(config, num_processes)
     check_rows(plan, rows)

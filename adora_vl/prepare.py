@@ -73,6 +73,7 @@ def prepare(arguments: Sequence[str]) -> Run:
     from adora_vl.cli import parse
     from adora_vl.evaluation import take_schedule
     from adora_vl.models.load import load_config
+    from adora_vl.options.advantage import method_needs
     from adora_vl.preflight import check_run
     from adora_vl.record.backends import prepare_trackers
     from adora_vl.rewards import reward_functions
@@ -95,7 +96,8 @@ def prepare(arguments: Sequence[str]) -> Run:
     schedule = take_schedule(config, folder)
     start, now = _choose_start(script, config, model, folder)
     if config.process_index == 0:
-        print("\n".join([f"{len(dataset)} training problems; {plan.describe()}", *start.notes]), flush=True)
+        lines = [f"{len(dataset)} training problems; {plan.describe()}", *method_needs(config), *start.notes]
+        print("\n".join(lines), flush=True)
     return Run(script, config, model, dataset, plan, start, now, schedule, folder)
 
 

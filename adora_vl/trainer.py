@@ -14,11 +14,13 @@ from torch import Tensor
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
-from adora_vl.advantage import is_constant, weigh_groups
+from adora_vl.advantage import Groups, weigh_groups
+from adora_vl.checkpoint.store import facts_of
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.errors import RolloutError
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.options.advantage import adora_options, method_run
 from adora_vl.passes.trainer import OnceGRPOTrainer
 from adora_vl.replaced import replaced
 from adora_vl.report.metrics import adora_metrics
@@ -53,6 +55,7 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
         Raises `UserError` where a part to freeze has no parameters, or the CPU engine cannot sync this model.
         """
         args = args if args is not None else AdoraGRPOConfig()
+        self.methods, self._adora = method_run(args), adora_options(args)
         revision = dict(args.model_init_kwargs or {}).get("revision")
         if processing_class is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -129,27 +132,16 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
             self._compare_with_engine(
                 output["old_per_token_logps"], output["sampling_per_token_logps"], output["completion_mask"]
             )
-        factors_B = self._weigh("train" if training else "eval")
-        if training and not self._is_plain_grpo:
-            local = slice(
-                self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs)
-            )
-            output["advantages"] = output["advantages"] * factors_B[local]
+        advantages_B = self._weigh("train" if training else "eval", output)
         if training:
+            first = self.accelerator.process_index * len(inputs)
+            output["advantages"] = advantages_B[first : first + len(inputs)]
             self.record_rollouts(inputs, output, *self._scored)
         return output
 
-    @property
-    def _is_plain_grpo(self) -> bool:
-        """Whether every weight is 1 by configuration: then nothing of TRL's step is touched, not even its rounding."""
-        return bool(self.args.adora_mode == "off" or self.args.adora_factor == 1.0)
-
-    def _weigh(self, mode: str) -> Tensor:
-        """What the advantages of all ranks are multiplied by, (all ranks' B,), from whole groups; metrics and the table
-        on the way.
-
-        That is the prompt's weight, or 0 for a constant group, where TRL's float32 mean can leave advantages of 1e-4
-        out of nothing. Evaluation is never weighed.
+    def _weigh(self, mode: str, output: dict[str, Any]) -> Tensor:
+        """The advantages to learn from, of all ranks, (all ranks' B,), from whole groups; metrics and the table on the
+        way. Evaluation is never weighed.
         """
         rewards_BF, facts_B2 = self._scored
         weights_F = self.reward_weights.to(rewards_BF.device)
@@ -158,41 +150,60 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
         generations = self.num_generations if mode == "train" else self.num_generations_eval
         rewards_PG, lengths_PG = rewards_B.view(-1, generations), facts_B2[:, 0].view(-1, generations)
         by_length = self.args.adora_truncation == "length"
+        unended_PG = facts_B2[:, 1].view(-1, generations) > 0
+        groups = Groups(
+            rewards_PG,
+            lengths_PG,
+            truncated_PG=lengths_PG >= self.args.truncated_at if by_length else unended_PG,
+            tokens_PG=torch.where(unended_PG, 0.0, lengths_PG) if self.mask_truncated_completions else lengths_PG,
+            surprisal_PG=self._surprisal(output, generations),
+            correct_above=self.args.adora_correct_above,
+            step=self.state.global_step,
+        )
         weighting = weigh_groups(
             rewards_PG,
             lengths_PG,
-            mode=self.args.adora_mode,
-            factor=self.args.adora_factor,
-            criteria=self.args.adora_criteria,
-            combine=self.args.adora_combine,
-            tau=self.args.adora_tau,
-            correct_above=self.args.adora_correct_above,
-            truncated_at=self.args.truncated_at if by_length else None,
-            empty_wrong=self.args.adora_empty_wrong,
-            truncated=None if by_length else facts_B2[:, 1].view(-1, generations) > 0,
+            correct_above=groups.correct_above,
+            truncated=groups.truncated_PG,
+            **self._adora.weighing(groups.step),
         )
         for name, value in adora_metrics(weighting).items():
             self._metrics[mode][f"adora/{name}"].append(value)
-        factors_P = torch.ones_like(weighting.weights_P)
-        if mode == "train" and not self._is_plain_grpo:
-            factors_P = weighting.weights_P
-            if self.multi_objective_aggregation == "sum_then_normalize":  # the other one is no mean of the group
-                factors_P = torch.where(is_constant(rewards_PG), 0.0, factors_P)
-        factors_B = factors_P.repeat_interleave(generations)
+        advantages_B: Tensor = self.accelerator.gather(output["advantages"])
+        if mode == "train":
+            advantages_B = self.methods(groups, advantages_B.view(-1, generations)).flatten()
+            for name, value in self.methods.figures.items():
+                self._metrics[mode][f"adora/{name}"].append(value)
+            self.run_facts["methods"] = self.methods.state()
         self._tabulate(
-            factors_B,
+            advantages_B,
             adora_weight=weighting.weights_P.repeat_interleave(generations),
             adora_tds=weighting.tds_P.repeat_interleave(generations),
             adora_length=lengths_PG.flatten(),
         )
-        return factors_B
+        return advantages_B
 
-    def _tabulate(self, factors_B: Tensor, **columns_B: Tensor) -> None:
+    def _surprisal(self, output: dict[str, Any], generations: int) -> Tensor | None:
+        """Nats a token of each rollout, all ranks', (P, G); None where the engine gave no log-probabilities."""
+        logps_BC = output.get("sampling_per_token_logps")
+        if logps_BC is None:
+            return None
+        mask_BC = output["completion_mask"]
+        total_B = (torch.nan_to_num(logps_BC) * mask_BC).sum(dim=1)
+        surprisal_B: Tensor = -self.accelerator.gather(total_B / mask_BC.sum(dim=1).clamp(min=1))
+        return surprisal_B.view(-1, generations)
+
+    def begin_at(self, checkpoint: str) -> None:
+        """Also what the methods remember."""
+        super().begin_at(checkpoint)
+        self.methods.load(facts_of(Path(checkpoint)).get("methods", {}))
+
+    def _tabulate(self, advantages_B: Tensor, **columns_B: Tensor) -> None:
         """The advantages as the loss gets them in TRL's completion table; the raw ones and `columns_B` beside them."""
         advantages = self._logs["advantages"]
-        count = min(len(factors_B), len(advantages))  # the table keeps the newest generation batch only
+        count = min(len(advantages_B), len(advantages))  # the table keeps the newest generation batch only
         raw = [advantages.pop() for _ in range(count)][::-1]
-        advantages.extend(value * factor for value, factor in zip(raw, factors_B[-count:].tolist(), strict=True))
+        advantages.extend(advantages_B[-count:].tolist())
         self._logs["extra"]["advantage_raw"].extend(raw)
         for name, column_B in columns_B.items():
             self._logs["extra"][name].extend(column_B[-count:].tolist())

@@ -1,4 +1,4 @@
-"""The command line: `python -m data_prep {synthetic,geometry3k,inspect}`."""
+"""The command line: `python -m data_prep {synthetic,knights,geometry3k,inspect}`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_prog
 from adora_vl.errors import UserError
 from data_prep.geometry3k import Options, prepare_geometry3k
 from data_prep.inspection import GALLERY_ROWS, survey
-from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, prepare_synthetic
+from data_prep.knights import PEOPLE
+from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, prepare_knights, prepare_synthetic
 from data_prep.quarantine import MAX_SHARE, QUARANTINE_NAME
 from data_prep.sources import DATASET_ID, DIAGRAMS, SOURCES
 from data_prep.storage import SPLITS, Manifest
@@ -65,6 +66,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     synthetic.set_defaults(run=_synthetic)
 
+    puzzles = commands.add_parser(
+        "knights", help="knights-and-knaves puzzles, text without images, each with one solution"
+    )
+    puzzles.add_argument("--output", type=Path, required=True, metavar="DIR")
+    puzzles.add_argument("--rows", type=int, required=True, metavar="N", help="training rows")
+    puzzles.add_argument("--test-rows", type=int, default=DEFAULT_TEST_ROWS, metavar="M", help="default: %(default)s")
+    puzzles.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+    puzzles.add_argument(
+        "--people", type=_range, default=PEOPLE, metavar="A-B", help="in a puzzle, default: {}-{}".format(*PEOPLE)
+    )
+    puzzles.set_defaults(run=_knights)
+
     _add_geometry3k(commands)
 
     inspect = commands.add_parser("inspect", help="what a prepared folder holds, as text and as an HTML page")
@@ -111,6 +124,25 @@ def _add_geometry3k(commands: Any) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    try:
+        return int(first), int(last or first)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number or a range such as 3-8") from error
+
+
+def _knights(arguments: argparse.Namespace) -> None:
+    manifest = prepare_knights(
+        arguments.output,
+        rows=arguments.rows,
+        test_rows=arguments.test_rows,
+        seed=arguments.seed,
+        people=arguments.people,
+    )
+    _report(arguments.output, manifest)
 
 
 def _synthetic(arguments: argparse.Namespace) -> None:

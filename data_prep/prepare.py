@@ -1,9 +1,10 @@
-"""Preparing synthetic data: drawn rows onto the disk, with a manifest."""
+"""Preparing drawn data (geometry, puzzles): rows onto the disk, with a manifest."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from tqdm import tqdm
 
 import data_prep.synthetic
 from adora_vl.errors import UserError
+from data_prep import knights
 from data_prep.clean import checked_gold
+from data_prep.knights import PEOPLE
 from data_prep.output import complete_or_absent
 from data_prep.schema import Row
 from data_prep.storage import Manifest, read_manifest, require, write_manifest, write_split
@@ -55,8 +58,12 @@ def ensure_synthetic(folder: Path, *, rows: int, test_rows: int, seed: int, size
     Several processes may call it at once: one makes it, the others wait. Raises `UserError` where the folder holds
     something else than a synthetic dataset.
     """
-    folder = Path(folder)
     wanted = _synthetic_description(rows, test_rows, seed, size, ())
+    make = partial(prepare_synthetic, rows=rows, test_rows=test_rows, seed=seed, size=size)
+    return _ensure(Path(folder), wanted, make)
+
+
+def _ensure(folder: Path, wanted: Manifest, make: Callable[[Path], Manifest]) -> Path:
     if _is_made(folder, wanted):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -66,10 +73,37 @@ def ensure_synthetic(folder: Path, *, rows: int, test_rows: int, seed: int, size
             manifest = read_manifest(folder)
             if manifest is not None and manifest["source"] != wanted["source"]:
                 raise UserError(
-                    f"dataset: {str(folder)!r} holds {manifest['source']!r}, not synthetic data; choose another folder"
+                    f"dataset: {str(folder)!r} holds {manifest['source']!r}, not {wanted['source']} data; choose "
+                    "another folder"
                 )
-            prepare_synthetic(folder, rows=rows, test_rows=test_rows, seed=seed, size=size)
+            make(folder)
     return folder
+
+
+def prepare_knights(
+    output: Path, *, rows: int, test_rows: int = DEFAULT_TEST_ROWS, seed: int = 0, people: tuple[int, int] = PEOPLE
+) -> Manifest:
+    """Write knights-and-knaves puzzles, splits train and test. Returns the manifest. Raises `UserError`."""
+    require("rows", rows, 1)
+    require("test_rows", test_rows, 0)
+    sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
+    puzzles = {split: knights.generate(count, split=split, seed=seed, people=people) for split, count in sizes.items()}
+    return _write(output, puzzles, sizes, _knights_description(rows, test_rows, seed, people))
+
+
+def ensure_knights(folder: Path, *, rows: int, test_rows: int, seed: int = 0, people: tuple[int, int] = (3, 3)) -> Path:
+    """As `ensure_synthetic`, for puzzles."""
+    wanted = _knights_description(rows, test_rows, seed, people)
+    return _ensure(folder, wanted, partial(prepare_knights, rows=rows, test_rows=test_rows, seed=seed, people=people))
+
+
+def _knights_description(rows: int, test_rows: int, seed: int, people: tuple[int, int]) -> Manifest:
+    return {
+        "source": "knights",
+        "input": None,
+        "revision": hashlib.sha256(Path(str(knights.__file__)).read_bytes()).hexdigest(),
+        "arguments": {"rows": rows, "test_rows": test_rows, "seed": seed, "people": list(people)},
+    }
 
 
 def _is_made(folder: Path, wanted: Manifest) -> bool:

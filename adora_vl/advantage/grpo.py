@@ -16,12 +16,14 @@ def is_constant(rewards_PG: Tensor) -> Tensor:
     return highest_P <= lowest_P  # also true where nothing was scored: -inf <= inf
 
 
-def _deviation(rewards: Tensor, mean: Tensor) -> Tensor:
-    """Sample standard deviation along the last dimension, NaN left out, 0 where fewer than two are scored."""
-    scored = ~torch.isnan(rewards)
-    squares = torch.where(scored, (rewards - mean) ** 2, 0.0).sum(dim=-1, keepdim=True)
-    count = scored.sum(dim=-1, keepdim=True)
-    return torch.where(count > 1, squares / (count - 1).clamp(min=1), 0.0).sqrt()
+def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
+    """Sample standard deviation about `mean` along the last dimension, NaN left out, 0 where fewer than two are scored.
+
+    In TRL's order of operations (`trl.trainer.utils.nanstd`), so that both agree to the bit.
+    """
+    count = (~torch.isnan(rewards)).sum(dim=-1, keepdim=True)
+    variance = torch.nanmean((rewards - mean) ** 2, dim=-1, keepdim=True) * (count / (count - 1).clamp(min=1))
+    return torch.where(count > 1, variance, 0.0).sqrt()
 
 
 def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
@@ -44,9 +46,9 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")
     centred_PG = rewards - torch.nanmean(rewards, dim=1, keepdim=True)
     if scale == "group":
-        centred_PG = centred_PG / (_deviation(rewards, torch.nanmean(rewards, dim=1, keepdim=True)) + eps)
+        centred_PG = centred_PG / (deviation(rewards, torch.nanmean(rewards, dim=1, keepdim=True)) + eps)
     elif scale == "batch":
-        flat = rewards.reshape(1, -1)
-        centred_PG = centred_PG / (_deviation(flat, torch.nanmean(flat, dim=1, keepdim=True)) + eps)
+        flat = rewards.flatten()
+        centred_PG = centred_PG / (deviation(flat, torch.nanmean(flat)) + eps)
     advantages_PG = torch.nan_to_num(centred_PG, nan=0.0)
     return torch.where(is_constant(rewards)[:, None], 0.0, advantages_PG)

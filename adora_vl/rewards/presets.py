@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adora_vl.errors import UserError, nearest
+from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
+from adora_vl.rewards.knights import knights_reward
 
 RewardFunction = Callable[..., list[float]]
 _Golds = list[tuple[str, tuple[str, ...] | None]]
@@ -23,6 +25,7 @@ PRESETS: Mapping[str, tuple[float, float, float]] = {
     "accuracy": (1.0, 0.0, 0.0),
     "format": (1.0, 1.0, 0.0),
 }
+OTHERS: Mapping[str, RewardFunction] = {"knights": knights_reward}  # not about one mathematical answer
 
 
 def reward(grade: Grade, preset: str) -> float:
@@ -47,16 +50,19 @@ def reward_functions(presets: Sequence[str], rounding: bool = False) -> list[Rew
     Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
     gold, since a reward of zero for every answer to a problem would never be noticed.
     """
-    known = ", ".join(PRESETS)
+    names = [*PRESETS, *OTHERS]
+    known = ", ".join(names)
     if not presets:
         raise UserError(f"adora_reward: [] names no reward preset, use one or more of {known}")
     for index, preset in enumerate(presets):
-        if preset not in PRESETS:
-            raise UserError(f"reward preset '{preset}' is unknown, use one of {known}{nearest(preset, PRESETS)}")
+        if preset not in names:
+            raise UserError(f"reward preset '{preset}' is unknown, use one of {known}{nearest(preset, names)}")
         if preset in presets[:index]:
             raise UserError(f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead")
     grader = _Grader(rounding)
-    return [_reward_function(preset, grader, logs=index == 0) for index, preset in enumerate(presets)]
+    return [
+        OTHERS.get(preset) or _reward_function(preset, grader, logs=index == 0) for index, preset in enumerate(presets)
+    ]
 
 
 class _Grader:
@@ -90,7 +96,7 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         **columns: Any,
     ) -> list[float]:
         golds = _golds(answer, choices, len(completions))
-        grades = grader([_text(completion) for completion in completions], golds)
+        grades = grader([completion_text(completion) for completion in completions], golds)
         if logs and log_extra:
             log_extra("verdict", [one.verdict for one in grades])
             log_extra("extracted", [one.extracted for one in grades])
@@ -136,16 +142,6 @@ def _golds(answer: Sequence[str] | None, choices: Sequence[Sequence[str] | None]
             usable.add(key)
         golds.append(key)
     return golds
-
-
-def _text(completion: Any) -> str:
-    """The text of a completion in either of TRL's forms: a string, or messages whose content is a string or parts."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1]["content"] if completion else ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or [])
 
 
 def _quantile(values: list[float], share: float) -> float:

@@ -74,8 +74,8 @@ def _generate(patches: Any, due: Callable[[], bool]) -> None:
     """An engine that dies over its requests."""
     from adora_vl.rollout import engine
 
-    stock = engine.seeded
-    patches.setattr(engine, "seeded", lambda *args: broken if due() else stock(*args))
+    stock = engine.asking_once
+    patches.setattr(engine, "asking_once", lambda *args: broken if due() else stock(*args))
 
 
 def _sync(patches: Any, due: Callable[[], bool]) -> None:

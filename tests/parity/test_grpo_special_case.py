@@ -10,6 +10,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from adora_vl.advantage import Groups, MethodRun, Schedule, group_advantages
+from adora_vl.advantage.options import AdoraOptions, DaroOptions
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.models.load import load_processor
 from adora_vl.models.tiny.build import PRETRAINED
@@ -73,6 +75,8 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             batches.append({key: output[key].clone() for key in ("completion_ids", "advantages")})
+            if hasattr(self, "_scored"):
+                batches[-1]["scored"] = self._scored
             return output
 
     gradients = Gradients()
@@ -86,7 +90,13 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "gradients": gradients.steps, "batches": batches, "log": trainer.state.log_history}
+    return {
+        "losses": losses,
+        "gradients": gradients.steps,
+        "batches": batches,
+        "log": trainer.state.log_history,
+        "facts": getattr(trainer, "run_facts", {}),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +118,7 @@ def assert_same(ours, stock):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"adora_mode": "off"}, {"adora_mode": "attenuation", "adora_factor": 1.0}], ids=["off", "factor 1"]
+    "settings", [{"adora_mode": "off"}, {"adora_method": "grpo", "adora_factor": 0.1}], ids=["off", "method"]
 )
 def test_with_weights_of_one_the_step_is_stock_grpo(tmp_path, stock, settings):
     assert_same(two_steps(AdoraGRPOTrainer, tmp_path, **settings), stock)
@@ -126,3 +136,21 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
     assert weighted[0].tolist() == [0.0] * 8
     shares = [entry["adora/tds_share"] for entry in ours["log"] if "adora/tds_share" in entry]
     assert shares[0] > 0
+
+
+def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_checkpoint(tmp_path, stock):
+    """On stock TRL's rollouts, the advantages are those of the pure functions, step after step."""
+    ours = two_steps(
+        AdoraGRPOTrainer, tmp_path, adora_method="daro+adora", adora_criteria=["difficulty"], adora_tau=0.2
+    )
+    options = AdoraOptions(criteria=("difficulty",), tau=Schedule(0.2))
+    method = MethodRun({"daro": DaroOptions(), "adora": options})
+    for step, batch in enumerate(ours["batches"]):
+        rewards, facts = batch["scored"]
+        rewards, lengths = rewards[:, 0].view(-1, 8), facts[:, 0].view(-1, 8)
+        groups = Groups(rewards, lengths, lengths >= 26, step=step)
+        assert torch.equal(batch["advantages"], method(groups, group_advantages(rewards)).flatten())
+    assert ours["facts"]["methods"] == method.state()
+    assert torch.equal(ours["batches"][0]["completion_ids"], stock["batches"][0]["completion_ids"])
+    assert not torch.equal(ours["batches"][0]["advantages"], stock["batches"][0]["advantages"])
+    assert all(f"adora/daro/weight_{n}_of_8" in ours["log"][0] for n in range(1, 8))

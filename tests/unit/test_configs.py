@@ -17,11 +17,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 # train config -> the accelerate config that its header names
 PAIRS = {
     "smoke_cpu": "cpu",
+    "smoke_text_cpu": "cpu",
     "adora_7b_geo3k": "zero3_offload",
     "grpo_7b_geo3k": "zero3_offload",
     "adora_3b_1gpu_lora": "gpu1",
 }
-ROWS = {"smoke_cpu": 4096}  # the others: Geometry3K's 2,101
+ROWS = {"smoke_cpu": 4096, "smoke_text_cpu": 4096}  # the others: Geometry3K's 2,101
 
 
 def test_every_shipped_config_is_in_the_pairs():
@@ -32,7 +33,7 @@ def test_every_shipped_config_is_in_the_pairs():
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_train_config_passes_the_checks_of_a_real_run(name, monkeypatch):
-    monkeypatch.setattr("adora_vl.rollout.sync.engine_runs_on_cpu", lambda: name == "smoke_cpu")
+    monkeypatch.setattr("adora_vl.rollout.sync.engine_runs_on_cpu", lambda: name.endswith("_cpu"))
     path = CONFIGS / "train" / f"{name}.yaml"
     # what a machine without a GPU cannot promise is switched off here, everything else is the file's
     script, config, model = parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])

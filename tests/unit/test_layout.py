@@ -14,7 +14,10 @@ ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
-    "adora_vl.options": ("adora_vl.errors",),
+    "adora_vl.options": (
+        "adora_vl.advantage",
+        "adora_vl.errors",
+    ),
     "adora_vl.record": (
         "adora_vl.guarded",
         "adora_vl.advantage",

@@ -69,8 +69,8 @@ def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def build_processor(texts: Iterable[str]) -> Qwen2_5_VLProcessor:
-    """A processor whose vocabulary of at most `VOCABULARY` entries is learnt from `texts`."""
+def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with Qwen's special tokens whose at most `VOCABULARY` entries are learnt from `texts`."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_train_tokenizer(texts),
         eos_token=END_OF_TURN,
@@ -79,9 +79,14 @@ def build_processor(texts: Iterable[str]) -> Qwen2_5_VLProcessor:
         padding_side="left",
     )
     tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_processor(texts: Iterable[str]) -> Qwen2_5_VLProcessor:
+    """A processor around such a tokenizer."""
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS),
-        tokenizer=tokenizer,
+        tokenizer=build_tokenizer(texts),
         video_processor=Qwen2VLVideoProcessor(),
         chat_template=CHAT_TEMPLATE,
     )

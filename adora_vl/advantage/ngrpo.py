@@ -1,0 +1,32 @@
+"""NGRPO: an imagined rollout of the highest reward takes part in the mean and the deviation of its group.
+
+Source: arXiv 2509.18851, "Advantage Calibration"; its asymmetric clipping (0.16 down, 0.24 up) is TRL's `epsilon` and
+`epsilon_high`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adora_vl.advantage.grpo import group_advantages
+
+
+def ngrpo(rewards: Tensor, *, virtual: int = 1, max_reward: float = 1.0, eps: float = 1e-4) -> Tensor:
+    """GRPO's advantages of the group with `virtual` more rewards of `max_reward`, which are then taken away.
+
+    A group that is wrong throughout is pushed away from all it said; one that is right throughout (at `max_reward`)
+    stays at 0. `virtual=0` is GRPO.
+
+    Args:
+        rewards: (P, G), NaN for unscored.
+
+    Returns:
+        (P, G); 0 where nothing was scored.
+    """
+    if virtual < 0:
+        raise ValueError(f"virtual: {virtual} must be at least 0")
+    if virtual == 0:
+        return group_advantages(rewards, eps=eps)
+    imagined = rewards.new_full((rewards.shape[0], virtual), max_reward)
+    return group_advantages(torch.cat([rewards, imagined], dim=1), eps=eps)[:, : rewards.shape[1]]

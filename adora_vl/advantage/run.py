@@ -1,0 +1,67 @@
+"""The methods of one run: applied one after the other, with what they remember from batch to batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adora_vl.advantage.daro import DaroWeights
+from adora_vl.advantage.groups import Groups
+from adora_vl.advantage.grpo import is_constant
+from adora_vl.advantage.methods import METHODS
+from adora_vl.advantage.options import DaroOptions
+
+
+class MethodRun:
+    """Some methods, one after the other, over a run: what they remember, and the figures of the last batch."""
+
+    def __init__(
+        self, chosen: Mapping[str, Any], *, scale: str = "group", max_length: int = 0, sums_rewards: bool = True
+    ) -> None:
+        """`chosen`: the options of each method, in order. `scale` and `max_length` as in TRL's `scale_rewards` and
+        `max_completion_length`. `sums_rewards`: a group of constant rewards has advantages of 0.
+        """
+        self.chosen = dict(chosen)
+        self.scale = scale
+        self.max_length = max_length
+        self.sums_rewards = sums_rewards
+        self.figures: dict[str, float] = {}
+        self._daro: DaroWeights | None = None
+        self._saved: dict[str, Any] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether TRL's advantages stay as they are, to the bit."""
+        return all(METHODS[name].plain(options) for name, options in self.chosen.items())
+
+    def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
+        """From TRL's advantages of whole groups to the ones to learn from, both (P, G)."""
+        self.figures = {}
+        if self.is_plain:
+            return advantages_PG
+        if self.sums_rewards:  # TRL's float32 mean leaves up to 6e-4 in a constant group
+            advantages_PG = torch.where(is_constant(groups.rewards_PG)[:, None], 0.0, advantages_PG)
+        for name, options in self.chosen.items():
+            apply = METHODS[name].apply
+            if apply is not None:
+                advantages_PG = apply(groups, advantages_PG, options, self)
+        return advantages_PG
+
+    def daro_weights(self, bins: int, options: DaroOptions) -> DaroWeights:
+        """The learnable weights, made at the first batch."""
+        if self._daro is None:
+            self._daro = DaroWeights(bins, options.learning_rate, options.floor)
+            if self._saved is not None:
+                self._daro.load(self._saved)
+        return self._daro
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON takes it; empty where nothing is remembered."""
+        return {"daro": self._daro.state()} if self._daro is not None else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """What `state` gave, before the first batch."""
+        self._saved, self._daro = state.get("daro"), None

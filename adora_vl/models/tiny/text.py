@@ -1,0 +1,127 @@
+"""The tiny text-only policy: a Qwen2.5 language model with its own small vocabulary, for knights and knaves.
+
+It is built where it is missing. As with the tiny vision-language model, a teacher shows the form of an answer and is
+wrong about half of the time, so that a reward has something to sort out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from adora_vl.models.tiny.architecture import HEAD_SIZE, LAYERS, WIDTH
+from adora_vl.models.tiny.processor import END_OF_TURN, build_tokenizer
+from adora_vl.prompts import conversation
+from data_prep.knights import generate
+
+_DATA_SEED = 1000  # other puzzles than any training run draws by default
+
+
+@dataclass(frozen=True)
+class TextStart:
+    """Steps of `batch_size` puzzles with three people; `slips` is the share of the teacher's wrong answers."""
+
+    steps: int = 250
+    batch_size: int = 32
+    learning_rate: float = 2e-3
+    rows: int = 3000
+    slips: float = 0.5
+    seed: int = 1
+
+
+def build_text_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    """Three layers, untied embeddings: the CPU engine refreshes only one use of a tied one."""
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=WIDTH // HEAD_SIZE,
+        num_key_value_heads=1,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+
+
+def _fresh(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(build_text_config(tokenizer))
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and "norm" not in name:
+                std = 0.05 if "embed_tokens" in name else 0.5 / parameter.shape[1] ** 0.5
+                torch.nn.init.normal_(parameter, std=std)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def _warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: TextStart) -> float:
+    """Train in place on a teacher's answers. Returns the mean loss of the last 50 steps."""
+    rng = random.Random(plan.seed)
+    examples = []
+    for row in generate(plan.rows, seed=_DATA_SEED, people=(3, 3)):
+        prompt = tokenizer.apply_chat_template(
+            conversation(row["problem"], None), add_generation_prompt=True, tokenize=False
+        )
+        answer = row["meta"]["slip" if rng.random() < plan.slips else "solution"]
+        ids, told = (tokenizer(text)["input_ids"] for text in (prompt, answer + END_OF_TURN))
+        examples.append((torch.tensor(ids + told), torch.tensor([-100] * len(ids) + told)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, plan.learning_rate, total_steps=plan.steps, pct_start=0.1)
+    model.train()
+    losses: list[float] = []
+    for _ in tqdm(range(plan.steps), desc="warm start", disable=not sys.stderr.isatty()):
+        picked = rng.sample(examples, plan.batch_size)
+        ids_BT = pad_sequence([ids for ids, _ in picked], batch_first=True, padding_value=tokenizer.pad_token_id)
+        labels_BT = pad_sequence([labels for _, labels in picked], batch_first=True, padding_value=-100)
+        mask_BT = pad_sequence([torch.ones_like(ids) for ids, _ in picked], batch_first=True)
+        loss = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return statistics.fmean(losses[-50:])
+
+
+def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[str, object]:
+    """Build, warm-start and save the model with its tokenizer. Returns and saves (`build.json`) how it was made.
+
+    `folder` appears complete or not at all.
+    """
+    plan = plan or TextStart()
+    texts = [f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
+             for row in generate(500, seed=_DATA_SEED)]  # fmt: skip
+    tokenizer = build_tokenizer(texts)
+    model = _fresh(tokenizer, plan.seed)
+    loss = _warm_start(model, tokenizer, plan)
+    parameters = sum(p.numel() for p in model.parameters())
+    facts: dict[str, object] = {"parameters": parameters, "final_loss": round(loss, 4), "plan": asdict(plan)}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        made = Path(temporary) / folder.name
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        (made / "build.json").write_text(json.dumps(facts, indent=2) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        made.replace(folder)
+    return facts

@@ -1,0 +1,225 @@
+"""Which method makes the advantages: the keys, the method's own block of options, and what it needs of a run."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from adora_vl.advantage import METHODS, MethodRun, Schedule
+from adora_vl.advantage.options import AdoraOptions
+from adora_vl.errors import UserError, nearest
+
+KEEP = "keep_settings"  # in the block of options: TRL's keys that the method is not to set
+
+
+@dataclass
+class AdvantageConfig:
+    """The keys of `adora_vl.advantage.methods`."""
+
+    adora_method: str = field(
+        default="adora",
+        metadata={"help": f"What makes the advantages: {', '.join(METHODS)}; several as in dapo+adora, left to right."},
+    )
+    adora_method_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "The method's own options, a mapping (JSON on the command line); see docs/algorithm.md."},
+    )
+
+
+def method_names(config: Any) -> list[str]:
+    """The names in `adora_method`, in order. Raises `UserError` for an unknown one, naming the nearest."""
+    names = [name.strip() for name in str(config.adora_method).split("+")]
+    for name in names:
+        if name not in METHODS:
+            raise UserError(
+                f"adora_method: unknown method {name!r}, use one of {', '.join(METHODS)}{nearest(name, METHODS)}"
+            )
+    if len(set(names)) < len(names):
+        raise UserError(f"adora_method: {config.adora_method} names a method twice")
+    for name in names[1:]:
+        if METHODS[name].remakes:
+            raise UserError(
+                f"adora_method: {config.adora_method}: {name} starts from the rewards, so it must stand first"
+            )
+    return names
+
+
+def _block(config: Any) -> dict[str, Any]:
+    block = config.adora_method_options
+    if isinstance(block, str):
+        try:
+            block = json.loads(block)
+        except json.JSONDecodeError as error:
+            raise UserError(f"adora_method_options: {block!r} is not JSON ({error})") from error
+    if block is not None and not isinstance(block, dict):
+        raise UserError(f"adora_method_options: {block!r} is not a mapping of options")
+    return dict(block or {})
+
+
+def set_method_settings(config: Any) -> list[str]:
+    """Give TRL's keys the values that belong to the method, and say which. Raises `UserError`."""
+    names, keep = method_names(config), _block(config).get(KEEP, [])
+    settings = {key: (value, name) for name in names for key, value in METHODS[name].settings.items()}
+    if not isinstance(keep, list) or not set(map(str, keep)) <= settings.keys():
+        able = ", ".join(settings) or "none"
+        raise UserError(
+            f"adora_method_options: {KEEP}: {keep!r} must list keys that {config.adora_method} sets: {able}"
+        )
+    notes = []
+    for key, (value, name) in settings.items():
+        before = getattr(config, key)
+        if key not in keep and before != value:
+            setattr(config, key, value)
+            notes.append(f"{name} sets {key}: {value} (was {before}; {KEEP}: [{key}] leaves it)")
+    return notes
+
+
+def _schedule(key: str, value: Any) -> Schedule:
+    if isinstance(value, Mapping):
+        known = {each.name for each in fields(Schedule)}
+        for name in value:
+            if name not in known:
+                raise UserError(f"adora_method_options: {key}: unknown '{name}'{nearest(str(name), known)}")
+        given = {**value, "steps": tuple(value["steps"])} if "steps" in value else dict(value)
+        try:
+            return Schedule(**given)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"adora_method_options: {key}: {error}") from error
+    return Schedule(_convert(key, value, float))
+
+
+def _convert(key: str, value: Any, wanted: Any) -> Any:
+    """`value` as the type that the option declares. Raises `UserError`."""
+    if wanted is Schedule:
+        return _schedule(key, value)
+    if get_origin(wanted) in (Union, types.UnionType):
+        if value is None:
+            return None
+        return _convert(key, value, next(arm for arm in get_args(wanted) if arm is not type(None)))
+    if get_origin(wanted) is tuple:
+        inner = get_args(wanted)
+        fits = isinstance(value, (list, tuple)) and (inner[-1] is ... or len(value) == len(inner))
+        if not fits:
+            count = "" if inner[-1] is ... else f" of {len(inner)}"
+            raise UserError(f"adora_method_options: {key}: {value!r} must be a list{count}")
+        return tuple(_convert(key, item, inner[0]) for item in value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if wanted is float and number:
+        return float(value)
+    if type(value) is wanted:
+        return value
+    kind = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}[wanted]
+    raise UserError(f"adora_method_options: {key}: {value!r} is not {kind}")
+
+
+def _from_keys(config: Any) -> dict[str, Any]:
+    """ADORA's options as the `adora_*` keys give them."""
+    return {
+        "mode": config.adora_mode,
+        "factor": Schedule(config.adora_factor),
+        "criteria": tuple(config.adora_criteria),
+        "combine": config.adora_combine,
+        "tau": Schedule(config.adora_tau),
+        "empty_wrong": config.adora_empty_wrong,
+    }
+
+
+def chosen_methods(config: Any) -> dict[str, Any]:
+    """The options of each method, in order. Raises `UserError` for an unknown option (the nearest one) or a value."""
+    names, block = method_names(config), _block(config)
+    block.pop(KEEP, None)
+    owners = {each.name: name for name in names for each in fields(METHODS[name].options)}
+    for key in block:
+        if key not in owners:
+            known = ", ".join(owners) or "none"
+            raise UserError(
+                f"adora_method_options: unknown option '{key}' of {config.adora_method}, it has {known}"
+                f"{nearest(str(key), owners)}"
+            )
+    chosen: dict[str, Any] = {}
+    for name in names:
+        options = METHODS[name].options
+        types_of = get_type_hints(options)
+        given = {key: _convert(key, value, types_of[key]) for key, value in block.items() if owners[key] == name}
+        try:
+            chosen[name] = options(**{**(_from_keys(config) if name == "adora" else {}), **given})
+        except ValueError as error:
+            raise UserError(f"adora_method_options: {error}") from error
+    return chosen
+
+
+def adora_options(config: Any) -> AdoraOptions:
+    """ADORA's options, or those that its keys give where it takes no part: its figures are logged anyway."""
+    chosen = chosen_methods(config)
+    return chosen["adora"] if "adora" in chosen else AdoraOptions(**{**_from_keys(config), "mode": "off"})
+
+
+def method_run(config: Any) -> MethodRun:
+    """The run's methods with their state."""
+    return MethodRun(
+        chosen_methods(config),
+        scale=str(config.scale_rewards),
+        max_length=config.max_completion_length,
+        sums_rewards=config.multi_objective_aggregation == "sum_then_normalize",
+    )
+
+
+def check_method(config: Any) -> None:
+    """What a method needs of the other keys. Raises `UserError`."""
+    chosen = chosen_methods(config)
+    for name in chosen:
+        if METHODS[name].remakes and config.multi_objective_aggregation != "sum_then_normalize":
+            raise UserError(
+                f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one reward each"
+            )
+    if "mc_grpo" in chosen and config.num_generations % 2 == 0:
+        count = config.num_generations
+        raise UserError(
+            f"num_generations: {count} is even; adora_method: mc_grpo samples one more, the median: {count + 1}"
+        )
+    canon = chosen.get("canon")
+    if canon is not None and canon.measure == "entropy" and not config.use_vllm:
+        raise UserError("adora_method: canon with measure: entropy needs use_vllm: true, else set measure: length")
+    daro = chosen.get("daro")
+    if daro is not None and daro.by_bin_tokens and config.loss_type != "dapo":
+        raise UserError(
+            f"loss_type: {config.loss_type} with adora_method: daro, whose normalisation by bin needs loss_type: dapo"
+        )
+    dapo = chosen.get("dapo")
+    if dapo is not None and dapo.overlong_cache is not None:
+        if not 0 < dapo.overlong_cache <= config.max_completion_length:
+            raise UserError(
+                f"adora_method_options: overlong_cache: {dapo.overlong_cache} must be above 0 and at most "
+                f"max_completion_length: {config.max_completion_length}"
+            )
+        if next(iter(chosen)) != "dapo" or config.multi_objective_aggregation != "sum_then_normalize":
+            raise UserError(
+                "adora_method_options: overlong_cache changes rewards: dapo must stand first in adora_method, and "
+                "multi_objective_aggregation be sum_then_normalize"
+            )
+
+
+def method_needs(config: Any) -> list[str]:
+    """What the methods cost beyond GRPO, a line each, for the run's first lines."""
+    needs = {
+        "mc_grpo": f"mc_grpo: of {config.num_generations} rollouts a prompt one is the median and is not learned from",
+        "daro": f"daro: {config.num_generations - 1} learned weights, in every checkpoint",
+        "canon": "canon: the log-probabilities of the rollouts" if config.use_vllm else "",
+        "dapo": "dapo: groups without signal are dropped and not replaced",
+        "d3s": "d3s: rollouts that are not chosen are sampled and graded all the same",
+    }
+    lines = [needs[name] for name in method_names(config) if needs.get(name)]
+    return [*getattr(config, "method_notes", []), *lines]
+
+
+def option_defaults(name: str) -> dict[str, Any]:
+    """The names and defaults of a method's options, as the documentation lists them."""
+    values = {}
+    for each in fields(METHODS[name].options):
+        factory = each.default_factory
+        default = each.default if factory is MISSING else factory()
+        values[each.name] = default.start if isinstance(default, Schedule) else default
+    return values

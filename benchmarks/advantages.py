@@ -1,0 +1,165 @@
+"""GRPO against ADORA, DARO and the rest of the family on the tiny model, from one start on the same rollout seeds.
+
+    python -m benchmarks.advantages --methods grpo,adora,daro --seeds 3 --jobs 2
+
+Trains every (method, seed) by the demo's recipe with a KL term, evaluates on the same held-out problems every few
+steps, prints a table and writes `OUTPUT/index.html` with the curves. A finished run is not repeated, so the command can
+be stopped and started again; `--report` only reads what is there. About two minutes a run of 60 steps on a free core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runs import REPOSITORY, Job, finished, make_data, train_all
+
+KEEP_BETA = '{"keep_settings": ["beta"]}'
+# What each name trains with. The recipe has loss_type grpo; a method that needs another one sets it.
+METHODS: dict[str, tuple[str, ...]] = {
+    "grpo": ("--adora_method", "grpo"),
+    "dr_grpo": ("--adora_method", "dr_grpo"),
+    "dapo": ("--adora_method", "dapo", "--adora_method_options", KEEP_BETA),
+    "adora": ("--adora_method", "adora"),
+    "adora_difficulty": ("--adora_criteria", "difficulty"),
+    "adora_amplify": ("--adora_mode", "amplification", "--adora_factor", "2"),
+    "daro": ("--adora_method", "daro"),
+    "mc_grpo": ("--adora_method", "mc_grpo", "--num_generations", "9", "--per_device_train_batch_size", "144"),
+    "ngrpo": ("--adora_method", "ngrpo"),
+    "a_grae": ("--adora_method", "a_grae"),
+    "canon": ("--adora_method", "canon"),
+    "d3s": ("--adora_method", "d3s"),
+    "ssb": ("--adora_method", "ssb"),
+}
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean over seeds, by Student's t."""
+    quantile = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}.get(len(values), 2.3)
+    half = quantile * statistics.stdev(values) / len(values) ** 0.5
+    middle = statistics.fmean(values)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def reached(held_out: Sequence[Sequence[float]], value: float) -> int | None:
+    """The first evaluated step with at least this accuracy."""
+    return next((int(step) for step, accuracy, *_ in held_out if accuracy >= value - 1e-9), None)
+
+
+def _average(runs: Sequence[dict[str, Any]], *path: str) -> float | None:
+    values = []
+    for run in runs:
+        value: Any = run
+        for key in path:
+            value = value[key]
+        values.append(value)
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _over_time(runs: Sequence[dict[str, Any]], name: str) -> str:
+    """The mean over the first fifth of the steps, and over the last."""
+    ends: tuple[list[float], list[float]] = ([], [])
+    for run in runs:
+        values = [value for _, value in run["curves"][name] if value == value]
+        fifth = max(1, len(values) // 5)
+        for end, part in zip(ends, (values[:fifth], values[-fifth:]), strict=True):
+            end += part
+    return " > ".join(f"{statistics.fmean(end):.1f}" for end in ends) if all(ends) else "-"
+
+
+def table(results: Sequence[dict[str, Any]], names: Sequence[str], baseline: str = "grpo") -> list[str]:
+    """A row a method. Entropy, TDS share and KL are means over the last fifth of the steps; outliers are steps."""
+    by_name = {name: [run for run in results if run["name"] == name] for name in names}
+    base = by_name.get(baseline)
+    goal = statistics.fmean(run["held_out"][-1][1] for run in base) if base else None
+    head = f"{'method':<18}{'runs':>5}  {'held-out [95 %]':<20}{'reaches':>8}{'right':>13}{'wrong':>13}"
+    lines = [head + f"{'entropy':>9}{'TDS':>6}{'KL':>9}{'KL out':>8}{'loss out':>9}{'seconds':>9}"]
+    for name, runs in by_name.items():
+        if not runs:
+            continue
+        ends = [run["held_out"][-1] for run in runs]
+        accuracies = [end[1] for end in ends]
+        low, high = t_interval(accuracies) if len(runs) > 1 else (ends[0][2], ends[0][3])
+        held = f"{100 * statistics.fmean(accuracies):5.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+        steps = [reached(run["held_out"], goal) for run in runs] if goal is not None else []
+        there = [step for step in steps if step is not None]
+        reach = f"{statistics.fmean(there):.0f}" if there and len(there) == len(runs) else f"{len(there)}/{len(runs)}"
+        lengths = "".join(f"{_over_time(runs, key):>13}" for key in ("length_right", "length_wrong"))
+        cells = [(_average(runs, *path), form) for path, form in COLUMNS]
+        row = "".join(
+            f"{value:{form}}" if value is not None else "-".rjust(int(form.split(".")[0])) for value, form in cells
+        )
+        lines.append(f"{name:<18}{len(runs):>5}  {held:<20}{reach:>8}{lengths}{row}")
+    return lines
+
+
+# where the number of a column is in a run's figures, and its format
+COLUMNS = (
+    (("last_fifth", "entropy"), "9.3f"),
+    (("last_fifth", "tds_share"), "6.2f"),
+    (("last_fifth", "kl"), "9.4f"),
+    (("outliers", "kl"), "8.1f"),
+    (("outliers", "loss"), "9.1f"),
+    (("seconds",), "9.0f"),
+)
+LEGEND = (
+    "held-out: accuracy in percent at the end; the interval is Wilson's for one run, Student's t over seeds for more.\n"
+    "reaches: mean step of the first evaluation at GRPO's final accuracy, or how many of the runs did.\n"
+    "right, wrong: tokens of right and wrong rollouts, first and last fifth of the steps; entropy, TDS, KL: last.\n"
+    "out: steps further from the median of the 11 around them than five times the run's median distance."
+)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated; default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
+    parser.add_argument("--prefix", default="", help="words before each training command, such as 'nice -n 10'")
+    parser.add_argument("--report", action="store_true", help="only the table and the page, of the runs that are there")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "advantages")
+    options = parser.parse_args()
+    for name in options.methods.split(","):
+        if name not in METHODS:
+            parser.error(f"--methods: unknown {name!r}, use some of {', '.join(METHODS)}")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    from benchmarks.plots import write_page
+
+    out, names = options.output.resolve(), options.methods.split(",")
+    numbers = ("--max_steps", str(options.steps), "--eval_steps", str(options.eval_every))
+    common = (
+        *numbers,
+        "--eval_strategy",
+        "steps",
+        "--eval_on_start",
+        "true",
+        "--logging_steps",
+        "1",
+        "--beta",
+        "0.001",
+    )
+    # seed by seed, so that an unfinished comparison is a whole one of fewer seeds
+    jobs = [Job(name, seed, METHODS[name], common) for seed in range(options.seeds) for name in names]
+    if options.report:
+        results = finished(out, jobs)
+    else:
+        results = train_all(out, jobs, make_data(out), options.jobs, options.prefix)
+    lines = table(results, names)
+    print("\n".join([*lines, "", LEGEND]))
+    print(f"Curves: {write_page(out, results, names, lines, LEGEND)}")
+    return 0 if options.report or len(results) == len(jobs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Knights and knaves as a benchmark: scored as the reward reads an answer, grouped by the number of people."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from adora_vl.rewards.knights import knights_verdict
+from eval.command import Benchmark
+from eval.geometry3k.benchmark import load
+from eval.predictions import Prediction
+from eval.scoring import Graded, Score, aggregate, answers, common_groups
+
+
+def score(rows: Sequence[Prediction], options: Namespace) -> Score:
+    """The score of predictions; there are no options."""
+    graded = [_grade(row) for row in rows]
+    items = [{"pid": item.pid, "verdict": item.verdict, "extracted": item.extracted} for item in graded]
+    return {**aggregate(graded), **answers(rows, graded), "items": items}
+
+
+def _grade(row: Prediction) -> Graded:
+    verdict, extracted = knights_verdict(row["response"], row["answer"])
+    people = (row.get("metadata") or {}).get("family")
+    groups = {**({"people": [str(people)]} if people else {}), **common_groups(row)}
+    reason = {"correct": "everyone_right", "wrong": "someone_wrong"}.get(verdict, "no_whole_answer")
+    return Graded(row["pid"], verdict, extracted, reason, row.get("n_tokens"), groups, row.get("sample", 0))
+
+
+def _no_options(parser: ArgumentParser) -> None:
+    """Nothing to choose."""
+
+
+BENCHMARK = Benchmark("knights", "test", load, score, _no_options)

@@ -1,0 +1,106 @@
+"""The comparisons' arithmetic: outliers, tables, and that a finished run is not trained again."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from adora_vl.options.advantage import check_method
+from benchmarks import runs
+from benchmarks.advantages import METHODS, reached, t_interval, table
+from benchmarks.plots import mean_curve, write_page
+from benchmarks.sweep import variants
+
+
+def result(name, seed, end, reached_at=20):
+    held_out = [[0, 0.3, 0.2, 0.4], [reached_at, end, end - 0.05, end + 0.05]]
+    last = {"length_right": 20.0, "length_wrong": None, "entropy": 0.1, "tds_share": 0.5, "kl": 0.01}
+    curves = {key: [[1, 0.5], [2, 0.6]] for key in runs.CURVES}
+    return {"name": name, "seed": seed, "held_out": held_out, "last_fifth": last, "curves": curves, "seconds": 60.0,
+            "outliers": {"kl": 1, "loss": 0}}  # fmt: skip
+
+
+def test_outliers_are_counted_against_their_surroundings():
+    steady = [1.0 + 0.01 * (-1) ** step for step in range(40)]
+    assert runs.outliers(steady) == 0
+    assert runs.outliers([*steady[:20], 9.0, *steady[21:]]) == 1
+    assert runs.outliers([0.5 * step for step in range(40)]) <= 10  # the ends of a slope, not its middle
+    assert runs.outliers([]) == runs.outliers([1.0] * 9) == 0
+
+
+def test_figures_of_a_log():
+    weight, accuracy = "adora/daro/weight_1_of_4", "eval_geometry3k_accuracy"
+    history = [
+        {"step": 1, "reward": 0.2, "loss": 0.1, "adora/length_correct": 4.0, weight: 1.0},
+        {"step": 1, accuracy: 0.5, f"{accuracy}_low": 0.4, f"{accuracy}_high": 0.6},
+        {"step": 2, "reward": 0.4, "loss": 0.1, "adora/length_correct": 6.0, weight: 1.1},
+        {"step": 2, "train_runtime": 12.5},
+    ]
+    found = runs.figures(history)
+    assert found["held_out"] == [[1, 0.5, 0.4, 0.6]]
+    assert found["curves"]["reward"] == [[1, 0.2], [2, 0.4]] and found["last_fifth"]["length_right"] == 6.0
+    assert found["curves"]["daro/weight_1_of_4"] == [[1, 1.0], [2, 1.1]] and found["seconds"] == 12.5
+
+
+def test_the_table_says_when_the_baselines_end_is_reached():
+    results = [result("grpo", 0, 0.8), result("grpo", 1, 0.9), result("adora", 0, 0.85, 10), result("adora", 1, 0.7)]
+    lines = table(results, ["grpo", "adora", "daro"])
+    assert len(lines) == 3  # daro has no run
+    assert reached(results[2]["held_out"], 0.85) == 10 and reached(results[3]["held_out"], 0.85) is None
+    assert " 1/2" in lines[2] and "77.5 [" in lines[2]
+    assert t_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
+
+
+def test_the_page_holds_the_table_and_the_curves(tmp_path):
+    results = [result("grpo", 0, 0.8), result("grpo", 1, 0.9)]
+    assert mean_curve(results, "held_out") == [(0, pytest.approx(0.3)), (20, pytest.approx(0.85))]
+    text = write_page(tmp_path / "out", results, ["grpo"], ["a < b"], "legend").read_text()
+    assert "a &lt; b" in text and "data:image/png;base64," in text
+
+
+def test_a_finished_run_is_kept_and_one_of_other_options_is_not(tmp_path, monkeypatch):
+    trained = []
+
+    def command(words, log=None):
+        trained.append(words)
+        folder = tmp_path / "grpo-0"
+        entries = [{"step": 1, "reward": 0.1, "loss": 0.0}]
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": entries}))
+
+    monkeypatch.setattr(runs, "command", command)
+    for steps in ("40", "40", "60"):
+        (found,) = runs.train_all(tmp_path, [runs.Job("grpo", 0, ("--max_steps", steps))], tmp_path / "data", 1)
+        assert found["arguments"] == ["--max_steps", steps]
+    assert len(trained) == 2
+    assert runs.finished(tmp_path, [runs.Job("grpo", 0, ()), runs.Job("adora", 0, ())])[0]["name"] == "grpo"
+
+
+def test_a_run_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    def train(out, job, data, prefix):
+        if job.name == "adora":
+            raise runs.FailedError("error: no room")
+        return {"name": job.name}
+
+    monkeypatch.setattr(runs, "train", train)
+    jobs = [runs.Job(name, 0, ()) for name in ("adora", "grpo")]
+    assert runs.train_all(tmp_path, jobs, tmp_path / "data", 1) == [{"name": "grpo"}]
+    assert "adora-0 failed" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_says_what_it_said(tmp_path):
+    with pytest.raises(runs.FailedError, match="no such thing"):
+        runs.command([sys.executable, "-c", "raise SystemExit('no such thing')"], tmp_path / "log")
+    assert "no such thing" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("name", [*METHODS, *(name for part in variants().values() for name in part)])
+def test_every_compared_run_has_options_that_a_run_accepts(name):
+    from adora_vl.cli import parse
+
+    options = {**METHODS, **{key: value for part in variants().values() for key, value in part.items()}}[name]
+    recipe = ["--config", "configs/train/smoke_cpu.yaml", "--beta", "0.001", "--eval_strategy", "steps"]
+    config = parse([*recipe, *options])[1]
+    check_method(config)
+    assert config.beta == 0.001
