@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.dry_run.options import wanted as wants_dry_run
 from adora_vl.errors import RunError, UserError
 from adora_vl.prepare import Run, prepare
+from adora_vl.versions import check_versions
 
 if TYPE_CHECKING:
     from adora_vl.trainer import AdoraGRPOTrainer
@@ -85,12 +87,21 @@ def train(arguments: Sequence[str]) -> int:
     return EXIT_STOPPED if stop.stopped else 0
 
 
+def dry_run(arguments: Sequence[str]) -> int:
+    """With `--dry-run`: say what the run would do and whether it fits, load no weight, write nothing."""
+    check_versions(use_vllm=False)
+    from adora_vl.dry_run.command import dry_run
+
+    return dry_run(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 1 anything
-    else, with a traceback.
+    else, with a traceback; of a dry run 1 that it does not fit, in words.
     """
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        return train(sys.argv[1:] if arguments is None else arguments)
+        return dry_run(words) if wants_dry_run(words) else train(words)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same mistake; once is enough
             print(f"error: {error}", file=sys.stderr)
