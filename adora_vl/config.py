@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from adora_vl.errors import UserError, nearest
+from adora_vl.options.checks import CheckOptions
 from adora_vl.prompts import SYSTEM_PROMPT
 
 
@@ -46,7 +47,7 @@ class AdoraScriptArguments:
 
 
 @dataclass
-class AdoraGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
+class AdoraGRPOConfig(CheckOptions, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with ADORA's weights, the rollout guards, freezing and pixel limits."""
 
     adora_mode: str = field(

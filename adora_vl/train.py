@@ -45,6 +45,7 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
+    from adora_vl.doctor.self_check import SelfCheck
     from adora_vl.evaluation import EvaluateOnTheWay
     from adora_vl.export import copy_model
     from adora_vl.guards import SkipBadSteps
@@ -62,6 +63,8 @@ def train(arguments: Sequence[str]) -> int:
     bad_steps = SkipBadSteps(trainer, run.config.adora_max_bad_steps)
     for callback in (stop, bad_steps):
         trainer.add_callback(callback)
+    if run.config.adora_self_check:
+        trainer.add_callback(SelfCheck(trainer))
     if run.schedule:
         trainer.add_callback(EvaluateOnTheWay(trainer, run.schedule, run.script.adora_system_prompt))
     if run.start.checkpoint:

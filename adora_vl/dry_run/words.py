@@ -220,7 +220,8 @@ def remedy(plan: Plan) -> str:
         wishes.append("use_peft: true")
     if setup.engine:
         wishes.append("a lower vllm_gpu_memory_utilization")
-    wishes.append("a smaller per_device_train_batch_size or max_pixels")
+    if predict(setup, plan.card).peak_phase == "forward and backward":
+        wishes.append("a smaller per_device_train_batch_size or max_pixels")
     return f"Try, in this order: {'; '.join(wishes)}."
 
 
