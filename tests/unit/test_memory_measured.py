@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
@@ -20,8 +21,8 @@ from adora_vl.models.components import freeze
 from adora_vl.models.tiny.build import PRETRAINED
 
 SMALL = MicroBatch(sequences=4, prompt_tokens=76, completion_tokens=40, image_tokens=16)
-LONG = MicroBatch(sequences=8, prompt_tokens=264, completion_tokens=300, image_tokens=64)
-WIDE = MicroBatch(sequences=2, prompt_tokens=656, completion_tokens=600, image_tokens=256)
+LONG = MicroBatch(sequences=3, prompt_tokens=264, completion_tokens=300, image_tokens=64)
+WIDE = MicroBatch(sequences=1, prompt_tokens=656, completion_tokens=300, image_tokens=256)
 
 
 class Policy:
@@ -36,16 +37,20 @@ class Policy:
         frozen: tuple[str, ...] = (),
         kv_heads: int = 1,
         padded: bool = True,
+        lora: bool = False,
     ) -> None:
         config = AutoConfig.from_pretrained(PRETRAINED)
         config.text_config.num_key_value_heads = kv_heads
         self.size, self.checkpointing, self.padded = size, checkpointing, padded
         self.model = Qwen2_5_VLForConditionalGeneration(config).to(dtype).train()
-        freeze(self.model, frozen)
         trl_utils.add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
+        adapter = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]) if lora else None
+        freeze(get_peft_model(self.model, adapter) if adapter else self.model, frozen)
         if checkpointing:
             self.model.gradient_checkpointing_enable()
-        self.shape: ModelShape = describe(config, dtype=str(dtype).removeprefix("torch."), frozen=frozen)
+        self.shape: ModelShape = describe(
+            config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter
+        )
         self.dtypes = Dtypes(dtype.itemsize, dtype.itemsize)
         self.inputs, self.labels = self._batch(config)
 
@@ -94,17 +99,17 @@ class Policy:
 
 
 CASES = {
-    "small": (Policy, {"size": SMALL}, 0.02),
-    "long": (Policy, {"size": LONG}, 0.02),
-    "wide images": (Policy, {"size": WIDE}, 0.02),
-    "checkpointing": (Policy, {"size": LONG, "checkpointing": True}, 0.02),
-    "three heads of keys": (Policy, {"size": LONG, "kv_heads": 3}, 0.02),
-    "without padding": (Policy, {"size": LONG, "padded": False}, 0.02),
-    "bfloat16": (Policy, {"size": LONG, "dtype": torch.bfloat16}, 0.03),
-    "bfloat16 and checkpointing": (Policy, {"size": LONG, "dtype": torch.bfloat16, "checkpointing": True}, 0.03),
-    "frozen tower": (Policy, {"size": LONG, "frozen": ("vision_tower",)}, 0.02),
+    "small": ({"size": SMALL}, 0.02),
+    "long": ({"size": LONG}, 0.02),
+    "wide images": ({"size": WIDE}, 0.02),
+    "checkpointing": ({"size": LONG, "checkpointing": True}, 0.02),
+    "three heads of keys": ({"size": LONG, "kv_heads": 3}, 0.02),
+    "without padding": ({"size": LONG, "padded": False}, 0.02),
+    "bfloat16": ({"size": LONG, "dtype": torch.bfloat16}, 0.03),
+    "bfloat16 and checkpointing": ({"size": LONG, "dtype": torch.bfloat16, "checkpointing": True}, 0.03),
+    "LoRA": ({"size": LONG, "lora": True, "frozen": ("vision_tower",)}, 0.2),
+    "frozen tower": ({"size": LONG, "frozen": ("vision_tower",)}, 0.02),
     "frozen tower and projector": (
-        Policy,
         {"size": LONG, "frozen": ("vision_tower", "projector"), "checkpointing": True},
         0.03,
     ),
@@ -113,9 +118,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_autograd_keeps_is_what_the_formulas_say(name):
-    make, settings, tolerance = CASES[name]
-    policy = make(**settings)
+    settings, tolerance = CASES[name]
+    policy = Policy(**settings)
     measured = policy.measured_kept()
+    print(f"{name}: {policy.kept() / measured - 1:+.1%}")
     assert policy.kept() == pytest.approx(measured, rel=tolerance), f"{policy.kept() / measured - 1:+.1%}"
 
 
@@ -129,7 +135,7 @@ def head_tile(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> Any:
 
 @pytest.mark.parametrize("tile", [32768, 64], ids=["the head is the peak", "a layer is the peak"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("size", [SMALL, LONG, WIDE], ids=["small", "long", "wide"])
+@pytest.mark.parametrize("size", [SMALL, WIDE], ids=["small", "wide"])
 def test_the_peak_of_a_forward_and_backward_pass(size, checkpointing, tile, monkeypatch):
     """The tracker sees every allocation of torch, so this is the whole peak: weights, inputs, kept and passing."""
     with head_tile(monkeypatch, tile):
@@ -143,5 +149,5 @@ def test_the_peak_of_a_forward_and_backward_pass(size, checkpointing, tile, monk
         head = head_transient(policy.shape, size, policy.dtypes, compact=False)
     given = policy.shape.total * 4 + sum(t.nbytes for t in policy.inputs.values())
     predicted = given + policy.kept() + max(head, parts.recomputed + parts.layer_gradients)
-    print(f"{predicted / measured - 1:+.1%}", "head" if head > parts.recomputed + parts.layer_gradients else "layer")
+    print(f"{predicted / measured - 1:+.1%}")
     assert predicted == pytest.approx(measured, rel=0.1), f"{predicted / measured - 1:+.1%}"
