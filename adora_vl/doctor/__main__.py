@@ -143,6 +143,7 @@ def engine_checks(run: Run) -> list[Check]:
             pass
         finally:
             trainer.close()
+            trainer.accelerator.end_training()
         return examination.checks
 
 

@@ -213,7 +213,8 @@ class Examination:
                 "mm_token_type_ids": fields["mm_token_type_ids"][:1, -ids.size(1) :],
             }
         with torch.no_grad(), trainer.accelerator.autocast():
-            logits = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), **fields).logits[0, -1].float()
+            output = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=1, **fields)
+        logits = output.logits[0, -1].float()
         logits[list(banned)] = torch.inf
         logits[len(trainer._tokenizer) :] = torch.inf  # rows of the embedding that no token has
         return int(logits.argmin())

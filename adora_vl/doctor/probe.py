@@ -66,7 +66,8 @@ def read_prompts(trainer: Any, rows: Sequence[dict[str, Any]]) -> Prompts:
     names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
     if not any(images):
         return Prompts(names, [list(row) for row in ids], None, {}, None)
-    texts = [apply_chat_template({"prompt": m}, trainer.processing_class)["prompt"] for m in messages]
+    kwargs = trainer.chat_template_kwargs
+    texts = [apply_chat_template({"prompt": m}, trainer.processing_class, **kwargs)["prompt"] for m in messages]
     read = trainer.processing_class(images=images, text=texts, padding=True, return_tensors="pt")
     fields = {
         name: value.to(trainer.accelerator.device)
