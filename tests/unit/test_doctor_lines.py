@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from adora_vl.doctor import __main__ as command
-from adora_vl.doctor import versions
+from adora_vl.doctor import self_check, versions
 from adora_vl.doctor.change import changed, choose_parameter
-from adora_vl.doctor.engine import FEATURES, PROMPTS, check_features, check_read_prompts, judge
+from adora_vl.doctor.engine import COLD, FEATURES, PROMPTS, Examination, check_features, check_read_prompts, judge
 from adora_vl.doctor.grading import check_golds, check_rewards
 from adora_vl.doctor.output import check_room, check_writable
 from adora_vl.doctor.probe import Prompts, Rollouts, agreement_bound, kept_random_state
-from adora_vl.doctor.result import Status, failed, is_healthy, passed, skipped, table
+from adora_vl.doctor.result import Check, Status, failed, is_healthy, passed, skipped, table
 from adora_vl.doctor.versions import (
     check_builds,
     check_libraries,
@@ -24,6 +24,7 @@ from adora_vl.doctor.versions import (
     check_version,
     ranges,
 )
+from adora_vl.errors import RolloutError
 from adora_vl.rewards import reward_functions
 from adora_vl.rollout.drift import Drift
 
@@ -193,6 +194,50 @@ def test_the_bound_follows_the_coarser_dtype(engine, settings, bound):
         vllm_generation=SimpleNamespace(settings=SimpleNamespace(dtype=engine)),
     )
     assert agreement_bound(trainer) == bound
+
+
+@pytest.mark.parametrize(("mean", "status"), [(1e-6, Status.PASSED), (2.0, Status.FAILED)])
+def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch, mean, status):
+    """Sleep mode needs a GPU, so here only the order of what is asked for is tested."""
+    asked: list[object] = []
+    llm = SimpleNamespace(sleep=lambda level: asked.append(level))
+    generation = SimpleNamespace(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
+    examination = Examination(SimpleNamespace(vllm_generation=generation), prompts([1]))
+    monkeypatch.setattr(Examination, "bound", 0.01)
+    monkeypatch.setattr(Examination, "drift", lambda self, where: (asked.append(where), Drift(mean, mean))[1:] * 3)
+    check = examination.after_sleep()
+    assert asked == [2, "sleep"] and generation._llm_weights_sleeping
+    assert check.status is status and (status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy)
+
+
+@pytest.fixture
+def about_to_train(monkeypatch):
+    """`SelfCheck` on a trainer whose examination gives the checks that a test asks for."""
+
+    def start(checks: list[Check], **trainer: object) -> None:
+        monkeypatch.setattr(self_check, "read_prompts", lambda trainer, rows: prompts([1]))
+        monkeypatch.setattr(Examination, "cold_on_all_ranks", lambda self: checks)
+        accelerator = SimpleNamespace(process_index=0, is_main_process=True)
+        facts = {"use_vllm": True, "vllm_mode": "colocate", "train_dataset": [1, 2, 3], "accelerator": accelerator}
+        self_check.SelfCheck(SimpleNamespace(**{**facts, **trainer})).on_train_begin(None, None, None)
+
+    return start
+
+
+def test_training_starts_where_engine_and_trainer_agree(about_to_train, capsys):
+    about_to_train([passed(PROMPTS, "2 prompts"), passed(COLD, "1e-06 nats a token")])
+    assert capsys.readouterr().out == "Self-check: engine and trainer differ by 1e-06 nats a token\n"
+
+
+def test_training_is_refused_where_they_do_not(about_to_train):
+    with pytest.raises(RolloutError, match=r"agreement, cold: 3 nats a token\. Mend it\..*--adora_self_check false"):
+        about_to_train([passed(PROMPTS, "2 prompts"), failed(COLD, "3 nats a token", "mend it")])
+
+
+@pytest.mark.parametrize("trainer", [{"use_vllm": False}, {"vllm_mode": "server"}])
+def test_without_an_engine_in_this_process_there_is_nothing_to_check(about_to_train, capsys, trainer):
+    about_to_train([failed(COLD, "not looked at", "x")], **trainer)
+    assert capsys.readouterr().out == ""
 
 
 class Small(torch.nn.Module):
