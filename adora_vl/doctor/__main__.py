@@ -119,7 +119,7 @@ def engine_checks(run: Run) -> list[Check]:
     from adora_vl.train import build_trainer
 
     config = run.config
-    config.log_completions, config.report_to, config.save_strategy = False, [], "no"
+    config.log_completions, config.report_to, config.save_strategy, config.disable_tqdm = False, [], "no", True
     with tempfile.TemporaryDirectory(prefix="adora_vl_doctor_") as folder:
         config.output_dir = folder  # nothing may be written into the user's
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tqdm import tqdm
 from transformers import TrainerCallback
 
 from adora_vl.doctor.engine import COLD, Examination
@@ -33,7 +34,7 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         checks = Examination(trainer, read_prompts(trainer, rows), tokens=TOKENS).cold_on_all_ranks()
         if trainer.accelerator.is_main_process:
             for agreement in (check for check in checks if check.name == COLD and check.status is Status.PASSED):
-                print(f"Self-check: engine and trainer differ by {agreement.detail}", flush=True)
+                tqdm.write(f"Self-check: engine and trainer differ by {agreement.detail}")  # above the progress bar
         problems = [check for check in checks if check.status is Status.FAILED]
         if problems:
             raise RolloutError(refusal(problems))
