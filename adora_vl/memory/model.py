@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.integrations import deepspeed
 
 from adora_vl.errors import UserError
 from adora_vl.models.components import COMPONENTS, LANGUAGE_MODEL, component_of, freeze
 from adora_vl.models.load import load_config
+from adora_vl.replaced import replaced
 
 SHAPES = Path(__file__).with_name("shapes")  # the public config.json of the models in our recipes, for planning offline
 
@@ -112,7 +114,8 @@ def describe(
 
 def _on_meta(config: PretrainedConfig) -> Any:
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    with torch.device("meta"):
+    # under ZeRO-3 Transformers would shard it, and give every parameter the shape (0,)
+    with replaced(deepspeed, "_hf_deepspeed_config_weak_ref", None), torch.device("meta"):
         return auto.from_config(config)
 
 

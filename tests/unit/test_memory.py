@@ -52,6 +52,19 @@ def test_the_tiny_model_is_counted_right():
     assert shape.weight_bytes == 4
 
 
+def test_zero3_does_not_shard_what_is_only_counted():
+    from transformers.integrations import deepspeed
+
+    config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        assert deepspeed.is_deepspeed_zero3_enabled()
+        shape = describe(AutoConfig.from_pretrained(PRETRAINED))
+        assert deepspeed.is_deepspeed_zero3_enabled(), "and is on again"
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
+    assert shape.total == 904_800 and config
+
+
 def test_freezing_and_lora_leave_fewer_to_train():
     config = config_for_planning(THREE)[0]
     frozen = describe(config, frozen=["vision_tower"])
