@@ -14,7 +14,6 @@ ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
     "adora_vl.memory": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
-    "adora_vl.options": (),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "adora_vl.replaced": (),
     "adora_vl.prompts": (),
