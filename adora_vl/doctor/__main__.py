@@ -94,7 +94,8 @@ def paper_checks(run: Run) -> list[Check]:
     from adora_vl.rewards import reward_functions
 
     script, config, model = run.script, run.config, run.model
-    rows = [run.dataset.remove_columns(["images"])[number] for number in range(min(ROWS, len(run.dataset)))]
+    without_images = run.dataset.remove_columns([name for name in ("images",) if name in run.dataset.column_names])
+    rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
     functions = reward_functions(script.adora_reward, rounding=script.adora_rounding)
     checks = [check_golds(rows, rounding=script.adora_rounding)]
     if is_healthy(checks):

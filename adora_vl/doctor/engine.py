@@ -246,6 +246,7 @@ def examine(examination: Examination, merge: int) -> list[Check]:
 
 
 _RAISED = "stopped: "
+_REMEDIES = {FEATURES: PIXELS, PROMPTS: PIXELS, LANGUAGE: SYNC, VISION: CACHES, SLEEP: WAKING, BANNED: BANS}
 
 
 def _guarded(names: Sequence[str], step: Callable[[], list[Check]]) -> list[Check]:
@@ -254,7 +255,10 @@ def _guarded(names: Sequence[str], step: Callable[[], list[Check]]) -> list[Chec
     except Exception as error:  # the table is for finding out what fails, whatever it is
         line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         first, *rest = names
-        return [failed(first, f"{_RAISED}{line}", CACHES), *(skipped(name, "it stopped before") for name in rest)]
+        return [
+            failed(first, f"{_RAISED}{line}", _REMEDIES[first]),
+            *(skipped(name, "it stopped before") for name in rest),
+        ]
 
 
 def _worst_of_all_ranks(checks: list[Check]) -> list[Check]:

@@ -121,7 +121,7 @@ def limit_lines(lengths: Lengths, config: Any) -> list[str]:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:8.2f}" if size >= GIB / 100 else f"{size / 2**20:6.2f} M"
+    return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
 def memory_lines(plan: Plan) -> list[str]:
@@ -145,7 +145,7 @@ def memory_lines(plan: Plan) -> list[str]:
     lines.append(f"{'together':24}" + "".join(f"{cell:>24}" for cell in sums))
     if prediction.states.host_optimizer:
         host = prediction.states.host_optimizer * setup.sharding.processes
-        lines.append(f"Host memory beside it: {_gib(host).strip()} GiB for the optimizer of all processes on one host.")
+        lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of all processes on one host.")
     lines += ["", *engine_lines(plan), *verdict_lines(plan), _honesty(setup.accelerator)]
     return _section(f"Memory, predicted, on {plan.card_name}", lines)
 

@@ -11,7 +11,16 @@ import torch
 from adora_vl.doctor import __main__ as command
 from adora_vl.doctor import self_check, versions
 from adora_vl.doctor.change import changed, choose_parameter
-from adora_vl.doctor.engine import COLD, FEATURES, PROMPTS, Examination, check_features, check_read_prompts, judge
+from adora_vl.doctor.engine import (
+    COLD,
+    FEATURES,
+    PROMPTS,
+    Examination,
+    check_features,
+    check_read_prompts,
+    examine,
+    judge,
+)
 from adora_vl.doctor.grading import check_golds, check_rewards
 from adora_vl.doctor.output import check_room, check_writable
 from adora_vl.doctor.probe import Prompts, Rollouts, agreement_bound, kept_random_state
@@ -194,6 +203,29 @@ def test_the_bound_follows_the_coarser_dtype(engine, settings, bound):
         vllm_generation=SimpleNamespace(settings=SimpleNamespace(dtype=engine)),
     )
     assert agreement_bound(trainer) == bound
+
+
+@pytest.mark.parametrize(("settings", "why"), [({"use_vllm": False}, "samples itself"), ({"use_vllm": True}, "server")])
+def test_without_a_colocated_engine_only_the_prompts_are_looked_at(settings, why):
+    trainer = SimpleNamespace(vllm_mode="server", processing_class=SimpleNamespace(image_token_id=IMAGE), **settings)
+    checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
+    assert [check.status for check in checks] == [Status.PASSED, *[Status.SKIPPED] * 6]
+    assert all(why in check.detail for check in checks[1:])
+
+
+def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
+    trainer = SimpleNamespace(
+        use_vllm=True, vllm_mode="colocate", processing_class=SimpleNamespace(image_token_id=IMAGE)
+    )
+    monkeypatch.setattr(Examination, "cold", lambda self: [passed(PROMPTS, "2"), passed(COLD, "1e-06")])
+
+    def broken(self: Examination, *, vision: bool) -> Check:
+        raise RuntimeError("Encoder cache miss")
+
+    monkeypatch.setattr(Examination, "after_change", broken)
+    checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
+    assert [check.status for check in checks[2:]] == [Status.PASSED, Status.FAILED, *[Status.SKIPPED] * 3]
+    assert "Encoder cache miss" in checks[3].detail and checks[3].remedy
 
 
 @pytest.mark.parametrize(("mean", "status"), [(1e-6, Status.PASSED), (2.0, Status.FAILED)])
