@@ -12,7 +12,7 @@ from adora_vl.dry_run.planning import Plan
 from adora_vl.memory import GIB
 from adora_vl.memory.disk import checkpoint_bytes, run_bytes
 from adora_vl.memory.engine import cache_bytes_per_token
-from adora_vl.memory.predict import fits, largest_batch, largest_image_tokens, predict
+from adora_vl.memory.predict import MOST, fits, largest_batch, largest_image_tokens, predict
 
 
 def default_of(field: Field[Any]) -> Any:
@@ -124,6 +124,10 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
+def _number(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
+
+
 def memory_lines(plan: Plan) -> list[str]:
     """Predicted memory by component and phase, and the verdict."""
     setup, card = plan.setup, plan.card
@@ -131,7 +135,7 @@ def memory_lines(plan: Plan) -> list[str]:
     names = list(prediction.phases)
     parts = list(dict.fromkeys(part for phase in prediction.phases.values() for part in phase))
     lines = [
-        f"{setup.shape.total / 1e9:.3g} billion parameters, {setup.shape.trained / 1e9:.3g} trained; "
+        f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
         f"{setup.sharding.describe()}.",
         f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + {setup.batch.completion_tokens}) "
         f"tokens, {setup.batch.image_tokens} of each an image.",
@@ -193,7 +197,7 @@ def verdict_lines(plan: Plan) -> list[str]:
         ]
     batch, tokens = largest_batch(setup, card), largest_image_tokens(setup, card)
     lines.append(
-        f"Largest per_device_train_batch_size that fits: {batch or 'none'} (keep its product with "
+        f"Largest per_device_train_batch_size that fits: {batch or 'none'}{' or more' * (batch == MOST)} (keep its product with "
         "gradient_accumulation_steps and processes)."
     )
     if setup.shape.vision is not None:

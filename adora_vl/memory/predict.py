@@ -15,6 +15,7 @@ from adora_vl.memory.states import States, states
 CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
 FRAGMENTS = 0.05  # assumed: share of all else that the allocator cannot use
 _ENGINE = ("engine weights", "engine workspace", "engine asleep", "KV cache")  # vLLM stays within its share
+MOST = 1024  # sequences of a micro-batch that are tried
 _PIXEL = 4  # pixel_values are float32
 
 
@@ -120,7 +121,7 @@ def fits(setup: Setup, card: int) -> bool:
     return prediction.peak <= card and (prediction.engine is None or prediction.engine.concurrent >= 1)
 
 
-def largest_batch(setup: Setup, card: int, limit: int = 1024) -> int:
+def largest_batch(setup: Setup, card: int, limit: int = MOST) -> int:
     """The largest per_device_train_batch_size that fits, 0 if none does. The rollouts of a generation stay as many."""
 
     def with_sequences(number: int) -> Setup:
