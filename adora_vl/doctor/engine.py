@@ -105,7 +105,8 @@ class Examination:
             rollouts = sample(self.trainer, self.prompts, tokens=tokens or self.tokens, where=where)
         except Exception as error:
             problem = error
-        problems = [text for text in gather_object(["" if problem is None else str(problem)]) if text]
+        said = "" if problem is None else str(problem) or type(problem).__name__
+        problems = [text for text in gather_object([said]) if text]
         if problem is not None:
             raise problem
         if problems:

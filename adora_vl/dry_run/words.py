@@ -196,9 +196,10 @@ def verdict_lines(plan: Plan) -> list[str]:
             "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
         ]
     batch, tokens = largest_batch(setup, card), largest_image_tokens(setup, card)
+    most = f"{batch} or more" if batch == MOST else batch or "none"
     lines.append(
-        f"Largest per_device_train_batch_size that fits: {batch or 'none'}{' or more' * (batch == MOST)} (keep its product with "
-        "gradient_accumulation_steps and processes)."
+        f"Largest per_device_train_batch_size that fits: {most} (keep its product with gradient_accumulation_steps and "
+        "processes)."
     )
     if setup.shape.vision is not None:
         pixels = tokens * setup.shape.image_token_pixels
