@@ -146,6 +146,7 @@ def main() -> int:
             with STEPS[name][0](examination):
                 refusals[name] = self_check(trainer)
         results["refusals"] = refusals
+        examination.tokens = 12  # enough to show, and half the time
         for name, (sabotage, step) in STEPS.items():
             try:
                 with sabotage(examination):
