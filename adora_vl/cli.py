@@ -59,6 +59,13 @@ def _command_line_keys(arguments: Sequence[str]) -> list[str]:
     return [name[3:] if name not in known and name[3:] in known and name.startswith("no_") else name for name in names]
 
 
+def given_keys(arguments: Sequence[str]) -> set[str]:
+    """The keys that the user has set, in the file or on the command line."""
+    words = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
+    file = read_yaml(words[words.index("--config") + 1]) if "--config" in words else {}
+    return {*map(str, file), *_command_line_keys(words)} & known_keys()
+
+
 def parse(arguments: Sequence[str]) -> Parsed:
     """The three dataclasses of a training command. Raises `UserError` for an unknown key or a bad value."""
     arguments = list(arguments)

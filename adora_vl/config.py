@@ -8,6 +8,7 @@ from trl import GRPOConfig
 
 from adora_vl.errors import UserError, nearest
 from adora_vl.options.advantage import AdvantageConfig, set_method_settings
+from adora_vl.options.checks import CheckOptions
 from adora_vl.options.faults import FaultOptions
 from adora_vl.options.record import RecordOptions
 from adora_vl.options.speed import SpeedOptions
@@ -51,7 +52,12 @@ class AdoraScriptArguments:
 
 
 @dataclass
-class AdoraGRPOConfig(AdvantageConfig, FaultOptions, RecordOptions, SpeedOptions, GRPOConfig):  # type: ignore[misc]
+class AdoraOptions(AdvantageConfig, CheckOptions, FaultOptions, RecordOptions, SpeedOptions):
+    """Our keys that have a file of their own."""
+
+
+@dataclass
+class AdoraGRPOConfig(AdoraOptions, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with ADORA's weights, the rollout guards, freezing and pixel limits."""
 
     adora_mode: str = field(

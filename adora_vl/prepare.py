@@ -65,11 +65,15 @@ class Run:
         return checkpoint if over else None
 
 
-def prepare(arguments: Sequence[str]) -> Run:
-    """Read and check everything that can be checked without loading a weight. Raises `UserError`."""
+def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
+    """Read and check everything that can be checked without loading a weight. Raises `UserError`.
+
+    With `to_train` false nothing of `output_dir` is looked at, held or cleared.
+    """
     check_versions(use_vllm=False)
     prepare_engine_environment()
     from adora_vl.assets import resolve_model
+    from adora_vl.checkpoint.resume import Start
     from adora_vl.cli import parse
     from adora_vl.evaluation import take_schedule
     from adora_vl.models.load import load_config
@@ -94,8 +98,8 @@ def prepare(arguments: Sequence[str]) -> Run:
     dataset = _load(script, folder)
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
     schedule = take_schedule(config, folder)
-    start, now = _choose_start(script, config, model, folder)
-    if config.process_index == 0:
+    start, now = _choose_start(script, config, model, folder) if to_train else (Start(None, []), {})
+    if config.process_index == 0 and to_train:
         lines = [f"{len(dataset)} training problems; {plan.describe()}", *method_needs(config), *start.notes]
         print("\n".join(lines), flush=True)
     return Run(script, config, model, dataset, plan, start, now, schedule, folder)

@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.dry_run.options import wanted as wants_dry_run
 from adora_vl.errors import RolloutError, RunError, UserError
 from adora_vl.prepare import Run, prepare
+from adora_vl.versions import check_versions
 
 if TYPE_CHECKING:
     from adora_vl.trainer import AdoraGRPOTrainer
@@ -46,6 +48,7 @@ def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal, mark_stopped
     from adora_vl.checkpoint.universal import expect_universal, is_universal
+    from adora_vl.doctor.self_check import SelfCheck
     from adora_vl.evaluation import EvaluateOnTheWay
     from adora_vl.export import copy_model
     from adora_vl.guards import SkipBadSteps, located
@@ -70,6 +73,8 @@ def train(arguments: Sequence[str]) -> int:
     bad_steps = SkipBadSteps(trainer, run.config.adora_max_bad_steps)
     for callback in (stop, bad_steps):
         trainer.add_callback(callback)
+    if run.config.adora_self_check:
+        trainer.add_callback(SelfCheck(trainer))
     if run.schedule:
         trainer.add_callback(EvaluateOnTheWay(trainer, run.schedule, run.script.adora_system_prompt))
     if run.start.checkpoint:
@@ -118,12 +123,22 @@ def report_stop(error: Exception) -> None:
     print(f"error{place}: {error}", file=sys.stderr, flush=True)
 
 
+def dry_run(arguments: Sequence[str]) -> int:
+    """With `--dry-run`: say what the run would do and whether it fits, load no weight, write nothing."""
+    check_versions(use_vllm=False)
+    from adora_vl.dry_run.command import dry_run
+
+    return dry_run(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 1 anything
-    else: one line with the step and the checkpoint to go on from, after the traceback of its cause.
+    else: one line with the step and the checkpoint to go on from, after the traceback of its cause; of a dry run 1 that
+    it does not fit, in words.
     """
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        return train(sys.argv[1:] if arguments is None else arguments)
+        return dry_run(words) if wants_dry_run(words) else train(words)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same mistake; once is enough
             print(f"error: {error}", file=sys.stderr)

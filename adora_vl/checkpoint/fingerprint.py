@@ -14,7 +14,7 @@ _FREE_KEYS = {
     "report_to", "disable_tqdm", "logging_dir", "logging_steps", "logging_strategy", "logging_first_step", "log_level",
     "log_level_replica", "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts",
     "log_completions_hub_repo", "save_strategy", "save_steps", "save_total_limit", "vllm_gpu_memory_utilization",
-    "adora_max_drift", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
+    "adora_max_drift", "adora_self_check", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
     "adora_max_bad_steps", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip

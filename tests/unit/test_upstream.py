@@ -9,10 +9,12 @@ import textwrap
 
 import pytest
 from trl import GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
 from trl.distributed import DistributedBackend
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import (
     RepeatSampler,
@@ -78,6 +80,9 @@ SIGNATURES = {
     VLLMGeneration._place_features: ["self", "features", "prompt_ids"],
     VLLMGeneration._fix_param_name_to_vllm: ["self", "name", "extra_prefixes"],
     vllm_generation.empty_cache: [],
+    GRPOTrainer._tokenize_prompts: ["self", "prompts"],
+    prepare_multimodal_messages: ["messages", "images"],
+    disable_gradient_checkpointing: ["model", "gradient_checkpointing_kwargs"],
 }
 
 
@@ -184,6 +189,29 @@ def test_the_model_takes_a_mask_and_labels_of_our_own():
     assert "labels = shift_labels" in inspect.getsource(add_fused_lm_head)
     assert "self.get_image_features(pixel_values, image_grid_thw" in inspect.getsource(Qwen2_5_VLModel.forward)
     assert {"mm_token_type_ids", "image_grid_thw"} <= set(inspect.signature(Qwen2_5_VLModel.get_rope_index).parameters)
+
+
+def test_the_checks_before_the_first_step_score_as_trl_does():
+    """The doctor and the self-check call the pass of the loss by these names."""
+    names = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert names[:6] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+    assert {"num_images", "pixel_values", "image_grid_thw", "mm_token_type_ids"} <= set(names)
+    for name in ("max_completion_length", "temperature", "generation_kwargs"):
+        assert f"self.{name}" in inspect.getsource(VLLMGeneration.generate), name
+
+
+def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    from adora_vl.memory import activations, states
+
+    assert chunked_logprob.TOKEN_CHUNK_SIZE == activations.TILE_TOKENS
+    assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == activations.TILE_VOCABULARY
+    zero = DeepSpeedZeroConfig()
+    assert zero.reduce_bucket_size == states.BUCKET
+    assert zero.max_live_parameters == states.LIVE_PARAMETERS and zero.sub_group_size == states.SUB_GROUP
 
 
 def test_peft_merges_as_we_do():

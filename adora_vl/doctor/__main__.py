@@ -1,0 +1,152 @@
+"""`python -m adora_vl.doctor --config FILE.yaml [--key value ...] [--json FILE]`, or under `accelerate launch`.
+
+Arguments are those of the training command. Exit codes: 0 nothing failed, 1 something did, 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adora_vl.doctor.result import Check, as_json, failed, is_healthy, table
+from adora_vl.errors import UserError
+from adora_vl.rollout.environment import find_cpu_build, prepare_engine_environment
+
+if TYPE_CHECKING:
+    from adora_vl.prepare import Run
+
+ROWS = 8  # real prompts, of each rank
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table. Returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", type=Path, default=None)
+    options, rest = parser.parse_known_args(words)
+    speaks = os.environ.get("RANK", "0") == "0"
+    try:
+        checks = diagnose(rest)
+    except UserError as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    if speaks:
+        print(table(checks), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(as_json(checks), indent=2), encoding="utf-8")
+    return 0 if is_healthy(checks) else 1
+
+
+def diagnose(arguments: Sequence[str]) -> list[Check]:
+    """Every check of a training command, the cheap ones first. Raises `UserError` where the command is wrong."""
+    prepare_engine_environment()
+    checks = environment_checks(arguments)
+    if not is_healthy(checks):
+        return checks  # what would import or train with the wrong libraries says nothing about the run
+    from adora_vl.prepare import prepare
+
+    run = prepare(arguments, to_train=False)
+    checks += paper_checks(run)
+    return checks + engine_checks(run)
+
+
+def environment_checks(arguments: Sequence[str]) -> list[Check]:
+    """Versions and builds."""
+    from adora_vl.doctor.versions import check_builds, check_libraries, check_parts, check_torchvision
+
+    libraries = [*check_libraries(), check_torchvision()]
+    if not is_healthy(libraries):
+        return libraries  # another version may not even be importable
+    import torch
+
+    from adora_vl.cli import parse
+
+    _, config, model = parse(arguments)
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    parts = check_parts(use_vllm=config.use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed)
+    builds = check_builds(
+        use_cpu=config.use_cpu,
+        use_vllm=config.use_vllm,
+        gpus=torch.cuda.device_count(),
+        cuda=torch.version.cuda,
+        vllm_is_cpu_build=find_cpu_build(),
+    )
+    return [*libraries, *parts, builds]
+
+
+def paper_checks(run: Run) -> list[Check]:
+    """Grader, reward and output folder: what needs the data and the config, but no weight."""
+    from trl import get_peft_config
+
+    from adora_vl.doctor.grading import check_golds, check_rewards
+    from adora_vl.doctor.output import check_room, check_writable
+    from adora_vl.memory.disk import checkpoint_bytes, run_bytes
+    from adora_vl.memory.model import describe
+    from adora_vl.memory.sharding import from_environment
+    from adora_vl.models.load import load_config
+    from adora_vl.rewards import reward_functions
+
+    script, config, model = run.script, run.config, run.model
+    without_images = run.dataset.remove_columns([name for name in ("images",) if name in run.dataset.column_names])
+    rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
+    functions = reward_functions(script.adora_reward, rounding=script.adora_rounding)
+    checks = [check_golds(rows, rounding=script.adora_rounding)]
+    if is_healthy(checks):
+        checks.append(check_rewards(rows, functions, config.reward_weights, config.adora_correct_above))
+    folder = Path(config.output_dir)
+    checks.append(check_writable(folder))
+    shape = describe(
+        load_config(str(model.model_name_or_path), model.model_revision),
+        dtype=model.dtype,
+        frozen=config.frozen_components,
+        peft_config=get_peft_config(model),
+    )
+    one = checkpoint_bytes(shape, from_environment(), mixed=bool(config.bf16 or config.fp16))
+    kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
+    needed = run_bytes(one, shape.total * shape.weight_bytes, kept) if kept else shape.total * shape.weight_bytes
+    return [*checks, check_room(folder, needed, one, kept)]
+
+
+def engine_checks(run: Run) -> list[Check]:
+    """The trainer that training would use, up to just before its first step."""
+    from adora_vl.doctor.before_step_one import ExamineBeforeStepOne, Examined
+    from adora_vl.train import build_trainer
+
+    config = run.config
+    config.log_completions, config.report_to, config.save_strategy, config.disable_tqdm = False, [], "no", True
+    with tempfile.TemporaryDirectory(prefix="adora_vl_doctor_") as folder:
+        config.output_dir = folder  # nothing may be written into the user's
+        try:
+            trainer: Any = build_trainer(run)
+        except UserError:
+            raise
+        except Exception as error:  # an engine that does not start has many ways not to
+            line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            return [
+                failed(
+                    "model and engine start",
+                    line,
+                    "if memory is short, `--dry-run` says what would fit; else look above for vLLM's own message",
+                )
+            ]
+        examination = ExamineBeforeStepOne(trainer, ROWS)
+        trainer.add_callback(examination)
+        try:
+            trainer.train()
+        except Examined:
+            pass
+        finally:
+            trainer.close()
+            trainer.accelerator.end_training()
+        return examination.checks
+
+
+if __name__ == "__main__":
+    sys.exit(main())

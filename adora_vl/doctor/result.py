@@ -1,0 +1,69 @@
+"""One line of the doctor's table, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """In the order of how bad it is."""
+
+    PASSED = "passed"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, what came out, and for a failure what to do."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.remedy or self.status is not Status.FAILED, f"{self.name} fails without a remedy"
+
+
+def passed(name: str, detail: str) -> Check:
+    """As it should be."""
+    return Check(name, Status.PASSED, detail)
+
+
+def skipped(name: str, why: str) -> Check:
+    """Not looked at."""
+    return Check(name, Status.SKIPPED, why)
+
+
+def failed(name: str, detail: str, remedy: str) -> Check:
+    """Not as it should be."""
+    return Check(name, Status.FAILED, detail, remedy)
+
+
+_MARKS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FAIL"}
+
+
+def table(checks: Sequence[Check]) -> str:
+    """For a person: a line a check, the remedy below a failure, and how many there were of each kind."""
+    width = max((len(check.name) for check in checks), default=0)
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.status]:>4}  {check.name:{width}}  {check.detail}")
+        if check.remedy:
+            lines.append(f"{'':{width + 6}}  -> {check.remedy}")
+    counts = ", ".join(f"{sum(check.status is status for check in checks)} {status}" for status in Status)
+    return "\n".join([*lines, "", counts])
+
+
+def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
+    """For a program."""
+    return [asdict(check) for check in checks]
+
+
+def is_healthy(checks: Sequence[Check]) -> bool:
+    """Whether nothing failed."""
+    return all(check.status is not Status.FAILED for check in checks)

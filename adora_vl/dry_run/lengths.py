@@ -1,0 +1,111 @@
+"""Prompt lengths and image tokens over a dataset, without decoding an image or loading a weight."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tqdm import tqdm
+
+from adora_vl.prompts import conversation_with_images
+from data_prep.pixels import MODEL_MAX_PIXELS, MODEL_MIN_PIXELS, UNIT, model_size
+from data_prep.storage import row_count, stored_rows
+
+TEXT_TOKENS = 300  # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
+CHARACTERS_A_TOKEN = 2.5  # assumed where the tokenizer is not at hand; English mathematics has 3 to 4
+_TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two messages
+
+Limits = tuple[int, int]  # pixels
+TextTokens = Callable[[str, int], int]  # a problem and its number of images -> tokens, each image one of them
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """One entry a row: tokens of the whole prompt, and those of its images."""
+
+    prompt: list[int]
+    image: list[int]
+    notes: list[str]  # what was assumed
+    rows: int | None  # of the whole split; None where the dataset is not here
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The longest prompt and the most image tokens, which need not be one row's."""
+        return max(self.prompt), max(self.image)
+
+
+def quantile(values: Sequence[int], share: float) -> int:
+    """The nearest-rank quantile of at least one value."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def limits_of(processor: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
+    """The pixel limits that images will be resized to: the config's, else the processor's own, else the published."""
+    size = dict(processor.image_processor.size) if hasattr(processor, "image_processor") else {}
+    low = size.get("shortest_edge", MODEL_MIN_PIXELS) if min_pixels is None else min_pixels
+    high = size.get("longest_edge", MODEL_MAX_PIXELS) if max_pixels is None else max_pixels
+    return low, high
+
+
+def measure(folder: Path, split: str, text_tokens: TextTokens, limits: Limits, most: int | None = None) -> Lengths:
+    """Every row's lengths, or those of the first `most` rows. Raises `UserError` where there is no such split."""
+    total = row_count(folder, split)
+    count = min(total, most or total)
+    prompts, images = [], []
+    rows = islice(stored_rows(folder, split), count)
+    for row in tqdm(rows, total=count, desc="prompt lengths", unit="row", disable=None):
+        sizes = [_size(image) for image in row["images"] or []]
+        tokens = sum(_image_tokens(size, limits) for size in sizes)
+        prompts.append(text_tokens(row["problem"], len(sizes)) - len(sizes) + tokens)
+        images.append(tokens)
+    notes = [] if count == total else [f"measured on the first {count} of {total} rows (--rows)"]
+    return Lengths(prompts, images, notes, total)
+
+
+def _size(image: dict[str, Any]) -> tuple[int, int]:
+    """Width and height from the header."""
+    source: Any = io.BytesIO(image["bytes"]) if image["bytes"] else image["path"]
+    with Image.open(source) as opened:
+        return opened.size
+
+
+def _image_tokens(size: tuple[int, int], limits: Limits) -> int:
+    """By the processor's own rule; 28 pixels a side for every Qwen2-VL and Qwen2.5-VL."""
+    width, height = model_size(*size, *limits)
+    return width // UNIT * (height // UNIT)
+
+
+def tokenizer_counter(processor: Any, system_prompt: str | None) -> TextTokens:
+    """Counts by the trainer's own template and tokenizer; an image is one token, its run is added by the caller."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+
+    def count(problem: str, images: int) -> int:
+        text = processor.apply_chat_template(
+            conversation_with_images(problem, images, system_prompt), add_generation_prompt=True, tokenize=False
+        )
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return count
+
+
+def character_counter(system_prompt: str | None) -> TextTokens:
+    """An estimate where the tokenizer cannot be reached."""
+
+    def count(problem: str, images: int) -> int:
+        characters = len(problem) + len(system_prompt or "")
+        return math.ceil(characters / CHARACTERS_A_TOKEN) + _TEMPLATE_TOKENS + images
+
+    return count
+
+
+def assumed(limits: Limits, why: str) -> Lengths:
+    """One row of the worst kind, where the dataset is not here: an image of `max_pixels`."""
+    tokens = limits[1] // UNIT**2
+    note = f"{why}; assumed: one image of {tokens} tokens and {TEXT_TOKENS} tokens of text in every prompt"
+    return Lengths([tokens + TEXT_TOKENS], [tokens], [note], None)

@@ -1,0 +1,195 @@
+"""From the arguments to all that is known about a run before it starts, on this machine or for another one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+from trl import ModelConfig, get_peft_config
+
+from adora_vl.arithmetic import BatchPlan
+from adora_vl.assets import resolve_dataset, resolve_model
+from adora_vl.cli import parse
+from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.dry_run.lengths import Lengths, Limits, assumed, character_counter, limits_of, measure, tokenizer_counter
+from adora_vl.dry_run.options import DryRunOptions
+from adora_vl.errors import UserError
+from adora_vl.memory import GIB
+from adora_vl.memory.activations import MicroBatch
+from adora_vl.memory.engine import Engine
+from adora_vl.memory.model import ModelShape, config_for_planning, describe
+from adora_vl.memory.predict import Setup
+from adora_vl.memory.sharding import Sharding, from_environment, from_file
+from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.preflight import check_run
+from adora_vl.replaced import replaced
+from adora_vl.rollout import sync
+
+ASSUMED_CARD_GIB = 80.0
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_UNCHECKED_ROWS = 10**9  # where the dataset is not here, it is not the reason to refuse
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on paper. `card` is bytes of one GPU, or of this machine for a run on its CPU."""
+
+    script: AdoraScriptArguments
+    config: AdoraGRPOConfig
+    model: ModelConfig
+    batches: BatchPlan
+    lengths: Lengths
+    limits: Limits
+    setup: Setup
+    card: int
+    card_name: str
+    notes: list[str]
+
+
+def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
+    """Everything that a run checks before it loads weights, and its lengths and memory. Raises `UserError`."""
+    (script, config, model), elsewhere = _parse_for_any_machine(arguments)
+    sharding = _sharding(options, config)
+    if not model.model_name_or_path:
+        raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
+    name = resolve_model(model.model_name_or_path)
+    model_config, note = config_for_planning(name, model.model_revision)
+    notes = [note] if note else []
+    processor = _processor(name, model.model_revision, notes)
+    if processor is not None:
+        limit_pixels(processor, config.min_pixels, config.max_pixels)
+    limits = limits_of(processor, config.min_pixels, config.max_pixels)
+    lengths = _lengths(script, processor, limits, options)
+    batches = _checked(config, model, model_config, lengths, sharding, elsewhere)
+    shape = describe(
+        model_config, dtype=model.dtype, frozen=config.frozen_components, peft_config=get_peft_config(model)
+    )
+    card, card_name = _card(options, config, sharding.processes)
+    setup = make_setup(config, model, shape, sharding, lengths)
+    return Plan(script, config, model, batches, lengths, limits, setup, card, card_name, [*notes, *lengths.notes])
+
+
+def _parse_for_any_machine(arguments: Sequence[str]) -> tuple[Any, bool]:
+    """The three dataclasses, and whether they are for another machine: a GPU's config is read on a laptop too.
+
+    Transformers refuses `bf16` where there is no GPU; it is put back after the check.
+    """
+    try:
+        return parse(arguments), False
+    except UserError as error:
+        if "bf16/gpu" not in str(error):
+            raise
+    parsed = parse([*arguments, "--use_cpu", "true", "--bf16", "false"])
+    parsed[1].use_cpu, parsed[1].bf16 = False, True
+    return parsed, True
+
+
+def _sharding(options: DryRunOptions, config: AdoraGRPOConfig) -> Sharding:
+    if options.accelerate_config is not None:
+        return from_file(options.accelerate_config, options.processes)
+    found = from_environment()
+    if options.processes is not None:
+        return Sharding(options.processes, found.stage, found.offload_optimizer, found.offload_parameters)
+    return found
+
+
+def _processor(name: str, revision: str, notes: list[str]) -> Any:
+    """The trainer's processor, or None with a note where the hub cannot be reached."""
+    try:
+        return load_processor(name, revision)
+    except (OSError, ValueError):
+        notes.append(
+            f"the processor of {name} cannot be reached: text is estimated at 2.5 characters a token, images follow "
+            "the published rule"
+        )
+        return None
+
+
+def _lengths(script: AdoraScriptArguments, processor: Any, limits: Limits, options: DryRunOptions) -> Lengths:
+    try:
+        folder = _folder(script)
+    except UserError as error:
+        return assumed(limits, str(error))
+    counter = (
+        tokenizer_counter(processor, script.adora_system_prompt)
+        if processor is not None
+        else character_counter(script.adora_system_prompt)
+    )
+    return measure(folder, script.dataset_train_split, counter, limits, options.rows)
+
+
+def _folder(script: AdoraScriptArguments) -> Path:
+    folder = Path(resolve_dataset(script.dataset_name, script.adora_synthetic_rows))
+    if not folder.is_dir():
+        raise UserError(f"the dataset {script.dataset_name!r} is not here, so rows and prompts are not known")
+    return folder
+
+
+def _checked(
+    config: AdoraGRPOConfig,
+    model: ModelConfig,
+    model_config: PretrainedConfig,
+    lengths: Lengths,
+    sharding: Sharding,
+    elsewhere: bool,
+) -> BatchPlan:
+    """The checks of a real run; what only this machine's CPU engine cannot do is no reason for another machine."""
+    rows = _UNCHECKED_ROWS if lengths.rows is None else lengths.rows
+    runs_on_cpu = (lambda: False) if elsewhere else sync.engine_runs_on_cpu
+    with replaced(sync, "engine_runs_on_cpu", runs_on_cpu):
+        return check_run(config, model, model_config, rows, sharding.processes)
+
+
+def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
+    if options.card_gib is not None:
+        return int(options.card_gib * GIB), f"a card of {options.card_gib:g} GiB"
+    import torch
+
+    if config.use_cpu:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+        return memory, f"a process's share of this machine's memory, {memory / GIB:.0f} GiB"
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return int(properties.total_memory), f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    assumed_card = f"a card of {ASSUMED_CARD_GIB:g} GiB (no GPU is visible here; --card-gib says another size)"
+    return int(ASSUMED_CARD_GIB * GIB), assumed_card
+
+
+def make_setup(
+    config: AdoraGRPOConfig, model: ModelConfig, shape: ModelShape, sharding: Sharding, lengths: Lengths
+) -> Setup:
+    """What memory depends on. Prompts are taken to be as long as the longest, completions as the limit allows."""
+    prompt, image = lengths.longest
+    mixed = bool(config.bf16 or config.fp16)
+    sequences = config.per_device_train_batch_size
+    generation = sequences * config.steps_per_generation
+    engine_dtype = config.adora_vllm_dtype if config.adora_vllm_dtype != "auto" else None
+    engine = None
+    if config.use_vllm and config.vllm_mode == "colocate":
+        engine = Engine(
+            utilization=config.vllm_gpu_memory_utilization,
+            dtype_bytes=_BYTES[engine_dtype] if engine_dtype else 2 if mixed else shape.weight_bytes,
+            max_length=config.vllm_max_model_length or prompt + config.max_completion_length,
+            max_sequences=generation * config.vllm_tensor_parallel_size,
+            tensor_parallel=config.vllm_tensor_parallel_size,
+            sleep=config.vllm_enable_sleep_mode,
+            cpu_cache=int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB) if config.use_cpu else None,
+        )
+    flash = "flash" in str(model.attn_implementation or "")
+    return Setup(
+        shape=shape,
+        sharding=sharding,
+        batch=MicroBatch(sequences, prompt, config.max_completion_length, image if shape.vision else 0),
+        generation=generation,
+        compute_bytes=2 if mixed else shape.weight_bytes,
+        mixed=mixed,
+        checkpointing=config.gradient_checkpointing,
+        masked=not flash,
+        reference=config.beta != 0.0,
+        engine=engine,
+        accelerator=not config.use_cpu,
+    )

@@ -1,0 +1,147 @@
+"""What a backward pass keeps, and what it needs on top for a moment.
+
+Read off the modules of Transformers 5.17 (`modeling_qwen2_5_vl.py`) and TRL 1.16 (`kernels/chunked_logprob.py`), line
+by line: what autograd saves there, in the dtype in which it is saved. `tests/unit/test_memory_measured.py` compares
+each formula with what torch's own hooks and trackers count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adora_vl.memory.model import ModelShape, Tower
+
+TILE_TOKENS, TILE_VOCABULARY = 4096, 32768  # TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's LM head
+_FLOAT = 4  # norms and the accumulations of the LM head are computed in float32 whatever the model's dtype
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Bytes of a number: `compute` in matrix products (autocast), `stream` in the residual stream and the weights."""
+
+    compute: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass sees; every sequence as long as the longest, since they are padded."""
+
+    sequences: int
+    prompt_tokens: int  # with the image tokens
+    completion_tokens: int
+    image_tokens: int = 0  # a sequence
+
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    def patches(self, merge: int) -> int:
+        return self.sequences * self.image_tokens * merge**2
+
+
+def _norms(width: int, dtypes: Dtypes) -> int:
+    """Two RMS norms a layer, bytes a token: the input in float32, the normalised one, what the next product reads."""
+    return 2 * width * (_FLOAT + dtypes.stream + dtypes.compute)
+
+
+def _mlp(tower: Tower, dtypes: Dtypes) -> int:
+    """SwiGLU, bytes a token: gate, its activation, up, and their product."""
+    return 4 * tower.mlp_width * dtypes.compute
+
+
+def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
+    """Saved by one decoder layer, in bytes.
+
+    `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (not where there is one head of
+    them: that is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
+    """
+    queries = tower.heads * tower.head_size
+    keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
+    attention = 2 * (queries + keys) * dtypes.compute + tower.heads * _FLOAT  # q, out, k, v, logsumexp
+    mask = batch.sequences * batch.length**2 * dtypes.compute if masked else 0
+    return batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)) + mask
+
+
+def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
+    """Saved by one block of the vision tower, in bytes.
+
+    Attention keeps the whole fused q/k/v (v is a view into it), rotated q and k, the output of each window and all of
+    them joined.
+    """
+    return patches * (
+        _norms(tower.width, dtypes) + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
+        + tower.heads * _FLOAT + _mlp(tower, dtypes)
+    )  # fmt: skip
+
+
+def merger(tower: Tower, patches: int, dtypes: Dtypes) -> int:
+    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU between them."""
+    return patches * tower.width * (_FLOAT + dtypes.stream + 3 * dtypes.compute)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that stay from the forward to the backward pass, and the most that one layer adds while it goes back."""
+
+    text: int
+    vision: int
+    recomputed: int  # one layer's own, where gradient checkpointing recomputes it; else 0
+    layer_gradients: int  # of one layer's inner values, while they are alive
+
+
+def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing: bool, masked: bool = True) -> Saved:
+    """What is kept of one micro-batch. Frozen vision keeps nothing, unless checkpointing runs gradients through it."""
+    text, eye = shape.text, shape.vision
+    one_text = text_layer(text, batch, dtypes, masked=masked)
+    inputs = batch.tokens * text.width * dtypes.stream
+    final_norm = batch.tokens * text.width * (_FLOAT + dtypes.stream)
+    text_bytes = text.layers * (inputs if checkpointing else one_text) + final_norm
+    # The backward of SwiGLU holds the gradients of its product, of gate and of up, and that of the residual stream.
+    gradients = batch.tokens * (3 * text.mlp_width + text.width) * dtypes.compute
+    vision_bytes, one_block = 0, 0
+    patches = batch.patches(shape.merge)
+    if eye is not None and patches:
+        trained = shape.trainable["vision_tower"] > 0
+        # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or not
+        reached = trained or checkpointing
+        if reached:
+            one_block = vision_layer(eye, patches, dtypes)
+            vision_bytes = eye.layers * (patches * eye.width * dtypes.stream if checkpointing else one_block)
+        if trained:  # the pixels themselves are an input; a copy in another dtype is not
+            vision_bytes += patches * shape.patch_values * (dtypes.compute if dtypes.compute != _FLOAT else 0)
+        if shape.trainable["projector"]:
+            vision_bytes += merger(eye, patches, dtypes)
+        elif reached:  # the norm's input and the GELU's
+            vision_bytes += patches * eye.width * (_FLOAT + dtypes.compute)
+    return Saved(text_bytes, vision_bytes, max(one_text, one_block) if checkpointing else 0, gradients)
+
+
+def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
+    """Kept by TRL's fused LM head: the hidden states of the tokens it scores, never the logits."""
+    return _scored(batch, compact) * (shape.text.width * dtypes.stream + 8 + 2 * _FLOAT)
+
+
+def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
+    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients of hidden states
+    and, where the head is trained, of its weight, with their copies in the model's dtype.
+
+    `compact`: on a GPU only completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens
+    are, and torch's own operations hold eight float32 values of the tile at once.
+    """
+    tokens, width = _scored(batch, compact), shape.text.width
+    rows = min(tokens, TILE_TOKENS)
+    tile = rows * TILE_VOCABULARY * dtypes.compute
+    if not compact:
+        tile += 8 * rows * min(shape.vocabulary, TILE_VOCABULARY) * _FLOAT
+    hidden = tokens * width * (_FLOAT + (dtypes.stream if dtypes.stream != _FLOAT else 0))
+    weight = shape.vocabulary * width * (_FLOAT + (dtypes.stream if dtypes.stream != _FLOAT else 0))
+    return tile + hidden + (weight if shape.head_is_trained else 0)
+
+
+def _scored(batch: MicroBatch, compact: bool) -> int:
+    return batch.sequences * (batch.completion_tokens if compact else batch.length - 1)

@@ -1,0 +1,168 @@
+"""The sizes of a model that memory depends on, from its config; no weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.integrations import deepspeed
+
+from adora_vl.errors import UserError
+from adora_vl.models.components import COMPONENTS, LANGUAGE_MODEL, component_of, freeze
+from adora_vl.models.load import load_config
+from adora_vl.replaced import replaced
+
+SHAPES = Path(__file__).with_name("shapes")  # the public config.json of the models in our recipes, for planning offline
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One stack of transformer blocks. For the eye a token is a patch."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp_width: int
+    window_only_layers: int = 0  # blocks of the vision tower that attend within windows
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Numbers of parameters by component, and the two towers (`vision` is None for a text-only model)."""
+
+    parameters: dict[str, int]
+    trainable: dict[str, int]
+    text: Tower
+    vision: Tower | None
+    vocabulary: int
+    tied: bool
+    weight_bytes: int  # a parameter in the model's own dtype
+    largest_tensor: int  # parameters of the largest one: what is gathered whole while weights are synced
+    head_is_trained: bool
+    adapters: bool = False
+    patch: int = 14  # pixels of a patch's side
+    merge: int = 2  # patches of an image token's side
+    patch_values: int = 1176  # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
+
+    @property
+    def total(self) -> int:
+        return sum(self.parameters.values())
+
+    @property
+    def trained(self) -> int:
+        return sum(self.trainable.values())
+
+    @property
+    def image_token_pixels(self) -> int:
+        return (self.patch * self.merge) ** 2
+
+
+def config_for_planning(name: str, revision: str | None = None) -> tuple[PretrainedConfig, str | None]:
+    """The config of a model folder or hub id, and a note where it is the one that ships with this package.
+
+    Raises `UserError` as `load_config` does, where the hub cannot be reached and no config of that name ships.
+    """
+    try:
+        return load_config(name, revision), None
+    except UserError:
+        shipped = SHAPES / name.rpartition("/")[2]
+        if Path(name).is_dir() or not (shipped / "config.json").is_file():
+            raise
+        return load_config(str(shipped)), f"the config of {name} is the one that ships here; the hub was not reached"
+
+
+def describe(
+    config: PretrainedConfig, *, dtype: str | None = None, frozen: Sequence[str] = (), peft_config: Any = None
+) -> ModelShape:
+    """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`.
+
+    The modules are built on torch's meta device, so names and numbers are the real ones and nothing is allocated.
+    """
+    model = _on_meta(config)
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        with torch.device("meta"):
+            model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    freeze(model, frozen)
+    counts, trained = (dict.fromkeys(COMPONENTS, 0) for _ in range(2))
+    for name, parameter in model.named_parameters():
+        counts[component_of(name)] += parameter.numel()
+        trained[component_of(name)] += parameter.numel() * parameter.requires_grad
+    head = model.get_output_embeddings().weight
+    vision = getattr(config, "vision_config", None)
+    return ModelShape(
+        parameters=counts,
+        trainable=trained,
+        text=_text_tower(config.get_text_config()),
+        vision=None if vision is None else _vision_tower(vision),
+        vocabulary=config.get_text_config().vocab_size,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        weight_bytes=_dtype(dtype, config).itemsize,
+        largest_tensor=max(p.numel() for p in model.parameters()),
+        head_is_trained=bool(head.requires_grad),
+        adapters=peft_config is not None,
+        **_patches(vision),
+    )
+
+
+def _on_meta(config: PretrainedConfig) -> Any:
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    # under ZeRO-3 Transformers would shard it, and give every parameter the shape (0,)
+    with replaced(deepspeed, "_hf_deepspeed_config_weak_ref", None), torch.device("meta"):
+        return auto.from_config(config)
+
+
+def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
+    """`auto` and None are the dtype that the config names, as Transformers 5 loads it."""
+    named = config.dtype if name in (None, "auto") else name
+    found = getattr(torch, str(named or "float32").removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"dtype: {name!r} is no dtype of torch; use bfloat16, float16, float32 or auto")
+    return found
+
+
+def _text_tower(config: Any) -> Tower:
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Tower(
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=head_size,
+        mlp_width=config.intermediate_size,
+    )
+
+
+def _vision_tower(config: Any) -> Tower:
+    return Tower(
+        layers=config.depth,
+        width=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_heads,
+        head_size=config.hidden_size // config.num_heads,
+        mlp_width=config.intermediate_size,
+        window_only_layers=config.depth - len(config.fullatt_block_indexes),
+    )
+
+
+def _patches(config: Any) -> dict[str, int]:
+    if config is None:
+        return {}
+    channels = getattr(config, "in_channels", 3)
+    return {
+        "patch": config.patch_size,
+        "merge": config.spatial_merge_size,
+        "patch_values": channels * config.temporal_patch_size * config.patch_size**2,
+    }
+
+
+def language_share(shape: ModelShape) -> int:
+    """Parameters of the language model alone."""
+    return shape.parameters[LANGUAGE_MODEL]

@@ -1,0 +1,151 @@
+"""The sum: which part of a card each component takes in each phase of a step, and what would still fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from adora_vl.memory import GIB
+from adora_vl.memory.activations import Dtypes, MicroBatch, head_saved, head_transient, saved
+from adora_vl.memory.engine import ASLEEP, Engine, EngineMemory, engine_memory
+from adora_vl.memory.model import ModelShape
+from adora_vl.memory.sharding import Sharding
+from adora_vl.memory.states import States, states
+
+CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
+FRAGMENTS = 0.05  # assumed: share of all else that the allocator cannot use
+_ENGINE = ("engine weights", "engine workspace", "engine asleep", "KV cache")  # vLLM stays within its share
+MOST = 1024  # sequences of a micro-batch that are tried
+_PIXEL = 4  # pixel_values are float32
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything about a run that its memory depends on."""
+
+    shape: ModelShape
+    sharding: Sharding
+    batch: MicroBatch
+    generation: int  # sequences of one rank in one generation: their pixels stay on the card until all are learned from
+    compute_bytes: int = 2
+    mixed: bool = True  # bf16 or fp16
+    checkpointing: bool = True
+    masked: bool = True  # attention with a padding mask (SDPA), not flash attention
+    reference: bool = False
+    engine: Engine | None = None
+    accelerator: bool = True  # a GPU: its context, its kernels
+
+    @property
+    def dtypes(self) -> Dtypes:
+        # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
+        cast = self.sharding.stage is not None and self.mixed
+        return Dtypes(self.compute_bytes, 2 if cast else self.shape.weight_bytes)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes by component for each phase of a step on one card; the engine as it divides its share."""
+
+    phases: dict[str, dict[str, int]]
+    engine: EngineMemory | None
+    states: States
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.phases[self.peak_phase].values())
+
+
+def predict(setup: Setup, card: int) -> Prediction:
+    """What a card of `card` bytes would hold in the rollouts, in forward and backward, and in the optimizer step."""
+    held = states(setup.shape, setup.sharding, reference=setup.reference, mixed=setup.mixed)
+    engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
+    resident = {"weights": held.weights, "optimizer": held.optimizer, "reference model": held.reference}
+    awake, asleep = _engine_parts(setup, engine)
+    pixels = setup.generation * setup.batch.patches(setup.shape.merge) // max(setup.batch.sequences, 1)
+    pixels *= setup.shape.patch_values * _PIXEL
+    synced = setup.shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
+    # DeepSpeed allocates its gradients once; torch gives them back after each step
+    standing = held.gradients if setup.sharding.stage is not None else 0
+    phases = {
+        "rollouts": {**resident, "gradients": standing, **awake, "weights on their way": synced},
+        "forward and backward": {
+            **resident, **asleep, "gradients": held.gradients, "gathered weights": held.gathered,
+            "pixels": pixels, **_learning(setup),
+        },
+        "optimizer step": {
+            **resident, **asleep, "gradients": held.gradients, "pixels": pixels, "step": held.step,
+        },
+    }  # fmt: skip
+    return Prediction({name: _with_overhead(parts, setup) for name, parts in phases.items()}, engine, held)
+
+
+def _learning(setup: Setup) -> dict[str, int]:
+    """Activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
+    shape, batch, dtypes = setup.shape, setup.batch, setup.dtypes
+    kept = saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=setup.masked)
+    head = head_transient(shape, batch, dtypes, compact=setup.accelerator)
+    layer = kept.recomputed + kept.layer_gradients
+    return {
+        "activations": kept.text + head_saved(shape, batch, dtypes, compact=setup.accelerator),
+        "vision": kept.vision,
+        "logits": head if head >= layer else 0,
+        "one layer going back": layer if layer > head else 0,
+    }
+
+
+def _engine_parts(setup: Setup, engine: EngineMemory | None) -> tuple[dict[str, int], dict[str, int]]:
+    if engine is None or setup.engine is None:
+        return {}, {}
+    awake = {
+        "engine weights": engine.weights,
+        "engine workspace": engine.workspace,
+        "KV cache": max(engine.cache, 0),
+    }
+    return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
+
+
+def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
+    if not setup.accelerator:
+        return {name: size for name, size in parts.items() if size}
+    lost = int(FRAGMENTS * sum(size for name, size in parts.items() if name not in _ENGINE))
+    return {name: size for name, size in {**parts, "CUDA context": CONTEXT, "fragmentation": lost}.items() if size}
+
+
+def fits(setup: Setup, card: int) -> bool:
+    """Whether every phase stays below the card, and the engine has room for at least one rollout of full length."""
+    prediction = predict(setup, card)
+    return prediction.peak <= card and (prediction.engine is None or prediction.engine.concurrent >= 1)
+
+
+def largest_batch(setup: Setup, card: int, limit: int = MOST) -> int:
+    """The largest per_device_train_batch_size that fits, 0 if none does. The rollouts of a generation stay as many."""
+
+    def with_sequences(number: int) -> Setup:
+        return replace(setup, batch=replace(setup.batch, sequences=number))
+
+    return _largest(lambda number: fits(with_sequences(number), card), limit)
+
+
+def largest_image_tokens(setup: Setup, card: int, limit: int = 16384) -> int:
+    """The most image tokens a prompt that fit, its text staying as long; 0 if not even one does."""
+    text = setup.batch.prompt_tokens - setup.batch.image_tokens
+
+    def with_image(tokens: int) -> Setup:
+        return replace(setup, batch=replace(setup.batch, image_tokens=tokens, prompt_tokens=text + tokens))
+
+    if setup.engine is not None:  # a prompt has to leave the engine room for its completion
+        limit = min(limit, setup.engine.max_length - setup.batch.completion_tokens - text)
+    return _largest(lambda tokens: fits(with_image(tokens), card), max(limit, 0))
+
+
+def _largest(good: Callable[[int], bool], limit: int) -> int:
+    """The largest number from 1 to `limit` that is good, 0 for none; what fits, fits smaller too."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low

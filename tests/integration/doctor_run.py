@@ -1,0 +1,164 @@
+"""The doctor's command with one engine for everything: healthy first, then with one correction after the other taken
+out. Writes the lines of each to FILE.json. Run by `test_doctor.py`.
+
+Usage: doctor_run.py FILE.json [training arguments]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from adora_vl.rollout.environment import prepare_engine_environment
+
+prepare_engine_environment()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from adora_vl.doctor import __main__ as command  # noqa: E402
+from adora_vl.doctor import before_step_one  # noqa: E402
+from adora_vl.doctor.engine import Examination, examine  # noqa: E402
+from adora_vl.doctor.probe import read_prompts  # noqa: E402
+from adora_vl.doctor.result import Check, as_json  # noqa: E402
+from adora_vl.doctor.self_check import SelfCheck  # noqa: E402
+from adora_vl.errors import RolloutError  # noqa: E402
+from adora_vl.replaced import replaced  # noqa: E402
+from adora_vl.rollout import engine as engine_module  # noqa: E402
+
+
+@contextmanager
+def expanded(examination: Examination) -> Iterator[None]:
+    """Stock TRL: the engine gets expanded image tokens, and nobody compares."""
+    with (
+        replaced(engine_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)),
+        replaced(engine_module, "check_prompts", lambda *_: None),
+    ):
+        yield
+
+
+@contextmanager
+def no_sync(examination: Examination) -> Iterator[None]:
+    with replaced(engine_module, "push_weights", lambda llm, tensors: sum(1 for _ in tensors)):
+        yield
+
+
+@contextmanager
+def stale_encoder_cache(examination: Examination) -> Iterator[None]:
+    with replaced(engine_module, "reset_caches", lambda llm: llm.reset_prefix_cache()):
+        yield
+
+
+@contextmanager
+def pixel_limits(examination: Examination) -> Iterator[None]:
+    """The trainer's processor is changed after the engine was told its limits."""
+    image_processor = examination.trainer.processing_class.image_processor
+    with replaced(image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}):
+        examination.prompts = read_prompts(examination.trainer, rows_of(examination))
+        yield
+    examination.prompts = read_prompts(examination.trainer, rows_of(examination))
+
+
+@contextmanager
+def unbanned(examination: Examination) -> Iterator[None]:
+    generation = examination.trainer.vllm_generation
+    free = {key: value for key, value in generation.generation_kwargs.items() if key != "logit_bias"}
+    with replaced(generation, "generation_kwargs", free):
+        yield
+
+
+@contextmanager
+def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
+    """The processor's ids have twice the image tokens that it makes features for."""
+    trainer, token = examination.trainer, examination.trainer.processing_class.image_token_id
+    real = trainer._tokenize_prompts
+
+    def doubled(prompts: Any) -> Any:
+        ids, images, fields = real(prompts)
+        return [[t for one in row for t in [one] * (2 if one == token else 1)] for row in ids], images, fields
+
+    with replaced(trainer, "_tokenize_prompts", doubled):
+        examination.prompts = read_prompts(trainer, rows_of(examination))
+        yield
+    examination.prompts = read_prompts(trainer, rows_of(examination))
+
+
+def rows_of(examination: Examination) -> list[dict[str, Any]]:
+    return [examination.trainer.train_dataset[number] for number in range(len(examination.prompts.names))]
+
+
+STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
+    "expanded": (expanded, lambda e: e.cold()),
+    "no_sync": (no_sync, lambda e: [e.after_change(vision=False)]),
+    "pixel_limits": (pixel_limits, lambda e: examine(e, 2)),
+    "unbanned": (unbanned, lambda e: [e.banned()]),
+    "doubled": (doubled_in_the_trainer, lambda e: examine(e, 2)[:1]),
+    "healthy_again": (lambda e: replaced(e, "tokens", 8), lambda e: e.cold()),
+    "stale_encoder_cache": (stale_encoder_cache, lambda e: [e.after_change(vision=True)]),  # may break the engine
+}
+
+
+def fingerprint(trainer: Any) -> str:
+    """All that a run could notice: weights, random states, counters, what is to be logged, the engine's place."""
+    digest = hashlib.sha256()
+    for _, parameter in sorted(trainer.model.named_parameters()):
+        digest.update(parameter.detach().numpy().tobytes())
+    generation = trainer.vllm_generation
+    facts = (
+        random.getstate(), np.random.get_state(), torch.get_rng_state().tolist(),
+        trainer._step, trainer._last_loaded_step, str(vars(trainer.state)), dict(trainer._metrics["train"]),
+        {name: list(values) for name, values in trainer._logs.items() if name in ("prompt", "advantages")},
+        generation.position, generation.max_completion_length, generation.temperature, generation.generation_kwargs,
+        trainer.model.training,
+    )  # fmt: skip
+    digest.update(pickle.dumps(facts))
+    return digest.hexdigest()
+
+
+def self_check(trainer: Any) -> str:
+    """What it raises, or an empty string."""
+    try:
+        SelfCheck(trainer).on_train_begin(None, None, None)
+    except RolloutError as error:
+        return str(error)
+    return ""
+
+
+def main() -> int:
+    output = Path(sys.argv[1])
+    results: dict[str, Any] = {}
+
+    def examine_all(examination: Examination, merge: int) -> list[Check]:
+        trainer = examination.trainer
+        before = fingerprint(trainer)
+        checks = examine(examination, merge)
+        results["examined_unchanged"] = fingerprint(trainer) == before
+        refusals = {"healthy": self_check(trainer)}
+        results["self_check_unchanged"] = fingerprint(trainer) == before
+        for name in ("expanded", "pixel_limits"):
+            with STEPS[name][0](examination):
+                refusals[name] = self_check(trainer)
+        results["refusals"] = refusals
+        examination.tokens = 12  # enough to show, and half the time
+        for name, (sabotage, step) in STEPS.items():
+            try:
+                with sabotage(examination):
+                    results[name] = as_json(step(examination))
+            except Exception as error:  # a cache that misses says so itself on a CPU
+                results[name] = [{"raised": str(error)}]
+        output.write_text(json.dumps(results))
+        return checks
+
+    with replaced(before_step_one, "examine", examine_all):
+        return command.main([*sys.argv[2:], "--json", str(output.with_suffix(".table.json"))])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The doctor on the real stack: healthy, and with each correction taken out. One engine serves all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.doctor.engine import BANNED, COLD, FEATURES, LANGUAGE, PROMPTS, SLEEP, VISION
+from tests.integration.support import REPOSITORY, run
+
+pytestmark = pytest.mark.slow
+SCRIPT = str(Path(__file__).with_name("doctor_run.py"))
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("doctor")
+    output = folder / "result.json"
+    words = [
+        "--config", str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"), "--output_dir", str(folder / "run"),
+        "--per_device_train_batch_size", "8", "--num_generations", "4", "--adora_synthetic_rows", "64",
+    ]  # fmt: skip
+    done = run([sys.executable, SCRIPT, str(output), *words])
+    return {
+        **json.loads(output.read_text()),
+        "table": json.loads(output.with_suffix(".table.json").read_text()),
+        "stdout": done.stdout,
+        "run": folder / "run",
+    }
+
+
+def line(checks: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (found,) = [check for check in checks if check["name"] == name]
+    return found
+
+
+def test_a_healthy_run_passes_every_line(examined):
+    assert [check for check in examined["table"] if check["status"] == "failed"] == []
+    status = {check["name"]: check["status"] for check in examined["table"]}
+    for name in (FEATURES, PROMPTS, COLD, LANGUAGE, VISION, BANNED, "grader on 8 golds", "output folder has room"):
+        assert status[name] == "passed", name
+    assert status[SLEEP] == "skipped" and "vllm_enable_sleep_mode: false" in line(examined["table"], SLEEP)["detail"]
+    assert "moved the policy by" in line(examined["table"], LANGUAGE)["detail"]
+    assert "0 failed" in examined["stdout"]
+
+
+def test_nothing_of_the_run_is_changed(examined):
+    """Weights, random states, counters, figures: so a checked run is the run that it would have been, to the bit."""
+    assert examined["examined_unchanged"] and examined["self_check_unchanged"]
+    assert not examined["run"].exists(), "the user's folder is not touched"
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "name", "remedy"),
+    [
+        ("expanded", PROMPTS, "expanded twice"),
+        ("pixel_limits", PROMPTS, "min_pixels and max_pixels in the config"),
+        ("doubled", FEATURES, "the processor expands images in its own way"),
+        ("no_sync", LANGUAGE, "weights do not reach the engine"),
+        ("stale_encoder_cache", VISION, "both caches have to be reset"),
+        ("unbanned", BANNED, "remove logit_bias"),
+    ],
+)
+def test_without_a_correction_its_line_fails_with_the_remedy(examined, sabotage, name, remedy):
+    checks = examined[sabotage]
+    if "raised" in checks[0]:
+        assert sabotage == "stale_encoder_cache" and "ncoder cache miss" in checks[0]["raised"]
+        return
+    found = line(checks, name)
+    assert found["status"] == "failed", found
+    assert remedy in found["remedy"]
+
+
+def test_expanded_prompts_also_show_in_the_log_probabilities(examined):
+    assert line(examined["expanded"], COLD)["status"] == "failed"
+
+
+def test_the_engine_is_healthy_again_after_each(examined):
+    assert {check["status"] for check in examined["healthy_again"]} == {"passed"}
+
+
+def test_training_refuses_to_start(examined):
+    refusals = examined["refusals"]
+    assert refusals["healthy"] == ""
+    for name in ("expanded", "pixel_limits"):
+        assert refusals[name].startswith("before the first step:")
+        assert "--adora_self_check false" in refusals[name] and "adora_vl.doctor" in refusals[name]

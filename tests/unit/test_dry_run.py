@@ -1,0 +1,127 @@
+"""`--dry-run` on every shipped config, and what it says of rows that are too long and of cards that are too small."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import PreTrainedModel
+
+from adora_vl.cli import parse
+from adora_vl.dry_run.command import dry_run
+from adora_vl.dry_run.lengths import Lengths, measure, quantile, tokenizer_counter
+from adora_vl.dry_run.options import take_options, wanted
+from adora_vl.dry_run.words import limit_lines
+from adora_vl.errors import UserError
+from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.train import main
+from data_prep.cli import main as data_prep
+from data_prep.storage import load_split
+from tests.unit.test_configs import CONFIGS, PAIRS
+
+
+@pytest.fixture(autouse=True)
+def _no_weights(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a dry run loads no weights")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "synthetic"
+    words = ["synthetic", "--output", str(folder), "--rows", "40", "--test-rows", "5", "--size", "140"]
+    assert data_prep(words) == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_shipped_config(name, tmp_path, capsys, data):
+    """As a user runs it, on a machine without a GPU, a hub or (but for the demo) the dataset."""
+    words = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), "--dry-run", "--json", str(tmp_path / "d.json")]
+    words += ["--accelerate-config", str(CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml")]
+    if name == "smoke_cpu":
+        words += ["--dataset_name", str(data)]
+    assert main(words) == 0
+    text, figures = capsys.readouterr().out, json.loads((tmp_path / "d.json").read_text())
+    assert "It fits" in text and figures["fits"] and figures["largest_per_device_train_batch_size"] >= 1
+    assert "prompts are sampled together" in text and "Largest max_pixels that fits" in text
+    if name == "smoke_cpu":
+        assert "Not known here" not in text and "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
+        assert "no GPU" not in text
+    else:
+        assert figures["rows"] is None and "The number of rows is not known" in text
+        assert "no GPU has confirmed them" in text
+        assert len(figures["notes"]) == 3  # config, processor, dataset
+    assert not list(tmp_path.glob("runs*")), "nothing is written"
+
+
+def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):
+    words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml"), "--dry_run", "--card_gib", "80"]
+    words += ["--accelerate_config", str(CONFIGS / "accelerate" / "zero2.yaml")]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    assert "It does NOT fit: rollouts would take 81" in text and "ZeRO-3" in text and "beta: 0.0" in text
+
+
+def test_wrong_input_is_refused_as_a_run_would(capsys):
+    assert main(["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml"), "--dry-run", "--adora_factor", "3"]) == 2
+    assert "adora_factor: 3.0 with adora_mode" in capsys.readouterr().err
+    assert main(["--dry-run", "--card-gib", "-4"]) == 2
+    assert "--card-gib: -4.0 must be above 0" in capsys.readouterr().err
+
+
+def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
+    file = tmp_path / "all.yaml"
+    source = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data), "--beta", "0.02"]
+    assert dry_run([*source, "--dry-run", "--write-config", str(file)]) == 0
+    first, again = parse(source), parse(["--config", str(file)])
+    for before, after in zip(first, again, strict=True):
+        differing = {key for key in vars(before) if str(getattr(before, key)) != str(getattr(after, key))}
+        assert differing <= {"distributed_state", "_n_gpu", "logging_dir", "deepspeed_plugin"}, differing
+    assert file.read_text().splitlines()[0].startswith(("dataset_name", "output_dir")), "what differs comes first"
+
+
+def test_lengths_are_those_of_the_trainers_processor(data):
+    processor = load_processor(str(PRETRAINED))
+    limit_pixels(processor, None, 9000)  # some images are made smaller
+    counter = tokenizer_counter(processor, SYSTEM_PROMPT)
+    found = measure(data, "train", counter, (784, 9000))
+    rows = load_split(data, "train")
+    assert found.rows == len(found.prompt) == len(rows)
+    for number in range(0, len(rows), 5):
+        row = rows[number]
+        text = processor.apply_chat_template(
+            conversation_with_images(row["problem"], 1), add_generation_prompt=True, tokenize=False
+        )
+        ids = processor(text=[text], images=row["images"])["input_ids"][0]
+        assert found.prompt[number] == len(ids)
+        assert found.image[number] == list(ids).count(processor.image_token_id)
+    assert measure(data, "train", counter, (784, 9000), most=7).notes == ["measured on the first 7 of 40 rows (--rows)"]
+
+
+def test_rows_that_are_too_long_are_counted():
+    class Config:
+        use_vllm, vllm_max_model_length, max_completion_length = True, 100, 40
+        adora_vllm_max_num_batched_tokens = 90
+
+    lines = limit_lines(Lengths([50, 60, 61, 99, 100, 130], [4] * 6, [], 6), Config)
+    assert lines[0].startswith("2 of 6 prompts exceed vllm_max_model_length: 100; the engine refuses them")
+    assert lines[1].startswith("2 of 6 leave less than max_completion_length: 40")
+    assert lines[2].startswith("3 prompts exceed adora_vllm_max_num_batched_tokens: 90; raise it to 130")
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 3), (0.95, 5), (1.0, 5), (0.01, 1)])
+def test_quantiles_are_values_of_the_data(share, expected):
+    assert quantile([5, 1, 4, 2, 3], share) == expected
+
+
+def test_both_spellings_and_what_is_left_for_trl():
+    assert wanted(["--dry-run"]) and wanted(["--config", "x", "--dry_run"]) and not wanted(["--config", "x"])
+    options, rest = take_options(["--config", "x.yaml", "--dry_run", "--card_gib=24", "--seed", "3", "--rows", "9"])
+    assert rest == ["--config", "x.yaml", "--seed", "3"] and (options.card_gib, options.rows) == (24.0, 9)
+    with pytest.raises(UserError, match="--dry-run: argument --card_gib/--card-gib: invalid float value: 'big'"):
+        take_options(["--card-gib", "big"])

@@ -1,0 +1,208 @@
+"""Sizes of the real models, sharding as accelerate says it, and the arithmetic of what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+from trl import ModelConfig, get_peft_config
+
+from adora_vl.errors import UserError
+from adora_vl.memory import GIB
+from adora_vl.memory.activations import MicroBatch
+from adora_vl.memory.disk import checkpoint_bytes, run_bytes
+from adora_vl.memory.engine import Engine, cache_bytes_per_token, engine_memory
+from adora_vl.memory.model import ModelShape, config_for_planning, describe
+from adora_vl.memory.predict import Setup, fits, largest_batch, largest_image_tokens, predict
+from adora_vl.memory.sharding import Sharding, from_environment, from_file
+from adora_vl.memory.states import BUCKET, states
+from adora_vl.models.tiny.build import PRETRAINED
+
+ACCELERATE = Path(__file__).parents[2] / "configs" / "accelerate"
+SEVEN, THREE = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2.5-VL-3B-Instruct"
+
+
+@pytest.fixture(scope="module")
+def seven() -> ModelShape:
+    return describe(config_for_planning(SEVEN)[0])
+
+
+# Published: the total_size of model.safetensors.index.json is 16,584,333,312 and 7,509,245,952 bytes in bfloat16.
+@pytest.mark.parametrize(("name", "total", "tied"), [(SEVEN, 8_292_166_656, False), (THREE, 3_754_622_976, True)])
+def test_the_shipped_shapes_have_the_published_number_of_parameters(name, total, tied):
+    config, note = config_for_planning(name)
+    shape = describe(config)
+    assert (shape.total, shape.tied, shape.weight_bytes) == (total, tied, 2)
+    assert "ships here" in note  # the tests are offline
+    assert shape.image_token_pixels == 28 * 28 and shape.patch_values == 1176
+
+
+def test_another_model_that_cannot_be_reached_is_named():
+    with pytest.raises(UserError, match="nobody/nothing"):
+        config_for_planning("nobody/nothing")
+
+
+def test_the_tiny_model_is_counted_right():
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
+    shape = describe(AutoConfig.from_pretrained(PRETRAINED))
+    assert shape.total == sum(p.numel() for p in model.parameters()) == shape.trained
+    assert shape.weight_bytes == 4
+
+
+def test_zero3_does_not_shard_what_is_only_counted():
+    from transformers.integrations import deepspeed
+
+    config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        assert deepspeed.is_deepspeed_zero3_enabled()
+        shape = describe(AutoConfig.from_pretrained(PRETRAINED))
+        assert deepspeed.is_deepspeed_zero3_enabled(), "and is on again"
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
+    assert shape.total == 904_800 and config
+
+
+def test_freezing_and_lora_leave_fewer_to_train():
+    config = config_for_planning(THREE)[0]
+    frozen = describe(config, frozen=["vision_tower"])
+    assert frozen.trainable["vision_tower"] == 0 < frozen.trainable["projector"]
+    lora = get_peft_config(
+        ModelConfig(use_peft=True, lora_r=64, lora_target_modules=["q_proj", "gate_proj"], lora_alpha=128)
+    )
+    shape = describe(config, peft_config=lora, frozen=["vision_tower"])
+    # 36 layers: q is 2048 x 2048, gate 2048 x 11008; rank 64
+    assert shape.trained == 36 * 64 * (2048 + 2048 + 2048 + 11008)
+    assert not shape.head_is_trained
+
+
+def test_sharding_is_read_from_the_shipped_files():
+    found = {path.stem: from_file(path) for path in ACCELERATE.glob("*.yaml")}
+    assert found["cpu"] == found["gpu1"] == Sharding(1)
+    assert found["zero2"] == Sharding(8, 2) and found["zero3"] == Sharding(8, 3)
+    assert found["zero3_offload"] == Sharding(8, 3, offload_optimizer=True)
+    assert from_file(ACCELERATE / "zero3.yaml", processes=4).processes == 4
+    assert "ZeRO-3, optimizer in host memory" in found["zero3_offload"].describe()
+
+
+def test_sharding_is_read_from_what_accelerate_launch_tells():
+    environment = {
+        "WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+    }  # fmt: skip
+    assert from_environment(environment) == Sharding(4, 3, offload_optimizer=True)
+    assert from_environment({}) == Sharding(1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("a: [", "cannot be read"), ("x: 1", "no num_processes"), ("num_processes: 2\ndistributed_type: FSDP", "FSDP")],
+)
+def test_an_accelerate_file_that_cannot_be_used(tmp_path, content, message):
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(UserError, match=message):
+        from_file(tmp_path / "a.yaml")
+
+
+def test_zero_divides_what_its_stage_says(seven):
+    """ZeRO (arXiv 1910.02054): 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter, in mixed precision."""
+    total = seven.total
+    two, three, offloaded = (
+        states(seven, sharding, reference=True, mixed=True)
+        for sharding in (Sharding(8, 2), Sharding(8, 3), Sharding(8, 3, True))
+    )
+    assert (two.weights, two.reference, two.optimizer) == (2 * total, 2 * total, 12 * total // 8)
+    assert (three.weights, three.reference, three.optimizer) == (2 * total // 8, 2 * total // 8, 12 * total // 8)
+    assert two.gradients == three.gradients == 2 * total // 8 + 2 * BUCKET
+    assert (offloaded.optimizer, offloaded.host_optimizer) == (0, 14 * total // 8)
+    alone = states(seven, Sharding(1), reference=False, mixed=True)
+    assert (alone.weights, alone.gradients, alone.optimizer, alone.reference) == (2 * total, 2 * total, 4 * total, 0)
+
+
+def test_torchs_own_optimizer_is_what_is_predicted():
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
+    shape = describe(AutoConfig.from_pretrained(PRETRAINED))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim)
+    gradients = sum(p.grad.nbytes for p in model.parameters())
+    predicted = states(shape, Sharding(1), reference=False, mixed=False)
+    assert (predicted.optimizer, predicted.gradients) == (held, gradients)
+
+
+def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    written = sum(path.stat().st_size for path in tmp_path.iterdir())
+    shape = describe(AutoConfig.from_pretrained(PRETRAINED))
+    predicted = checkpoint_bytes(shape, Sharding(1), mixed=False)
+    assert written <= predicted <= written + 3 * 2**20
+    assert run_bytes(predicted, 10, kept=2) == 3 * predicted + 10
+
+
+def test_keys_and_values_of_the_7b_take_56_kib_a_token(seven):
+    assert cache_bytes_per_token(seven, 2) == 2 * 28 * 4 * 128 * 2 == 56 * 1024
+    memory = engine_memory(seven, Engine(0.4, 2, 8192, 128), 80 * GIB)
+    assert memory.cache == int(0.4 * 80 * GIB) - 2 * seven.total - memory.workspace
+    assert memory.concurrent == memory.cache // (56 * 1024 * 8192)
+    assert engine_memory(seven, Engine(0.2, 2, 8192, 128), 80 * GIB).concurrent == 0
+
+
+@pytest.fixture(scope="module")
+def recipe(seven) -> Setup:
+    """adora_7b_geo3k.yaml on configs/accelerate/zero3_offload.yaml with prompts of 1,580 tokens."""
+    engine = Engine(0.4, 2, 8192, 128, sleep=True)
+    return Setup(seven, Sharding(8, 3, True), MicroBatch(2, 1580, 4096, 1280), 128, reference=True, engine=engine)
+
+
+def test_the_papers_recipe_fits_80_gib_and_not_24(recipe):
+    assert fits(recipe, 80 * GIB) and not fits(recipe, 24 * GIB)
+
+
+@pytest.mark.parametrize(
+    "dearer",
+    [
+        {"checkpointing": False},
+        {"sharding": Sharding(8, 2)},
+        {"sharding": Sharding(1)},
+        {"batch": MicroBatch(4, 1580, 4096, 1280)},
+        {"generation": 512},
+    ],
+    ids=str,
+)
+def test_what_saves_memory_saves_memory(recipe, dearer):
+    before, after = (
+        predict(setup, 80 * GIB).phases["forward and backward"] for setup in (recipe, replace(recipe, **dearer))
+    )
+    assert sum(after.values()) > sum(before.values())
+
+
+def test_an_engine_that_stays_awake_takes_its_share_while_learning(recipe):
+    awake = replace(recipe, engine=replace(recipe.engine, sleep=False))
+    gained = predict(awake, 80 * GIB).peak - predict(recipe, 80 * GIB).peak
+    assert gained > 0
+    assert "KV cache" in predict(awake, 80 * GIB).phases["optimizer step"]
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(recipe):
+    most = largest_batch(recipe, 80 * GIB)
+    assert 2 <= most < 128
+    for sequences, good in ((most, True), (most + 1, False)):
+        assert fits(replace(recipe, batch=replace(recipe.batch, sequences=sequences)), 80 * GIB) is good
+    assert largest_batch(recipe, 20 * GIB) == 0
+
+
+def test_the_largest_image_leaves_the_engine_room_for_the_completion(recipe):
+    tokens = largest_image_tokens(recipe, 80 * GIB)
+    assert tokens == 8192 - 4096 - 300  # the engine's length is the limit here
+    tight = largest_image_tokens(replace(recipe, engine=None, checkpointing=False), 80 * GIB)
+    assert 0 < tight < 16384

@@ -1,0 +1,154 @@
+"""The memory formulas against what torch itself counts in the policy's real forward and backward pass, on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+from trl.trainer import utils as trl_utils
+
+from adora_vl.memory import activations
+from adora_vl.memory.activations import Dtypes, MicroBatch, head_saved, head_transient, saved
+from adora_vl.memory.model import ModelShape, describe
+from adora_vl.models.components import freeze
+from adora_vl.models.tiny.build import PRETRAINED
+
+SMALL = MicroBatch(sequences=4, prompt_tokens=76, completion_tokens=40, image_tokens=16)
+LONG = MicroBatch(sequences=3, prompt_tokens=264, completion_tokens=300, image_tokens=64)
+WIDE = MicroBatch(sequences=1, prompt_tokens=656, completion_tokens=300, image_tokens=256)
+
+
+class Policy:
+    """The tiny model as TRL trains it, with one micro-batch of `size`, and the formulas' inputs for it."""
+
+    def __init__(
+        self,
+        size: MicroBatch,
+        *,
+        checkpointing: bool = False,
+        dtype: torch.dtype = torch.float32,
+        frozen: tuple[str, ...] = (),
+        kv_heads: int = 1,
+        padded: bool = True,
+        lora: bool = False,
+    ) -> None:
+        config = AutoConfig.from_pretrained(PRETRAINED)
+        config.text_config.num_key_value_heads = kv_heads
+        self.size, self.checkpointing, self.padded = size, checkpointing, padded
+        self.model = Qwen2_5_VLForConditionalGeneration(config).to(dtype).train()
+        trl_utils.add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
+        adapter = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]) if lora else None
+        freeze(get_peft_model(self.model, adapter) if adapter else self.model, frozen)
+        if checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self.shape: ModelShape = describe(
+            config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter
+        )
+        self.dtypes = Dtypes(dtype.itemsize, dtype.itemsize)
+        self.inputs, self.labels = self._batch(config)
+
+    def _batch(self, config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        size, side = self.size, int(self.size.image_tokens**0.5) * 2
+        image = [config.vision_start_token_id, *[config.image_token_id] * size.image_tokens, config.vision_end_token_id]
+        row = [20] * (size.prompt_tokens - len(image)) + image + [21] * size.completion_tokens
+        ids = torch.tensor([row] * size.sequences)
+        mask = torch.ones_like(ids)
+        if self.padded:
+            mask[0, :2] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, : size.prompt_tokens] = -100
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "pixel_values": torch.randn(size.patches(2), self.shape.patch_values),
+            "image_grid_thw": torch.tensor([[1, side, side]] * size.sequences),
+            "mm_token_type_ids": (ids == config.image_token_id).int(),
+        }, labels
+
+    def forward(self) -> torch.Tensor:
+        log_probs: torch.Tensor = self.model(**self.inputs, labels=self.labels, fused_lm_head=True).log_probs
+        return log_probs
+
+    def kept(self) -> int:
+        """By the formulas."""
+        parts = saved(self.shape, self.size, self.dtypes, checkpointing=self.checkpointing, masked=self.padded)
+        return parts.text + parts.vision + head_saved(self.shape, self.size, self.dtypes, compact=False)
+
+    def measured_kept(self) -> int:
+        """Distinct storages that autograd still holds after the forward pass, but for weights and inputs."""
+        given = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.inputs.values())}
+        held: list[weakref.ref[torch.Tensor]] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            held.append(weakref.ref(tensor))
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = self.forward()
+        alive = [tensor for tensor in (reference() for reference in held) if tensor is not None]
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
+        assert result.requires_grad
+        return sum(size for place, size in sizes.items() if place not in given)
+
+
+CASES = {
+    "small": ({"size": SMALL}, 0.02),
+    "long": ({"size": LONG}, 0.02),
+    "wide images": ({"size": WIDE}, 0.02),
+    "checkpointing": ({"size": LONG, "checkpointing": True}, 0.02),
+    "three heads of keys": ({"size": LONG, "kv_heads": 3}, 0.02),
+    "without padding": ({"size": LONG, "padded": False}, 0.02),
+    "bfloat16": ({"size": LONG, "dtype": torch.bfloat16}, 0.03),
+    "bfloat16 and checkpointing": ({"size": LONG, "dtype": torch.bfloat16, "checkpointing": True}, 0.03),
+    "LoRA": ({"size": LONG, "lora": True, "frozen": ("vision_tower",)}, 0.2),
+    "frozen tower": ({"size": LONG, "frozen": ("vision_tower",)}, 0.02),
+    "frozen tower and projector": (
+        {"size": LONG, "frozen": ("vision_tower", "projector"), "checkpointing": True},
+        0.03,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_autograd_keeps_is_what_the_formulas_say(name):
+    settings, tolerance = CASES[name]
+    policy = Policy(**settings)
+    measured = policy.measured_kept()
+    print(f"{name}: {policy.kept() / measured - 1:+.1%}")
+    assert policy.kept() == pytest.approx(measured, rel=tolerance), f"{policy.kept() / measured - 1:+.1%}"
+
+
+@contextlib.contextmanager
+def head_tile(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> Any:
+    """Another width of TRL's tile of logits: at its own the LM head dwarfs every layer of a model this small."""
+    monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", vocabulary)
+    monkeypatch.setattr(activations, "TILE_VOCABULARY", vocabulary)
+    yield
+
+
+@pytest.mark.parametrize("tile", [32768, 64], ids=["the head is the peak", "a layer is the peak"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("size", [SMALL, WIDE], ids=["small", "wide"])
+def test_the_peak_of_a_forward_and_backward_pass(size, checkpointing, tile, monkeypatch):
+    """The tracker sees every allocation of torch, so this is the whole peak: weights, inputs, kept and passing."""
+    with head_tile(monkeypatch, tile):
+        policy = Policy(size, checkpointing=checkpointing)
+        tracker = MemTracker()
+        tracker.track_external(policy.model, *policy.inputs.values())
+        with tracker:
+            policy.forward().sum().backward()
+        measured = sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
+        parts = saved(policy.shape, size, policy.dtypes, checkpointing=checkpointing)
+        head = head_transient(policy.shape, size, policy.dtypes, compact=False)
+    given = policy.shape.total * 4 + sum(t.nbytes for t in policy.inputs.values())
+    predicted = given + policy.kept() + max(head, parts.recomputed + parts.layer_gradients)
+    print(f"{predicted / measured - 1:+.1%}")
+    tolerance = 0.03 if tile > 64 else 0.1  # the LM head's is exact, a layer's gradients are an estimate
+    assert predicted == pytest.approx(measured, rel=tolerance), f"{predicted / measured - 1:+.1%}"
