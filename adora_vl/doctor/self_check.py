@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.utils import gather_object
 from tqdm import tqdm
 from transformers import TrainerCallback
 
@@ -11,6 +12,7 @@ from adora_vl.doctor.engine import COLD, Examination
 from adora_vl.doctor.probe import read_prompts
 from adora_vl.doctor.result import Check, Status
 from adora_vl.errors import RolloutError
+from adora_vl.readable import unreadable_rows
 
 ROWS, TOKENS = 2, 8  # of each rank, and of each rollout
 
@@ -31,6 +33,8 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
             return
         data, first = trainer.train_dataset, trainer.accelerator.process_index * ROWS
         rows = [data[(first + number) % len(data)] for number in range(ROWS)]
+        if gather_object(unreadable_rows(rows)):  # the step that draws the row says so, on all ranks
+            return
         checks = Examination(trainer, read_prompts(trainer, rows), tokens=TOKENS).cold_on_all_ranks()
         if trainer.accelerator.is_main_process:
             for agreement in (check for check in checks if check.name == COLD and check.status is Status.PASSED):

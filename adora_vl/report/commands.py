@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -48,7 +49,10 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
     if not list(Path(data).glob("data/test-*.parquet")):
         return None
     words = ["--model", str(model), "--data", data, "--output", str(output), "--max-tokens", str(max_tokens)]
-    return shlex.join(["python", "-m", "eval.geometry3k", "run", *words])
+    manifest = Path(data) / "manifest.json"
+    source = json.loads(manifest.read_text()).get("source") if manifest.is_file() else None
+    benchmark = "eval.knights" if source == "knights" else "eval.geometry3k"
+    return shlex.join(["python", "-m", benchmark, "run", *words])
 
 
 def view_command(*runs: Path) -> str:

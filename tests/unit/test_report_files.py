@@ -47,6 +47,8 @@ def test_the_commands_after_a_run(tmp_path):
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
     words = f"python -m eval.geometry3k run --model m --data {tmp_path} --output o --max-tokens 40"
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
+    (tmp_path / "manifest.json").write_text('{"source": "knights"}')
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace("geometry3k", "knights")
     assert view_command(Path("a b"), Path("c")) == "python -m adora_vl.report 'a b' c"
 
 
