@@ -133,7 +133,7 @@ class Timed(AdoraGRPOTrainer):
         return loader
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        with self.clock.phase("policy forward" if torch.is_grad_enabled() else "old pass"):
+        with self.stopwatch.phase("policy forward" if torch.is_grad_enabled() else "old pass"):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
 
@@ -221,7 +221,7 @@ def main() -> None:
         ways |= {f"without {name}": [other for other in SWITCHES if other != name] for name in SWITCHES}
     turns = Turns(clock, 4, ways)
     trainer = build(options, turns)
-    turns.trainer, trainer.clock = trainer, clock
+    turns.trainer, trainer.stopwatch = trainer, clock
     count_images(turns, clock)
     clock.around(trainer, "get_batch_samples", "data")
     clock.around(trainer, "_calculate_rewards", "grading")
