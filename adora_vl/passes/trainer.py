@@ -203,7 +203,6 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         **inputs: Any,
     ) -> Result:
         """Stock TRL runs the prompt with every rollout; ours once a group where that is less work."""
-
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
         separate: Callable[[], Result] = partial(
             super()._get_per_token_logps_and_entropies, model, *tokens, compute_entropy, compute_aux_loss, **inputs
