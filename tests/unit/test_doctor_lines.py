@@ -250,7 +250,7 @@ def about_to_train(monkeypatch):
         monkeypatch.setattr(self_check, "read_prompts", lambda trainer, rows: prompts([1]))
         monkeypatch.setattr(Examination, "cold_on_all_ranks", lambda self: checks)
         accelerator = SimpleNamespace(process_index=0, is_main_process=True)
-        facts = {"use_vllm": True, "vllm_mode": "colocate", "train_dataset": [1, 2, 3], "accelerator": accelerator}
+        facts = {"use_vllm": True, "vllm_mode": "colocate", "train_dataset": [{}, {}, {}], "accelerator": accelerator}
         self_check.SelfCheck(SimpleNamespace(**{**facts, **trainer})).on_train_begin(None, None, None)
 
     return start
