@@ -97,7 +97,7 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
                 "--adora_eval",
                 "mathvist=x",
             ],
-            "adora_eval: 'mathvist=x' is not BENCHMARK=DATA with one of geometry3k, mathvista, mmstar, knights; did you mean",
+            "adora_eval: 'mathvist=x' is not BENCHMARK=DATA with one of geometry3k, mathvista, mmstar, knights; did",
         ),
         ([*BATCH, "--resume_from_checkpoint", "true"], "resume_from_checkpoint: true, but"),
         ([*BATCH, "--resume_from_checkpoint", "/nowhere"], "'/nowhere' is no checkpoint folder"),

@@ -15,6 +15,7 @@ from adora_vl.dry_run.words import limit_lines
 from adora_vl.errors import UserError
 from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.tiny.text import TextStart, build_tiny_text_model
 from adora_vl.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.train import main
 from data_prep.cli import main as data_prep
@@ -45,6 +46,9 @@ def test_every_shipped_config(name, tmp_path, capsys, data):
     words += ["--accelerate-config", str(CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml")]
     if name == "smoke_cpu":
         words += ["--dataset_name", str(data)]
+    if name == "smoke_text_cpu":  # a stand-in for the model, which takes a minute to make
+        build_tiny_text_model(tmp_path / "model", TextStart(steps=50, rows=64))
+        words += ["--model_name_or_path", str(tmp_path / "model"), "--adora_synthetic_rows", "64"]
     assert main(words) == 0
     text, figures = capsys.readouterr().out, json.loads((tmp_path / "d.json").read_text())
     assert "It fits" in text and figures["fits"] and figures["largest_per_device_train_batch_size"] >= 1
