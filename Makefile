@@ -23,9 +23,8 @@ lint: .venv/.installed
 	.venv/bin/mypy
 
 # Two at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long to start.
-# In the order of the files, which has the slow ones first: at the end no worker waits for the other.
 test: lint
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
 
 unit: .venv/.installed
 	$(PYTHON_BIN) -m pytest tests/unit
