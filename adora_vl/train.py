@@ -20,6 +20,8 @@ from adora_vl.prepare import Run, prepare
 from adora_vl.versions import check_versions
 
 if TYPE_CHECKING:
+    from adora_vl.checkpoint.stop import StopOnSignal
+    from adora_vl.guards import SkipBadSteps
     from adora_vl.trainer import AdoraGRPOTrainer
 
 
@@ -44,14 +46,29 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
     )
 
 
-def train(arguments: Sequence[str]) -> int:
-    """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
-    from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal, mark_stopped
-    from adora_vl.checkpoint.universal import expect_universal, is_universal
+def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, SkipBadSteps]:
+    """What watches the training. Returned are those that may end it."""
+    from adora_vl.checkpoint.stop import StopOnSignal
     from adora_vl.doctor.self_check import SelfCheck
     from adora_vl.evaluation import EvaluateOnTheWay
+    from adora_vl.guards import SkipBadSteps
+
+    stop, bad_steps = StopOnSignal(run.plan.cycle_steps), SkipBadSteps(trainer, run.config.adora_max_bad_steps)
+    for callback in (stop, bad_steps):
+        trainer.add_callback(callback)
+    if run.config.adora_self_check:
+        trainer.add_callback(SelfCheck(trainer))
+    if run.schedule:
+        trainer.add_callback(EvaluateOnTheWay(trainer, run.schedule, run.script.adora_system_prompt))
+    return stop, bad_steps
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
+    from adora_vl.checkpoint.stop import EXIT_STOPPED, mark_stopped
+    from adora_vl.checkpoint.universal import expect_universal, is_universal
     from adora_vl.export import copy_model
-    from adora_vl.guards import SkipBadSteps, located
+    from adora_vl.guards import located
     from adora_vl.report.card import model_card
     from adora_vl.report.manifest import end_manifest, failure_noted, write_manifest
     from adora_vl.report.summary import print_summary
@@ -69,14 +86,7 @@ def train(arguments: Sequence[str]) -> int:
     output_dir, is_main = Path(run.config.output_dir), trainer.accelerator.is_main_process
     if is_main:
         write_manifest(manifest, output_dir)
-    stop = StopOnSignal(run.plan.cycle_steps)
-    bad_steps = SkipBadSteps(trainer, run.config.adora_max_bad_steps)
-    for callback in (stop, bad_steps):
-        trainer.add_callback(callback)
-    if run.config.adora_self_check:
-        trainer.add_callback(SelfCheck(trainer))
-    if run.schedule:
-        trainer.add_callback(EvaluateOnTheWay(trainer, run.schedule, run.script.adora_system_prompt))
+    stop, bad_steps = add_callbacks(trainer, run)
     if run.start.checkpoint:
         trainer.begin_at(run.start.checkpoint)
         if is_universal(Path(run.start.checkpoint)):

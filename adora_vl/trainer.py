@@ -22,6 +22,7 @@ from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.options.advantage import adora_options, method_run
 from adora_vl.passes.trainer import OnceGRPOTrainer
+from adora_vl.record.rollouts import weighted_sum
 from adora_vl.replaced import replaced
 from adora_vl.report.metrics import adora_metrics
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
@@ -144,9 +145,7 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
         way. Evaluation is never weighed.
         """
         rewards_BF, facts_B2 = self._scored
-        weights_F = self.reward_weights.to(rewards_BF.device)
-        rewards_B = (rewards_BF * weights_F).nansum(dim=1)
-        rewards_B[torch.isnan(rewards_BF).all(dim=1)] = torch.nan
+        rewards_B = weighted_sum(rewards_BF, self.reward_weights)
         generations = self.num_generations if mode == "train" else self.num_generations_eval
         rewards_PG, lengths_PG = rewards_B.view(-1, generations), facts_B2[:, 0].view(-1, generations)
         by_length = self.args.adora_truncation == "length"

@@ -51,16 +51,6 @@ def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, rewards_B)
 
 
-def message_text(message: Any) -> str:
-    """The text of a prompt or completion in either of TRL's forms: a string, or messages of strings or parts."""
-    if isinstance(message, str):
-        return message
-    content = message[-1]["content"] if message else ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or [])
-
-
 def criteria_columns(correct_above: float, rewards_PG: Tensor, lengths_PG: Tensor, truncated_PG: Tensor) -> Columns:
     """What the criteria look at, for each rollout of each group: lists of P x G values."""
     facts = group_facts(rewards_PG, lengths_PG, correct_above, truncated_PG)

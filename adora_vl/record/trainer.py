@@ -16,7 +16,8 @@ from adora_vl.guarded import GuardedGRPOTrainer
 from adora_vl.record.metrics_file import MetricsFile
 from adora_vl.record.phases import PhaseClock
 from adora_vl.record.progress import ProgressLine
-from adora_vl.record.rollouts import Columns, Record, criteria_columns, message_text, weighted_sum
+from adora_vl.record.rollouts import Columns, Record, criteria_columns, weighted_sum
+from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.drift import rollout_drift
 
 Card = Callable[[list[dict[str, Any]], int], str]  # from the log and the step
@@ -178,7 +179,7 @@ class RecordedGRPOTrainer(GuardedGRPOTrainer):
             images = self.record.diagrams.keep(row, one.get("images") or [])
         except OSError:  # a full disk: the record goes without this diagram
             images = []
-        problem = one.get("problem") or message_text(one["prompt"])
+        problem = one.get("problem") or completion_text(one["prompt"])
         return {"id": row, "problem": problem, "answer": one.get("answer"), "images": images}
 
     def _columns(self, rewards_BF: Tensor, facts_B2: Tensor, drift_B: Tensor) -> Columns:
@@ -193,7 +194,7 @@ class RecordedGRPOTrainer(GuardedGRPOTrainer):
         parts = {f"reward/{name}": rewards_BF[:, i].tolist() for i, name in enumerate(self.reward_func_names)}
         return {
             "step": [self.state.global_step + 1] * count,
-            "completion": [message_text(one) for one in list(self._logs["completion"])[-count:]],
+            "completion": [completion_text(one) for one in list(self._logs["completion"])[-count:]],
             "reward": rewards_B.tolist(),
             **parts,
             **{name: list(column)[-count:] for name, column in table.items()},

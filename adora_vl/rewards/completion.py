@@ -1,4 +1,4 @@
-"""The text of what a policy said."""
+"""The text of what a policy said or was asked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion in either of TRL's forms: a string, or messages whose content is a string or parts."""
+    """The text of a completion, or of a prompt's last message, in either of TRL's forms: a string, or messages whose
+    content is a string or parts.
+    """
     if isinstance(completion, str):
         return completion
     content = completion[-1]["content"] if completion else ""

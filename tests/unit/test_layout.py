@@ -21,6 +21,7 @@ ALLOWED = {
     ),
     "adora_vl.record": (
         "adora_vl.guarded",
+        "adora_vl.rewards",
         "adora_vl.advantage",
         "adora_vl.checkpoint",
         "adora_vl.errors",

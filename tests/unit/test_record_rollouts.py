@@ -18,7 +18,8 @@ from adora_vl.errors import UserError
 from adora_vl.record.diagrams import Diagrams
 from adora_vl.record.metrics_file import METRICS, read_metrics
 from adora_vl.record.parts import cut_after, merge_small, parts, read_parts, rotate, write_part
-from adora_vl.record.rollouts import Record, as_table, criteria_columns, message_text, weighted_sum
+from adora_vl.record.rollouts import Record, as_table, criteria_columns, weighted_sum
+from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.drift import rollout_drift
 from tests.tiny_run import STEPS, train
 
@@ -59,7 +60,7 @@ def test_rewards_and_drift_of_a_rollout_by_hand():
 def test_the_text_of_a_message_in_every_form():
     parts_of = [{"type": "image"}, {"type": "text", "text": "b"}]
     forms = ["a", [{"role": "user", "content": "a"}], [{"content": "x"}, {"content": parts_of}], []]
-    assert [message_text(form) for form in forms] == ["a", "a", "b", ""]
+    assert [completion_text(form) for form in forms] == ["a", "a", "b", ""]
 
 
 def test_a_figure_that_is_not_there_is_null():
