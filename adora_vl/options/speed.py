@@ -34,6 +34,10 @@ class SpeedOptions:
     adora_skip_zero_signal: bool = field(
         default=True, metadata={"help": "Leave groups out of the policy step whose advantages are all zero."}
     )
+    adora_spread_signal: bool = field(
+        default=True,
+        metadata={"help": "Move groups with signal between processes, so that each takes as many through the step."},
+    )
     adora_dynamic_sampling: int = field(
         default=0,
         metadata={

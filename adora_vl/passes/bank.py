@@ -30,12 +30,24 @@ class ImageBank:
 
     def references(self, image: ProcessedImage, normalize: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
         """(R, 1) numbers of the patches of `image`, which is taken in, normalised and on `device`, the first time."""
-        if image.key not in self._starts:
-            self._starts[image.key] = self.end
-            self._images[self.end] = (normalize(image.patches_RD).to(device), image.grid_3)
-            self.end += len(image.patches_RD)
-        start = self._starts[image.key]
-        return torch.arange(start, start + len(image.patches_RD))[:, None]
+        if image.key in self._starts:
+            return self._numbers(self._starts[image.key])
+        return self.hold(image.key, normalize(image.patches_RD).to(device), image.grid_3)
+
+    def hold(self, key: str, patches_RD: Tensor, grid_3: Tensor) -> Tensor:
+        """(R, 1) numbers of these patches, ready for the model, which are taken in the first time that `key` comes."""
+        if key not in self._starts:
+            self._starts[key] = self.end
+            self._images[self.end] = (patches_RD, grid_3)
+            self.end += len(patches_RD)
+        return self._numbers(self._starts[key])
+
+    def image(self, start: int) -> tuple[str, Tensor, Tensor]:
+        """Key, patches (R, D) and grid (3,) of the image that starts there."""
+        return next(key for key, own in self._starts.items() if own == start), *self._images[start]
+
+    def _numbers(self, start: int) -> Tensor:
+        return torch.arange(start, start + len(self._images[start][0]))[:, None]
 
     def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:
         """Patches (R, D) and grids (N, 3) of the images that start there."""
@@ -61,10 +73,12 @@ class Banks:
         self._banks[mode] = ImageBank(max([self._next, *(bank.end for bank in self._banks.values())]))
         return self._banks[mode]
 
-    def more(self) -> ImageBank:
-        """The training batch's, to be added to."""
-        self._banks["train"].features_due = True
-        return self._banks["train"]
+    def more(self) -> ImageBank | None:
+        """The training batch's, to be added to on every rank; None where it has no images."""
+        bank = self._banks.get("train")
+        if bank is not None:
+            bank.features_due = True
+        return bank
 
     def of(self, reference: int) -> ImageBank:
         """The bank that holds this patch."""

@@ -1,4 +1,7 @@
-"""The policy's pass over packed groups (`adora_vl.passes.prefix`), checked once against the pass over separate rows."""
+"""The policy's pass over packed rows, checked once against the pass over separate rows.
+
+Two layouts: a group as one sequence (`adora_vl.passes.prefix`), and rows end to end (`adora_vl.passes.flat`).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adora_vl.passes.flat import end_to_end, flat_pays
 from adora_vl.passes.prefix import Packed, groups_of, pack, packing_pays, prompt_positions
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
-# Attention implementations that take a mask of our own.
+# Attention implementations that take a mask of our own, and those that take the bounds of rows.
 MASKABLE = ("sdpa", "eager")
+VARIABLE = ("flash_attention_2", "flash_attention_3")
 
 
 def bound_of(dtype: torch.dtype) -> float:
@@ -21,18 +26,20 @@ def bound_of(dtype: torch.dtype) -> float:
     return 1e-5 if dtype == torch.float32 else 0.05
 
 
-def packable(config: Any) -> bool:
-    """Whether the model takes our mask and every layer attends to everything."""
+def packable(config: Any, attentions: tuple[str, ...]) -> bool:
+    """Whether the model attends by one of `attentions`, every layer to everything."""
     text = config.get_text_config()
     full = all(kind == "full_attention" for kind in getattr(text, "layer_types", None) or ["full_attention"])
     known = config.model_type in ("qwen2_5_vl", "qwen2_vl", "qwen2")
-    return known and full and text._attn_implementation in MASKABLE
+    return known and full and text._attn_implementation in attentions
 
 
 class PackedPass:
-    """Log-probabilities of a batch with every group packed into one sequence."""
+    """Log-probabilities of a batch with every group as one sequence, or (`by_group` false) its rows end to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_group: bool = True) -> None:
+        self.by_group = by_group
+        self.switch = "adora_share_prompt" if by_group else "adora_less_padding"
         self.refused = ""  # why not, once that is known
         self.passes = 0
         self._checked = False
@@ -52,7 +59,7 @@ class PackedPass:
         """As TRL's `_get_per_token_logps_and_entropies`; None where separate rows are less work or the only way."""
         plain = trainer.accelerator.unwrap_model(model)
         config = plain.config
-        if not packable(config):
+        if not packable(config, MASKABLE if self.by_group else VARIABLE):
             self.refused = f"attention {config.get_text_config()._attn_implementation} of {config.model_type}"
             return None
         pixels = inputs.get("pixel_values")
@@ -61,9 +68,14 @@ class PackedPass:
         images = _images_of_rows(inputs, len(input_ids))
         step = batch_size or len(input_ids)
         chunks = [range(start, min(start + step, len(input_ids))) for start in range(0, len(input_ids), step)]
-        groups = [_grouped(chunk, input_ids, attention_mask, completion, images) for chunk in chunks]
-        shared = any(len(group) > 1 for part in groups for group in part)
-        pays = shared and all(_pays(part, attention_mask, completion, config) for part in groups)
+        if self.by_group:
+            groups = [_grouped(chunk, input_ids, attention_mask, completion, images) for chunk in chunks]
+            shared = any(len(group) > 1 for part in groups for group in part)
+            pays = shared and all(_pays(part, attention_mask, completion, config) for part in groups)
+        else:
+            groups = [[[row] for row in chunk] for chunk in chunks]
+            lengths = attention_mask[:, :-completion].sum(dim=1), attention_mask[:, -completion:].sum(dim=1)
+            pays = flat_pays(*(part.tolist() for part in lengths))
 
         def packed() -> Result:
             parts = [
@@ -95,7 +107,7 @@ class PackedPass:
         bound = bound_of(next(trainer.model.parameters()).dtype)
         if not worst <= bound:
             self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
-            warnings.warn(f"adora_share_prompt is off from here: {self.refused}", stacklevel=2)
+            warnings.warn(f"{self.switch} is off from here: {self.refused}", stacklevel=2)
 
     def _pass(
         self,
@@ -122,8 +134,11 @@ class PackedPass:
             types[first, :prompt] if types is not None else None,
             grids,
         )
-        own = [[row - rows[0] for row in group] for group in groups]
-        packed = pack(input_ids[rows], attention_mask[rows], completion, own, positions)
+        if self.by_group:
+            own = [[row - rows[0] for row in group] for group in groups]
+            packed = pack(input_ids[rows], attention_mask[rows], completion, own, positions)
+        else:
+            packed = end_to_end(input_ids[rows], attention_mask[rows], completion, positions)
         given: dict[str, Any] = {"input_ids": packed.ids_NS, "position_ids": packed.positions}
         given["attention_mask"] = _in_form(packed, plain)
         if grids is not None:
@@ -134,9 +149,9 @@ class PackedPass:
         return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy)
 
 
-def _in_form(packed: Packed, plain: Any) -> Tensor:
+def _in_form(packed: Packed, plain: Any) -> Tensor | None:
     """The mask as the attention implementation wants it."""
-    if plain.config.get_text_config()._attn_implementation == "sdpa":
+    if packed.mask_N1SS is None or plain.config.get_text_config()._attn_implementation == "sdpa":
         return packed.mask_N1SS
     dtype = plain.dtype
     return torch.zeros((), dtype=dtype).masked_fill(~packed.mask_N1SS, torch.finfo(dtype).min)

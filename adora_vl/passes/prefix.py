@@ -24,8 +24,8 @@ class Packed:
     """N sequences of S tokens for B rollouts of at most C tokens."""
 
     ids_NS: Tensor
-    positions: Tensor  # (3, N, S) for a vision-language model, (N, S) for a language model
-    mask_N1SS: Tensor  # True where the row may attend to the column
+    positions: Tensor  # (3 or 4, N, S) for a vision-language model, (N, S) for a language model
+    mask_N1SS: Tensor | None  # True where the row may attend to the column; None where the positions say it
     labels_NS: Tensor  # the token that each position predicts, -100 where none
     source_BC: Tensor  # where in (N, S), flattened, the log-probability of a completion token stands
     mask_BC: Tensor  # completion tokens that exist

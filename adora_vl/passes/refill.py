@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from adora_vl.passes.batches import take_rows
+
 
 def further_rows(rows: int, groups: int, place: str) -> list[int]:
     """Row numbers of `groups` further problems. `place`: what they are drawn for; a resumed run draws them again."""
@@ -26,31 +28,35 @@ def exchanges(live: list[bool], further_live: list[bool]) -> list[tuple[int, int
     return list(zip(dead, found, strict=False))
 
 
-def refilled(
-    batch: dict[str, Any], further: dict[str, Any], pairs: list[tuple[int, int]], size: int, pad_id: int
-) -> Any:
-    """`batch` with groups of `size` rows replaced by groups of `further`; both padded to the wider of the two.
-
-    `num_items_in_batch` is left as it is: it spans all ranks.
-    """
+def joined(batch: dict[str, Any], further: dict[str, Any], pad_id: int) -> dict[str, Any]:
+    """The rows of both, padded to the wider of the two. What has no rows is that of `batch`."""
     prompt = max(part["prompt_ids"].size(1) for part in (batch, further))
     completion = max(part["completion_ids"].size(1) for part in (batch, further))
     own = split_pixel_values_by_grid(_widened(batch, prompt, completion, pad_id))
     other = split_pixel_values_by_grid(_widened(further, prompt, completion, pad_id))
+    both: dict[str, Any] = {}
+    for name, value in own.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            both[name] = torch.cat([value, other[name]])
+        else:
+            both[name] = value + other[name] if isinstance(value, list) else value
+    whole: dict[str, Any] = unsplit_pixel_values_by_grid(both)
+    return whole
+
+
+def refilled(
+    batch: dict[str, Any], further: dict[str, Any], pairs: list[tuple[int, int]], size: int, pad_id: int
+) -> dict[str, Any]:
+    """`batch` with groups of `size` rows replaced by groups of `further`; both padded to the wider of the two.
+
+    `num_items_in_batch` is left as it is: it spans all ranks.
+    """
     source = list(range(len(batch["prompt_ids"])))
     for dead, found in pairs:
         for member in range(size):
             source[dead * size + member] = len(source) + found * size + member
-    merged: dict[str, Any] = {}
-    for name, value in own.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            merged[name] = torch.cat([value, other[name]])[source]
-        elif isinstance(value, list):
-            both = value + other[name]
-            merged[name] = [both[row] for row in source]
-        else:
-            merged[name] = value
-    whole: dict[str, Any] = unsplit_pixel_values_by_grid(merged)
+    both = split_pixel_values_by_grid(joined(batch, further, pad_id))
+    whole: dict[str, Any] = unsplit_pixel_values_by_grid(take_rows(both, source))
     return whole
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
@@ -28,6 +29,7 @@ from adora_vl.passes.numbers import RolloutNumbers
 from adora_vl.passes.packed import PackedPass, Result
 from adora_vl.passes.processor import StepProcessor
 from adora_vl.passes.refill import exchanges, further_rows, refilled
+from adora_vl.passes.spread import even, moves, spread
 from adora_vl.passes.vision import SharedVision
 from adora_vl.record.trainer import RecordedGRPOTrainer
 from adora_vl.replaced import replaced
@@ -54,7 +56,9 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         self.banks = Banks()
         self.vision = SharedVision(self.banks)
         self.packed_pass = PackedPass()
-        self.rollouts = RolloutNumbers()
+        self.flat_pass = PackedPass(by_group=False)
+        self.rollouts = RolloutNumbers(self.accelerator.process_index, self.accelerator.num_processes)
+        self._moved = False  # whether rollouts of this step are learned from on another rank than their own
         self._attempt = 0  # which further batch of this generation is being sampled
         self._unfinished: dict[str, Any] | None = None  # a micro-batch whose importance ratio is still to be formed
         takes_references = self.vision.install(self.model)
@@ -85,7 +89,8 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         with ExitStack() as stack:
             cache = self.image_cache if self.args.adora_cache_images else None
             if cache is not None and any(row.get("images") for row in inputs):
-                bank = self.banks.more() if self._attempt else self.banks.new("train" if training else "eval")
+                bank = self.banks.more() if self._attempt else None
+                bank = bank or self.banks.new("train" if training else "eval")
                 processor = StepProcessor(self.processing_class, cache, bank, self.accelerator.device)
                 stack.enter_context(replaced(self, "processing_class", processor))
             if self.use_vllm:
@@ -152,11 +157,14 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         rows, steps = self.args.per_device_train_batch_size, self.args.steps_per_generation
         unit = unit_size(rows, self.num_generations)
         live = live_units(batch["advantages"], unit)
+        count = len(live)
         if not self._can_skip:
-            live = [True] * len(live)
+            live = [True] * count
+        elif self.args.adora_spread_signal and self.accelerator.num_processes > 1:
+            batch, live = self._spread(batch, live, unit)
         wanted = self.accelerator.gather(torch.tensor([sum(live)], device=self.accelerator.device)).max().item()
         units = chosen_units(live, max(int(wanted), steps))
-        self._metrics["train"]["adora/skipped_groups"].append(1 - len(units) / len(live))
+        self._metrics["train"]["adora/skipped_groups"].append(1 - len(units) / count)
         one_step = self.args.gradient_accumulation_steps % (steps * self.num_iterations) == 0
         if one_step and self.args.adora_less_padding:
             lengths_B = batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)
@@ -171,6 +179,20 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
             micro = without_padding(micro) if self.args.adora_less_padding else micro
             micro_batches.append({**micro, "share_of_rows": len(part) * unit / rows})
         return micro_batches
+
+    def _spread(self, batch: dict[str, Any], live: list[bool], unit: int) -> tuple[dict[str, Any], list[bool]]:
+        """Move units with signal between ranks where the one with most of them would otherwise take longer."""
+        counts, names = zip(*gather_object([(sum(live), sorted(batch))]), strict=True)
+        plan, least = moves(counts), self.args.steps_per_generation
+        alike = all(own == names[0] for own in names)  # a rank without any image has no columns for them
+        if not alike or max(least, *counts) == max(least, *even(counts)):
+            plan = []
+        self._metrics["train"]["adora/moved_groups"].append(len(plan) / max(sum(counts), 1))
+        if not plan:
+            return batch, live
+        self._moved = True
+        rank, pad_id = self.accelerator.process_index, self._tokenizer.pad_token_id
+        return spread(batch, live, unit, plan, rank, self.banks, pad_id)
 
     @property
     def _can_skip(self) -> bool:
@@ -202,14 +224,18 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         compute_aux_loss: bool = False,
         **inputs: Any,
     ) -> Result:
-        """Stock TRL runs the prompt with every rollout; ours once a group where that is less work."""
+        """Stock TRL runs the prompt with every rollout, padded; ours once a group where that is less work, or rows
+        without padding where the attention takes them.
+        """
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
         separate: Callable[[], Result] = partial(
             super()._get_per_token_logps_and_entropies, model, *tokens, compute_entropy, compute_aux_loss, **inputs
         )
         result = None
-        if self.args.adora_share_prompt and not compute_aux_loss and not self.packed_pass.refused:
-            result = self.packed_pass(self, model, *tokens, compute_entropy, inputs, separate)
+        for packing in (self.packed_pass, self.flat_pass):
+            wanted = getattr(self.args, packing.switch) and not compute_aux_loss and not packing.refused
+            if result is None and wanted:
+                result = packing(self, model, *tokens, compute_entropy, inputs, separate)
         result = result if result is not None else separate()
         if self._unfinished is not None:
             self._form_ratio(self._unfinished, result[0].detach())
@@ -247,7 +273,10 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
             self._metrics["train"][name].append(everywhere(self.accelerator.gather(own.reshape(1))).item())
 
     def late_drift(self) -> list[float]:
-        """Of the rollouts that the policy's own pass was the first to look at."""
+        """Of the rollouts that the policy's own pass was the first to look at, on whichever rank."""
+        if self._moved:
+            self.rollouts.heard(gather_object(self.rollouts.take_of_others()))
+            self._moved = False
         return self.rollouts.take()
 
     def _compare_with_engine(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> None:

@@ -44,7 +44,9 @@ STEPS: dict[str, list[str]] = {
     "prompt": ["adora_cache_images", "adora_share_prompt"],
     "old pass": ["adora_skip_old_pass"],
     "zero signal": ["adora_skip_zero_signal"],
+    "spread": ["adora_cache_images", "adora_skip_zero_signal", "adora_spread_signal"],
     "padding": ["adora_less_padding"],
+    "end to end": ["adora_cache_images", "adora_less_padding"],  # laid out as for kernels of variable lengths
     "all": list(SWITCHES),
     "refill": list(SWITCHES),  # with a further batch in the place of what has no signal
 }
@@ -69,8 +71,13 @@ class SameAgain(AdoraGRPOTrainer):
 class Switches(TrainerCallback):
     """Sets what the step that begins has on."""
 
+    trainer: SameAgain
+
     def on_step_begin(self, args, state, control, **kwargs):
         on = list(STEPS.values())[state.global_step]
+        flat = list(STEPS)[state.global_step] == "end to end"
+        packed_module.VARIABLE = ("sdpa",) if flat else ()
+        self.trainer.flat_pass.refused = "" if flat else "its own step comes"
         for name in SWITCHES:
             setattr(args, name, name in on)
         args.adora_dynamic_sampling = int(list(STEPS)[state.global_step] == "refill")
@@ -161,15 +168,16 @@ def main() -> None:
     rows = list(generate(groups, seed=5))
     dataset = Dataset.from_list(rows, features=FEATURES)
     dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
-    gradients = Gradients()
+    gradients, switches = Gradients(), Switches()
     trainer = SameAgain(
         model=str(PRETRAINED),
         reward_funcs=reward_without_signal({row["id"] for row in rows[: len(rows) // 2]}),
         args=args,
         train_dataset=dataset,
-        callbacks=[Switches(), gradients],
+        callbacks=[switches, gradients],
     )
     trainer.work, trainer.sampled = [], []
+    switches.trainer = trainer
     sabotage(options.sabotage)
     trainer.train()
     if trainer.accelerator.is_main_process:
@@ -178,6 +186,7 @@ def main() -> None:
             "steps": list(STEPS),
             "losses": [entry["loss"] for entry in log],
             "norms": [entry["grad_norm"] for entry in log],
+            "moved": [entry.get("adora/moved_groups") for entry in log],
             "skipped": [entry.get("adora/skipped_groups") for entry in log],
             "drift": [entry["adora/drift"] for entry in log],
             "work": trainer.work,
@@ -186,6 +195,7 @@ def main() -> None:
             "refilled": log[-1]["adora/refilled_groups"],
             "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
             "packed": trainer.packed_pass.passes,
+            "flat": trainer.flat_pass.passes,
             "refused": trainer.packed_pass.refused,
         }
         options.output.write_text(json.dumps(result))

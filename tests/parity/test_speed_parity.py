@@ -13,7 +13,7 @@ from tests.integration.support import launch
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("speed_run.py"))
 # Relative to each gradient's norm. Rounding alone, from another order of the same micro-batches, gives 5e-7.
-BOUNDS = {"vision": 1e-5, "prompt": 1e-5, "all": 1e-5, "padding": 5e-6}
+BOUNDS = {"vision": 1e-5, "prompt": 1e-5, "all": 1e-5, "padding": 5e-6, "end to end": 1e-5}
 
 
 def speed(folder: Path, config: str, *words: str) -> dict[str, Any]:
@@ -55,6 +55,7 @@ def test_the_work_is_really_saved(one_process):
     skipped = dict(zip(one_process["steps"], one_process["skipped"], strict=True))
     assert skipped["all"] == skipped["zero signal"] == 0.5 and skipped["padding"] == 0
     assert one_process["packed"] > 0 and not one_process["refused"]
+    assert one_process["flat"] > 0, "no pass was laid end to end"
 
 
 def test_groups_of_a_further_batch_bring_all_that_is_theirs(one_process):
@@ -72,9 +73,12 @@ def test_faults_are_noticed(tmp_path):
 
 
 def test_two_zero3_processes_with_groups_without_signal(tmp_path):
-    result = speed(
-        tmp_path, "cpu_zero3", "per_device_train_batch_size=8", "adora_freeze_vision_tower=true", "loss_type=dapo"
-    )
+    words = ("gradient_accumulation_steps=1", "adora_freeze_vision_tower=true", "loss_type=dapo")
+    result = speed(tmp_path, "cpu_zero3", *words)
     assert_equal_steps(result)
     for norm in result["norms"][:-1]:
         assert norm == pytest.approx(result["norms"][0], rel=1e-5)
+    skipped, moved = (dict(zip(result["steps"], result[name], strict=True)) for name in ("skipped", "moved"))
+    # the silent problems are the first process's: alone, it would look on while the other takes all of its own
+    assert skipped["zero signal"] == 0 and skipped["spread"] == skipped["all"] == 0.5
+    assert moved["spread"] == 0.5

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from adora_vl.passes.bank import Banks
 from adora_vl.passes.batches import by_length, chosen_units, dealt, live_units, take_rows, unit_size, without_padding
+from adora_vl.passes.flat import end_to_end, flat_pays
 from adora_vl.passes.importance import importance_ratio
 from adora_vl.passes.prefix import groups_of, pack, packing_pays
 from adora_vl.passes.processor import distinct_rows
@@ -146,6 +147,28 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
     packed = pack(ids, mask, 2, [[0, 1]], torch.arange(2).expand(1, 2))
     assert packed.ids_NS.tolist() == [[5, 6, 2]]
     assert packed.unpacked(torch.tensor([[9.0, 0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
+
+
+def test_rows_end_to_end_by_hand():
+    """Prompts `5 6` and `7`, left-padded, with `1 2`, nothing and `3`; positions as after an image in the first."""
+    ids = torch.tensor([[5, 6, 1, 2], [5, 6, 0, 0], [0, 7, 3, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
+    positions = torch.tensor([[[0, 4], [0, 4], [0, 0]]] * 3)
+    flat = end_to_end(ids, mask, 2, positions)
+    assert flat.ids_NS.tolist() == [[5, 6, 1, 5, 6, 7]]
+    assert flat.labels_NS.tolist() == [[-100, 1, 2, -100, -100, 3]]
+    assert flat.positions[0].tolist() == [[0, 1, 2, 0, 1, 0]], "the text's own, which tell the rows apart"
+    assert flat.positions[1].tolist() == flat.positions[3].tolist() == [[0, 4, 5, 0, 4, 0]]
+    assert flat.mask_N1SS is None
+    values = flat.unpacked(torch.tensor([[9.0, 0.1, 0.2, 9, 9, 0.3]]))
+    assert torch.allclose(values, torch.tensor([[0.1, 0.2], [0, 0], [0.3, 0]]))
+    text_only = end_to_end(ids, mask, 2, positions[0])
+    assert text_only.positions.tolist() == [[0, 4, 5, 0, 4, 0]]
+
+
+def test_rows_end_to_end_pay_where_any_would_be_padded():
+    assert flat_pays([5, 5], [3, 2]) and flat_pays([5, 4], [3, 3])
+    assert not flat_pays([5, 5], [3, 3])
 
 
 def test_packing_pays_for_long_prompts_and_not_for_many_long_rollouts():

@@ -1,0 +1,115 @@
+"""Units with signal move between processes: who gives to whom, and that all that is a row's goes with it."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adora_vl.passes import spread as spread_module
+from adora_vl.passes.bank import Banks
+from adora_vl.passes.numbers import RolloutNumbers
+from adora_vl.passes.spread import even, moves, spread
+from adora_vl.rollout.image_cache import ProcessedImage
+
+CPU = torch.device("cpu")
+
+
+def test_moves_by_hand():
+    assert even([0, 4]) == [2, 2] and moves([0, 4]) == [(1, 0), (1, 0)]
+    assert even([1, 2, 2]) == [1, 2, 2] and moves([1, 2, 2]) == [], "the odd ones stay where they are"
+    assert moves([3, 0, 0]) == [(0, 1), (0, 2)]
+    assert moves([0, 0]) == []
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_moves_make_it_even_and_no_rank_gives_and_takes(counts):
+    after = list(counts)
+    for source, target in moves(counts):
+        after[source] -= 1
+        after[target] += 1
+    assert after == even(counts) and max(after) - min(after) <= 1
+    assert not {source for source, _ in moves(counts)} & {target for _, target in moves(counts)}
+
+
+def image(key: str) -> ProcessedImage:
+    return ProcessedImage(key, torch.full((4, 3), ord(key), dtype=torch.uint8), torch.tensor([1, 2, 2]))
+
+
+def rank_batch(banks: Banks, images: str, completion: int, first: int) -> dict:
+    """A rollout an image, prompts of two tokens."""
+    rows, bank = len(images), banks.new("train")
+    numbers = torch.arange(first, first + rows)
+    return {
+        "prompt_ids": torch.stack([numbers, numbers], dim=1),
+        "prompt_mask": torch.ones(rows, 2, dtype=torch.long),
+        "completion_ids": numbers[:, None].expand(rows, completion).clone(),
+        "completion_mask": torch.ones(rows, completion, dtype=torch.long),
+        "sampling_per_token_logps": -numbers[:, None].expand(rows, completion).float(),
+        "advantages": numbers.float(),
+        "rollout_number": numbers,
+        "pixel_values": torch.cat([bank.references(image(key), torch.Tensor.float, CPU) for key in images]),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
+        "num_images": [1] * rows,
+        "num_items_in_batch": torch.tensor(100.0),
+    }
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Rank 0 has nothing alive, rank 1 two units of two rollouts; what rank 1 sends is copied on the way."""
+    banks = [Banks(), Banks()]
+    batches = [rank_batch(banks[0], "abab", 2, 0), rank_batch(banks[1], "ccad", 3, 10)]
+    parcels: list = []
+
+    def gather(sending):
+        parcels.extend(copy.deepcopy(sending))
+        return parcels
+
+    monkeypatch.setattr(spread_module, "gather_object", gather)
+    plan = moves([0, 2])
+    giver = spread(batches[1], [True, True], 2, plan, 1, banks[1], 99)
+    taker = spread(batches[0], [False, False], 2, plan, 0, banks[0], 99)
+    return giver, taker, banks
+
+
+def test_the_giver_keeps_its_rows_and_leaves_them_out(two_ranks):
+    (batch, live), _, _ = two_ranks
+    assert live == [True, False] and len(batch["prompt_ids"]) == 4
+
+
+def test_all_that_is_a_row_s_goes_with_it(two_ranks):
+    _, (batch, live), _ = two_ranks
+    assert live == [False, False, True]
+    assert batch["prompt_ids"][:, 0].tolist() == [0, 1, 2, 3, 12, 13]
+    assert batch["completion_ids"][0].tolist() == [0, 0, 99] and batch["completion_ids"][4].tolist() == [12] * 3
+    assert batch["completion_mask"].sum(dim=1).tolist() == [2, 2, 2, 2, 3, 3]
+    assert batch["advantages"].tolist() == [0, 1, 2, 3, 12, 13]
+    assert batch["rollout_number"].tolist() == [0, 1, 2, 3, 12, 13]
+    assert batch["num_images"] == [1] * 6 and len(batch["image_grid_thw"]) == 6
+    assert batch["num_items_in_batch"] == 100
+
+
+def test_an_image_that_is_there_is_not_held_twice_and_a_new_one_is(two_ranks):
+    _, (batch, _), banks = two_ranks
+    bank = banks[0].of(0)
+    assert len(bank) == 3, "a, b and the new d"
+    starts = batch["pixel_values"][::4, 0].tolist()
+    seen = [chr(int(bank.pixels([start])[0][0, 0])) for start in starts]
+    assert seen == ["a", "b", "a", "b", "a", "d"]
+
+
+def test_drift_measured_elsewhere_comes_home():
+    home, other = RolloutNumbers(0, 2), RolloutNumbers(1, 2)
+    own, foreign = home.numbers(2, CPU), other.numbers(2, CPU)
+    assert not set(own.tolist()) & set(foreign.tolist())
+    other.measured(torch.stack([foreign[1], own[0]]), torch.tensor([0.5, 0.25]))
+    found = [*home.take_of_others(), *other.take_of_others()]
+    home.heard(found)
+    other.heard(found)
+    assert home.take()[0] == 0.25 and math.isnan(other.take()[0])
+    assert home.take() == [] and other.take_of_others() == []
