@@ -23,6 +23,7 @@ KEEP_BETA = '{"keep_settings": ["beta"]}'
 METHODS: dict[str, tuple[str, ...]] = {
     "grpo": ("--adora_method", "grpo"),
     "dr_grpo": ("--adora_method", "dr_grpo"),
+    "lite_ppo": ("--adora_method", "lite_ppo"),
     "dapo": ("--adora_method", "dapo", "--adora_method_options", KEEP_BETA),
     "adora": ("--adora_method", "adora"),
     "adora_difficulty": ("--adora_criteria", "difficulty"),

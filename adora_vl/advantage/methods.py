@@ -93,6 +93,9 @@ METHODS: Mapping[str, Method] = {
     "dr_grpo": Method(
         settings={"loss_type": "dr_grpo", "scale_rewards": "none"}, plain=lambda o: True, source="arXiv 2503.20783"
     ),
+    "lite_ppo": Method(
+        settings={"loss_type": "dapo", "scale_rewards": "batch"}, plain=lambda o: True, source="arXiv 2508.08221"
+    ),
     "dapo": Method(
         _dapo,
         opt.DapoOptions,

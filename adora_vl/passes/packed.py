@@ -78,12 +78,12 @@ class PackedPass:
             pays = flat_pays(*(part.tolist() for part in lengths))
 
         def packed() -> Result:
+            tokens = (input_ids, attention_mask, completion)
             parts = [
-                self._pass(trainer, model, plain, part, input_ids, attention_mask, completion, images, inputs)
-                for part in groups
+                self._pass(trainer, model, plain, part, *tokens, compute_entropy, images, inputs) for part in groups
             ]
-            logps = torch.cat([logps for logps, _ in parts])
-            return logps, torch.cat([entropy for _, entropy in parts]) if compute_entropy else None, None
+            entropies = [entropy for _, entropy in parts if entropy is not None]
+            return torch.cat([logps for logps, _ in parts]), torch.cat(entropies) if entropies else None, None
 
         if not self._checked:
             self._check(trainer, packed if pays else separate, separate, attention_mask[:, -completion:], pays)
@@ -118,9 +118,10 @@ class PackedPass:
         input_ids: Tensor,
         attention_mask: Tensor,
         completion: int,
+        compute_entropy: bool,
         images: list[tuple[Tensor, Tensor] | None],
         inputs: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         rows = [row for group in groups for row in group]
         first = [group[0] for group in groups]
         prompt = input_ids.size(1) - completion
@@ -146,7 +147,8 @@ class PackedPass:
             given["image_grid_thw"] = grids
         with trainer.accelerator.autocast():
             outputs = model(**given, shift_labels=packed.labels_NS, fused_lm_head=True)
-        return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy)
+        # the reference model's head computes no entropy
+        return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy) if compute_entropy else None
 
 
 def _in_form(packed: Packed, plain: Any) -> Tensor | None:

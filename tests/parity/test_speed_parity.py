@@ -43,6 +43,14 @@ def test_every_switch_keeps_the_loss_and_every_gradient(one_process):
         assert distance <= BOUNDS.get(name, 1e-6), name
 
 
+def test_a_reference_model_is_asked_the_same(tmp_path):
+    """Policy and reference are equal here, so any difference between what the two are asked is a KL above 0."""
+    result = speed(tmp_path, "cpu", "beta=0.1", "max_completion_length=12")
+    assert_equal_steps(result)
+    assert result["packed"] > 0 and not result["refused"] and max(result["kl"]) < 1e-8
+    assert max(result["distances"][:-1]) < 1e-5
+
+
 def test_the_work_is_really_saved(one_process):
     # 4 problems, 8 rollouts each; the image of each went through the processor once in the whole run
     assert sum(step["processed"] for step in one_process["work"]) == 4

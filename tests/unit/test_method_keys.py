@@ -38,6 +38,8 @@ def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
     ours = config("--adora_method", "dr_grpo", "--loss_type", "grpo")
     assert (ours.loss_type, ours.scale_rewards) == ("dr_grpo", "none")
     assert any("loss_type: dr_grpo (was grpo" in line for line in method_needs(ours))
+    lite = config("--adora_method", "lite_ppo", "--loss_type", "grpo")
+    assert (lite.loss_type, lite.scale_rewards) == ("dapo", "batch")
     dapo = config("--adora_method", "dapo+adora")
     assert (dapo.epsilon_high, dapo.mask_truncated_completions) == (0.28, True)
     kept = config("--adora_method", "dapo", "--adora_method_options", '{"keep_settings": ["epsilon_high"]}')

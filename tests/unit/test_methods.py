@@ -27,10 +27,12 @@ from adora_vl.advantage.options import (
 from tests.unit.methods_support import batch, run
 
 NAN = float("nan")
+BY_SETTINGS = {"grpo", "dr_grpo", "lite_ppo"}  # TRL's own keys are all there is to them
 # The setting of each method at which it is GRPO: (options, the scale of the GRPO that it then is)
 NEUTRAL = {
     "grpo": (NoOptions(), "group"),
     "dr_grpo": (NoOptions(), "none"),
+    "lite_ppo": (NoOptions(), "batch"),
     "dapo": (DapoOptions(drop_constant=False), "group"),
     "adora": (AdoraOptions(mode="off"), "group"),
     "daro": (DaroOptions(learning_rate=0.0, by_bin_tokens=False, drop_outside=False), "group"),
@@ -65,7 +67,7 @@ def test_the_neutral_setting_is_grpo_to_the_bit(name):
         assert torch.equal(run(name, groups, options, scale), group_advantages(groups.rewards_PG, scale=scale))
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("grpo", "dr_grpo")])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in BY_SETTINGS])
 def test_the_default_is_not_grpo(name):
     """So that the test before can fail."""
     groups = random_batch()
@@ -74,9 +76,9 @@ def test_the_default_is_not_grpo(name):
 
 def test_plain_is_what_the_trainer_leaves_untouched():
     plain = {name for name, (options, _) in NEUTRAL.items() if MethodRun({name: options}).is_plain}
-    assert plain == {"grpo", "dr_grpo", "dapo", "adora", "a_grae", "ssb"}
+    assert plain == BY_SETTINGS | {"dapo", "adora", "a_grae", "ssb"}
     assert MethodRun({"adora": AdoraOptions(factor=Schedule(1.0))}).is_plain
-    assert not any(MethodRun({n: METHODS[n].options()}).is_plain for n in METHODS if n not in ("grpo", "dr_grpo"))
+    assert not any(MethodRun({n: METHODS[n].options()}).is_plain for n in METHODS if n not in BY_SETTINGS)
 
 
 def test_ours_is_trls_group_normalisation_to_the_bit():

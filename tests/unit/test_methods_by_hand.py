@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from adora_vl.advantage import MethodRun, Schedule, group_advantages
+from adora_vl.advantage import METHODS, MethodRun, Schedule, group_advantages
 from adora_vl.advantage.a_grae import a_grae
 from adora_vl.advantage.canon import canon, upper_half
 from adora_vl.advantage.d3s import d3s, most_varied
@@ -19,6 +19,13 @@ from adora_vl.advantage.options import AdoraOptions, DapoOptions
 from adora_vl.advantage.schedule import within
 from adora_vl.advantage.ssb import ssb
 from tests.unit.methods_support import batch, run
+
+
+def test_lite_ppo_by_hand():
+    # deviations from the groups' means -1/2 and 1/2, and none; all four rewards: mean 3/4, deviation 1/2
+    rewards = torch.tensor([[0.0, 1.0], [1.0, 1.0]])
+    assert METHODS["lite_ppo"].settings["scale_rewards"] == "batch"
+    assert group_advantages(rewards, scale="batch", eps=0.0).tolist() == [[-1.0, 1.0], [0.0, 0.0]]
 
 
 def test_mc_grpo_by_hand():
