@@ -10,6 +10,7 @@ from adora_vl.arithmetic import BatchPlan, check_rows, check_saves, plan_batches
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.errors import UserError, nearest
 from adora_vl.options.advantage import check_method
+from adora_vl.options.speed import check_speed
 from adora_vl.rollout.sync import refuse_on_cpu
 
 
@@ -63,13 +64,7 @@ def _check_rollouts(config: AdoraGRPOConfig, model_config: PretrainedConfig) -> 
             f"adora_truncated_at: {config.adora_truncated_at} is above max_completion_length: "
             f"{config.max_completion_length}, no rollout would ever count as truncated; remove it to derive it"
         )
-    rows = config.per_device_train_batch_size * config.steps_per_generation
-    if config.adora_dynamic_sampling and rows % config.num_generations:
-        raise UserError(
-            f"adora_dynamic_sampling: {config.adora_dynamic_sampling} needs whole groups on every process, but one "
-            f"samples {rows} rollouts at a time and num_generations is {config.num_generations}; make "
-            "per_device_train_batch_size a multiple of it, or set adora_dynamic_sampling: 0"
-        )
+    check_speed(config)
     limit = config.vllm_max_model_length
     if config.use_vllm and limit is not None and limit <= config.max_completion_length:
         raise UserError(

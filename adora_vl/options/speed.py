@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
+
+from adora_vl.errors import UserError
+
+# Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo divides each micro-batch by
+# its own tokens.
+REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "vespo"})
 
 
 @dataclass
@@ -48,6 +55,28 @@ class SpeedOptions:
     adora_less_padding: bool = field(
         default=True, metadata={"help": "Micro-batches of like length, without columns of padding."}
     )
+
+
+def check_speed(config: Any) -> None:
+    """Raises `UserError`."""
+    if config.adora_image_cache_mb < 0:
+        raise UserError(
+            f"adora_image_cache_mb: {config.adora_image_cache_mb} is below 0; adora_cache_images: false is off"
+        )
+    tries, rows = config.adora_dynamic_sampling, config.per_device_train_batch_size * config.steps_per_generation
+    if tries < 0:
+        raise UserError(f"adora_dynamic_sampling: {tries} must be 0 (none) or how many further batches at most")
+    if tries and rows % config.num_generations:
+        raise UserError(
+            f"adora_dynamic_sampling: {tries} needs whole groups on every process, but one samples {rows} rollouts at "
+            f"a time and num_generations is {config.num_generations}; make per_device_train_batch_size a multiple of "
+            "it, or set adora_dynamic_sampling: 0"
+        )
+    if tries and config.loss_type not in REGROUPABLE:
+        raise UserError(
+            f"adora_dynamic_sampling: {tries} does not go with loss_type: {config.loss_type}, whose micro-batches "
+            f"cannot be regrouped; use one of {', '.join(sorted(REGROUPABLE))}, or set adora_dynamic_sampling: 0"
+        )
 
 
 SWITCHES = tuple(key.name for key in fields(SpeedOptions) if key.type == "bool")

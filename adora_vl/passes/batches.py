@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo divides each micro-batch by
-# its own tokens.
-REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "vespo"})
-# Those that take a mean over the micro-batch's rows: with fewer rows each would weigh more.
+# Losses that take a mean over the micro-batch's rows: with fewer rows each would weigh more.
 MEAN_OVER_ROWS = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
 
 

@@ -12,10 +12,10 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from adora_vl.options.speed import REGROUPABLE
 from adora_vl.passes.bank import Banks
 from adora_vl.passes.batches import (
     MEAN_OVER_ROWS,
-    REGROUPABLE,
     by_length,
     chosen_units,
     dealt,

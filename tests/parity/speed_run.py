@@ -193,7 +193,7 @@ def main() -> None:
             "work": trainer.work,
             "seen_in_step": [b - a for a, b in pairwise([*(w["seen"] for w in trainer.work), trainer.vision.seen])],
             "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],
-            "refilled": log[-1]["adora/refilled_groups"],
+            "refilled": log[-1].get("adora/refilled_groups"),
             "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
             "packed": trainer.packed_pass.passes,
             "flat": trainer.flat_pass.passes,
