@@ -57,6 +57,15 @@ class SpeedOptions:
     )
 
 
+def regroup_obstacle(config: Any) -> str:
+    """The setting whose loss depends on which rows share a micro-batch; empty where none does."""
+    if config.loss_type not in REGROUPABLE:
+        return f"loss_type: {config.loss_type}"
+    if config.top_entropy_quantile < 1:  # of each micro-batch's tokens
+        return f"top_entropy_quantile: {config.top_entropy_quantile}"
+    return ""
+
+
 def check_speed(config: Any) -> None:
     """Raises `UserError`."""
     if config.adora_image_cache_mb < 0:
@@ -72,10 +81,12 @@ def check_speed(config: Any) -> None:
             f"a time and num_generations is {config.num_generations}; make per_device_train_batch_size a multiple of "
             "it, or set adora_dynamic_sampling: 0"
         )
-    if tries and config.loss_type not in REGROUPABLE:
+    obstacle = regroup_obstacle(config)
+    if tries and obstacle:
         raise UserError(
-            f"adora_dynamic_sampling: {tries} does not go with loss_type: {config.loss_type}, whose micro-batches "
-            f"cannot be regrouped; use one of {', '.join(sorted(REGROUPABLE))}, or set adora_dynamic_sampling: 0"
+            f"adora_dynamic_sampling: {tries} does not go with {obstacle}, which depends on the rows of a micro-batch; "
+            f"set adora_dynamic_sampling: 0, or top_entropy_quantile: 1.0 and a loss_type of "
+            f"{', '.join(sorted(REGROUPABLE))}"
         )
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from adora_vl.options.speed import REGROUPABLE
+from adora_vl.options.speed import regroup_obstacle
 from adora_vl.passes.bank import Banks
 from adora_vl.passes.batches import (
     MEAN_OVER_ROWS,
@@ -111,7 +111,7 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         """
         wanted = self.args.adora_share_vision or self.args.adora_share_prompt or self.args.adora_skip_zero_signal
         wanted = wanted or self.args.adora_less_padding or self.args.adora_dynamic_sampling > 0
-        if not self.model.training or not wanted or self.loss_type not in REGROUPABLE:
+        if not self.model.training or not wanted or regroup_obstacle(self.args):
             prepared: dict[str, Any] = super()._prepare_inputs(generation_batch)
             return prepared
         steps = self.args.steps_per_generation

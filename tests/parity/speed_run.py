@@ -189,7 +189,7 @@ def main() -> None:
             "moved": [entry.get("adora/moved_groups") for entry in log],
             "skipped": [entry.get("adora/skipped_groups") for entry in log],
             "kl": [entry.get("kl", 0.0) for entry in log],
-            "drift": [entry["adora/drift"] for entry in log],
+            "drift": [entry.get("adora/drift", 0.0) for entry in log],
             "work": trainer.work,
             "seen_in_step": [b - a for a, b in pairwise([*(w["seen"] for w in trainer.work), trainer.vision.seen])],
             "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],

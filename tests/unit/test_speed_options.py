@@ -14,7 +14,11 @@ WRONG = [
     (["--adora_image_cache_mb", "-5"], "adora_image_cache_mb: -5 is below 0; adora_cache_images: false"),
     (
         ["--adora_dynamic_sampling", "2", "--loss_type", "bnpo"],
-        "adora_dynamic_sampling: 2 does not go with loss_type: bnpo.*use one of cispo, dapo",
+        "adora_dynamic_sampling: 2 does not go with loss_type: bnpo.*a loss_type of cispo, dapo",
+    ),
+    (
+        ["--adora_dynamic_sampling", "2", "--top_entropy_quantile", "0.2"],
+        "does not go with top_entropy_quantile: 0.2, which depends on the rows",
     ),
 ]
 
