@@ -14,6 +14,13 @@ from torch import Tensor
 from adora_vl.rollout.image_cache import ProcessedImage
 
 
+def first_patches(references: Tensor, grids: Tensor) -> list[int]:
+    """The number of the first patch of each image of a row, which tells them apart."""
+    patches = grids.prod(dim=-1)
+    firsts: list[int] = references[patches.cumsum(0) - patches, 0].tolist()
+    return firsts
+
+
 class ImageBank:
     """Patches of distinct images. `first`: the number of its first patch; no two banks share numbers."""
 

@@ -40,6 +40,19 @@ def dealt(units: Sequence[int], micro_batches: int) -> list[list[int]]:
     return [list(units[low:high]) for low, high in pairwise(bounds)]
 
 
+def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[list[int]]:
+    """The units of each of `chunks` x `chunk` micro-batches: few of `full` units rather than many of less.
+
+    A chunk are those of one generation within one optimizer step. What a chunk does not need is empty and comes first,
+    so that its last one, with which gradients are reduced, is not.
+    """
+    plan: list[list[int]] = []
+    for part in dealt(units, chunks):
+        needed = min(chunk, math.ceil(len(part) / full))
+        plan += [[] for _ in range(chunk - needed)] + dealt(part, needed)
+    return plan
+
+
 def by_length(units: Sequence[int], lengths_B: Tensor, unit: int) -> list[int]:
     """Longest first: padding costs least among equals, and what runs out of memory does so at once."""
     longest = [int(part.max()) for part in torch.split(lengths_B, unit)]

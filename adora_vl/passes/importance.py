@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def importance_ratio(
@@ -32,3 +33,28 @@ def importance_ratio(
     low = -math.inf if clip_min is None else clip_min
     high = math.inf if clip_max is None else clip_max
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+def ratio_figures(
+    ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor
+) -> list[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
+    """TRL's metrics of the ratio: name, this rank's value, and how the ranks' values become one."""
+    seen = ratio.flatten() if ratio.size(1) == 1 else ratio[mask_BC.bool()]
+    gap = (logps_BC - sampling_BC).abs()[mask_BC.bool()]
+    gap = gap[~gap.isnan()]
+    figures: list[tuple[str, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+        ("sampling/sampling_logp_difference/mean", gap, torch.mean, torch.nanmean),
+        ("sampling/sampling_logp_difference/max", gap, torch.amax, torch.amax),
+        ("sampling/importance_sampling_ratio/min", seen, torch.amin, torch.amin),
+        ("sampling/importance_sampling_ratio/mean", seen, torch.mean, torch.nanmean),
+        ("sampling/importance_sampling_ratio/max", seen, torch.amax, torch.amax),
+    ]
+    none = torch.zeros((), device=logps_BC.device)
+    return [(name, here(part) if part.numel() else none, everywhere) for name, part, here, everywhere in figures]
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether two passes over the same tokens differ."""
+    config = getattr(model, "config", None)
+    attention = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
+    return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())

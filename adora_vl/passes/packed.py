@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.generic import is_flash_attention_requested
 
+from adora_vl.passes.bank import first_patches
 from adora_vl.passes.flat import end_to_end, flat_pays
 from adora_vl.passes.prefix import Packed, groups_of, pack, packing_pays, prompt_positions
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
-# Attention implementations that take a mask of our own, and those that take the bounds of rows.
+# Attention implementations that take a mask of our own. Flash attention takes the bounds of rows.
 MASKABLE = ("sdpa", "eager")
-VARIABLE = ("flash_attention_2", "flash_attention_3")
 
 
 def bound_of(dtype: torch.dtype) -> float:
@@ -26,12 +27,23 @@ def bound_of(dtype: torch.dtype) -> float:
     return 1e-5 if dtype == torch.float32 else 0.05
 
 
-def packable(config: Any, attentions: tuple[str, ...]) -> bool:
-    """Whether the model attends by one of `attentions`, every layer to everything."""
+def takes_mask(attention: str) -> bool:
+    """By groups."""
+    return attention in MASKABLE
+
+
+def takes_bounds(attention: str) -> bool:
+    """End to end. Transformers names the same kernels after their library or after where they come from."""
+    return bool(is_flash_attention_requested(requested_attention_implementation=attention))
+
+
+def packable(config: Any, by_group: bool) -> bool:
+    """Whether the model's attention takes the layout, and every layer attends to everything."""
     text = config.get_text_config()
     full = all(kind == "full_attention" for kind in getattr(text, "layer_types", None) or ["full_attention"])
     known = config.model_type in ("qwen2_5_vl", "qwen2_vl", "qwen2")
-    return known and full and text._attn_implementation in attentions
+    takes = takes_mask if by_group else takes_bounds
+    return known and full and takes(text._attn_implementation)
 
 
 class PackedPass:
@@ -59,11 +71,8 @@ class PackedPass:
         """As TRL's `_get_per_token_logps_and_entropies`; None where separate rows are less work or the only way."""
         plain = trainer.accelerator.unwrap_model(model)
         config = plain.config
-        if not packable(config, MASKABLE if self.by_group else VARIABLE):
+        if not packable(config, self.by_group):
             self.refused = f"attention {config.get_text_config()._attn_implementation} of {config.model_type}"
-            return None
-        pixels = inputs.get("pixel_values")
-        if pixels is not None and pixels.is_floating_point():  # nothing tells whether two images are the same
             return None
         images = _images_of_rows(inputs, len(input_ids))
         step = batch_size or len(input_ids)
@@ -71,6 +80,9 @@ class PackedPass:
         if self.by_group:
             groups = [_grouped(chunk, input_ids, attention_mask, completion, images) for chunk in chunks]
             shared = any(len(group) > 1 for part in groups for group in part)
+            pixels = inputs.get("pixel_values")
+            if pixels is not None and pixels.is_floating_point():  # nothing tells whether two images are the same
+                shared = False
             pays = shared and all(_pays(part, attention_mask, completion, config) for part in groups)
         else:
             groups = [[[row] for row in chunk] for chunk in chunks]
@@ -104,10 +116,11 @@ class PackedPass:
             gap = (packed()[0] - separate()[0]).abs() * mask_BC
         mean = gap.sum() / mask_BC.sum().clamp(min=1)
         worst = float(accelerator.gather(mean.reshape(1)).max())
-        bound = bound_of(next(trainer.model.parameters()).dtype)
+        bound = bound_of(_computing_dtype(trainer))
         if not worst <= bound:
             self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
-            warnings.warn(f"{self.switch} is off from here: {self.refused}", stacklevel=2)
+            way = "shared prompts" if self.by_group else "rows end to end"
+            warnings.warn(f"{self.switch}: no {way} from here on: {self.refused}", stacklevel=2)
 
     def _pass(
         self,
@@ -151,6 +164,15 @@ class PackedPass:
         return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy) if compute_entropy else None
 
 
+def _computing_dtype(trainer: Any) -> torch.dtype:
+    device = trainer.accelerator.device.type
+    with trainer.accelerator.autocast():
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    dtype: torch.dtype = next(trainer.model.parameters()).dtype
+    return dtype
+
+
 def _in_form(packed: Packed, plain: Any) -> Tensor | None:
     """The mask as the attention implementation wants it."""
     if packed.mask_N1SS is None or plain.config.get_text_config()._attn_implementation == "sdpa":
@@ -173,18 +195,9 @@ def _grouped(
     chunk: range, input_ids: Tensor, attention_mask: Tensor, completion: int, images: list[Any]
 ) -> list[list[int]]:
     rows, prompt = list(chunk), input_ids.size(1) - completion
-    shown = [_starts(images[row]) for row in rows]
+    shown = [first_patches(*held) if (held := images[row]) is not None else [] for row in rows]
     groups = groups_of(input_ids[rows, :prompt], attention_mask[rows, :prompt], shown)
     return [[rows[row] for row in group] for group in groups]
-
-
-def _starts(held: tuple[Tensor, Tensor] | None) -> list[int]:
-    """The first reference of each image of a row, which tells them apart."""
-    if held is None:
-        return []
-    patches = held[1].prod(dim=-1)
-    firsts: list[int] = held[0][patches.cumsum(0) - patches, 0].tolist()
-    return firsts
 
 
 def _pays(groups: list[list[int]], attention_mask: Tensor, completion: int, config: Any) -> bool:

@@ -32,8 +32,9 @@ def joined(batch: dict[str, Any], further: dict[str, Any], pad_id: int) -> dict[
     """The rows of both, padded to the wider of the two. What has no rows is that of `batch`."""
     prompt = max(part["prompt_ids"].size(1) for part in (batch, further))
     completion = max(part["completion_ids"].size(1) for part in (batch, further))
-    own = split_pixel_values_by_grid(_widened(batch, prompt, completion, pad_id))
-    other = split_pixel_values_by_grid(_widened(further, prompt, completion, pad_id))
+    both_sequence = all(_sequence_ratio(part) for part in (batch, further))
+    wide = (_widened(part, prompt, completion, pad_id, both_sequence) for part in (batch, further))
+    own, other = map(split_pixel_values_by_grid, wide)
     both: dict[str, Any] = {}
     for name, value in own.items():
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -60,13 +61,23 @@ def refilled(
     return whole
 
 
-def _widened(batch: dict[str, Any], prompt: int, completion: int, pad_id: int) -> dict[str, Any]:
+def _sequence_ratio(batch: dict[str, Any]) -> bool:
+    """Whether the ratio to the engine is one number a rollout."""
+    ratio = batch.get("importance_sampling_ratio")
+    return ratio is None or ratio.size(1) == 1
+
+
+def _widened(
+    batch: dict[str, Any], prompt: int, completion: int, pad_id: int, sequence_ratio: bool = False
+) -> dict[str, Any]:
     """Prompts padded on their left, completions on their right, and what spans both on both sides."""
     left, right = prompt - batch["prompt_ids"].size(1), completion - batch["completion_ids"].size(1)
     wide: dict[str, Any] = {}
     for name, value in batch.items():
         fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
-        if not isinstance(value, Tensor) or value.dim() < 2 or name in ("pixel_values", "image_grid_thw"):
+        if name == "importance_sampling_ratio":  # TRL's VESPO takes its logarithm without a mask
+            wide[name] = value if sequence_ratio else pad(value, (0, right), value=1)
+        elif not isinstance(value, Tensor) or value.dim() < 2 or name in ("pixel_values", "image_grid_thw"):
             wide[name] = value
         elif name in ("prompt_ids", "prompt_mask"):
             wide[name] = pad(value, (left, 0), value=fill)

@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, distributed
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from adora_vl.passes.bank import Banks
+from adora_vl.passes.bank import Banks, first_patches
 from adora_vl.passes.batches import take_rows
 from adora_vl.passes.refill import joined
 
-
-def even(counts: Sequence[int]) -> list[int]:
-    """What each rank has afterwards: as even as it goes, the odd ones where the most are, so that fewest move."""
-    share, more = divmod(sum(counts), len(counts))
-    order = sorted(range(len(counts)), key=lambda rank: (-counts[rank], rank))
-    return [share + (order.index(rank) < more) for rank in range(len(counts))]
+_CPU = torch.device("cpu")
 
 
-def moves(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """(from, to) of each unit that moves; every rank computes the same."""
-    targets = even(counts)
-    giving = [rank for rank, (has, gets) in enumerate(zip(counts, targets, strict=True)) for _ in range(has - gets)]
-    taking = [rank for rank, (has, gets) in enumerate(zip(counts, targets, strict=True)) for _ in range(gets - has)]
-    return list(zip(giving, taking, strict=True))
+def moves(counts: Sequence[int], least: int = 1) -> list[tuple[int, int]]:
+    """(from, to) of each unit that moves; every rank computes the same.
+
+    `counts`: units with signal of each rank. `least`: as many a rank goes through anyway. No rank keeps more than it
+    must; what is below that stays where it is.
+    """
+    most = max(least, math.ceil(sum(counts) / len(counts)))
+    giving = [rank for rank, count in enumerate(counts) for _ in range(count - most)]
+    after = list(counts)
+    plan = []
+    for source in giving:
+        target = min(range(len(after)), key=lambda rank: (after[rank], rank))
+        after[target] += 1
+        plan.append((source, target))
+    return plan
+
+
+class Carrier:
+    """Takes parcels from rank to rank over the CPU, so that no card has to hold them twice."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+
+    def carry(self, plan: Sequence[tuple[int, int]], sending: Sequence[Any], rank: int) -> list[Any]:
+        """What arrives here. `sending`: this rank's parcels, in the order of the plan, which all ranks go through."""
+        if self._group is None:
+            self._group = distributed.new_group(backend="gloo")
+        waiting, arrived = list(sending), []
+        for source, target in plan:
+            if source == rank:
+                distributed.send_object_list([waiting.pop(0)], dst=target, group=self._group, device=_CPU)
+            elif target == rank:
+                box = [None]
+                distributed.recv_object_list(box, src=source, group=self._group, device=_CPU)
+                arrived += box
+        return arrived
 
 
 def spread(
@@ -38,34 +63,42 @@ def spread(
     rank: int,
     banks: Banks,
     pad_id: int,
+    carry: Callable[[Sequence[tuple[int, int]], Sequence[Any], int], list[Any]],
 ) -> tuple[dict[str, Any], list[bool]]:
     """Carry out the `plan` on every rank. Returned are the batch with what came at its end, and which units of it are
-    to be learned from here. `unit`: rows of a unit; `live`: of each, before.
+    to be learned from here. `unit`: rows of a unit; `live`: of each, before. What is given away has advantages of 0.
     """
-    live = list(live)
-    sending = []
-    split = split_pixel_values_by_grid(batch)
-    for source, target in plan:
+    live, split = list(live), split_pixel_values_by_grid(batch)
+    advantages, sending = batch["advantages"].clone(), []
+    for source, _ in plan:
         if source == rank:
             number = len(live) - 1 - live[::-1].index(True)
             live[number] = False
-            rows = take_rows(split, range(number * unit, (number + 1) * unit))
-            sending.append((target, _packed_up(rows, banks)))
-    device = batch["prompt_ids"].device
-    for target, parcel in gather_object(sending):
-        if target == rank:
-            batch = joined(batch, _unpacked(parcel, banks, device), pad_id)
-            live.append(True)
+            rows = range(number * unit, (number + 1) * unit)
+            sending.append(_packed_up(take_rows(split, rows), banks))
+            advantages[rows.start : rows.stop] = 0
+    batch = {**batch, "advantages": advantages}
+    for parcel in carry(plan, sending, rank):
+        batch = joined(batch, _unpacked(parcel, banks, advantages.device), pad_id)
+        live.append(True)
     banks.more()  # sharded weights are gathered by all ranks at the same vision passes
     return batch, live
+
+
+def movable(batch: dict[str, Any]) -> tuple[str, ...]:
+    """The names of what a rank's rows have, which have to be alike on all ranks; empty where each row has its own
+    pixels, which are too much to send.
+    """
+    pixels = batch.get("pixel_values")
+    return () if pixels is not None and pixels.is_floating_point() else tuple(sorted(batch))
 
 
 def _packed_up(rows: dict[str, Any], banks: Banks) -> dict[str, Any]:
     """On the CPU, without the rest of the storage that they are cut from; each image once, instead of references."""
     parcel = {name: _apart(value) for name, value in rows.items()}
     references = rows.get("pixel_values")
-    if isinstance(references, list) and not references[0].is_floating_point():
-        starts = [_starts(own, grid) for own, grid in zip(references, rows["image_grid_thw"], strict=True)]
+    if isinstance(references, list):
+        starts = [first_patches(own, grid) for own, grid in zip(references, rows["image_grid_thw"], strict=True)]
         parcel["pixel_values"] = starts
         parcel["images"] = {start: _apart(banks.of(start).image(start)) for start in {s for row in starts for s in row}}
     return parcel
@@ -75,12 +108,6 @@ def _apart(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_apart(one) for one in value]
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
-
-
-def _starts(references: Tensor, grids: Tensor) -> list[int]:
-    patches = grids.prod(dim=-1)
-    starts: list[int] = references[patches.cumsum(0) - patches, 0].tolist()
-    return starts
 
 
 def _unpacked(parcel: dict[str, Any], banks: Banks, device: torch.device) -> dict[str, Any]:

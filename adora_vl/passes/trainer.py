@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from adora_vl.options.speed import regroup_obstacle
@@ -18,31 +19,24 @@ from adora_vl.passes.batches import (
     MEAN_OVER_ROWS,
     by_length,
     chosen_units,
-    dealt,
     live_units,
+    planned,
     take_rows,
     unit_size,
     without_padding,
 )
-from adora_vl.passes.importance import importance_ratio
+from adora_vl.passes.importance import has_dropout, importance_ratio, ratio_figures
 from adora_vl.passes.numbers import RolloutNumbers
 from adora_vl.passes.packed import PackedPass, Result
 from adora_vl.passes.processor import StepProcessor
 from adora_vl.passes.refill import exchanges, further_rows, refilled
-from adora_vl.passes.spread import even, moves, spread
+from adora_vl.passes.spread import Carrier, movable, moves, spread
 from adora_vl.passes.vision import SharedVision
 from adora_vl.record.trainer import RecordedGRPOTrainer
 from adora_vl.replaced import replaced
 from adora_vl.rollout.drift import rollout_drift
 from adora_vl.rollout.image_cache import ImageCache, can_cache
 from adora_vl.rollout.rows import DistinctRows
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether two passes over the same tokens differ."""
-    config = getattr(model, "config", None)
-    attention = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
-    return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
 class OnceGRPOTrainer(RecordedGRPOTrainer):
@@ -58,6 +52,8 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         self.packed_pass = PackedPass()
         self.flat_pass = PackedPass(by_group=False)
         self.rollouts = RolloutNumbers(self.accelerator.process_index, self.accelerator.num_processes)
+        self._carrier = Carrier()
+        self._prepared: dict[str, Any] | None = None  # the micro-batch that is about to be run
         self._moved = False  # whether rollouts of this step are learned from on another rank than their own
         self._attempt = 0  # which further batch of this generation is being sampled
         self._unfinished: dict[str, Any] | None = None  # a micro-batch whose importance ratio is still to be formed
@@ -88,9 +84,10 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         self.vision.share = self.args.adora_share_vision
         with ExitStack() as stack:
             cache = self.image_cache if self.args.adora_cache_images else None
+            bank = self.banks.more() if self._attempt else None
+            if bank is None:
+                bank = self.banks.new("train" if training else "eval")
             if cache is not None and any(row.get("images") for row in inputs):
-                bank = self.banks.more() if self._attempt else None
-                bank = bank or self.banks.new("train" if training else "eval")
                 processor = StepProcessor(self.processing_class, cache, bank, self.accelerator.device)
                 stack.enter_context(replaced(self, "processing_class", processor))
             if self.use_vllm:
@@ -109,6 +106,9 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         """Stock TRL shuffles the rows of a generation and cuts them into micro-batches, padded to the generation's
         longest; ours keeps groups together, leaves out those without signal, and cuts padding off.
         """
+        if self._prepared is not None:
+            ready, self._prepared = self._prepared, None
+            return ready
         wanted = self.args.adora_share_vision or self.args.adora_share_prompt or self.args.adora_skip_zero_signal
         wanted = wanted or self.args.adora_less_padding or self.args.adora_dynamic_sampling > 0
         if not self.model.training or not wanted or regroup_obstacle(self.args):
@@ -142,7 +142,9 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
                 )
             finally:
                 self._attempt = 0
-            pairs = exchanges(live, live_units(further["advantages"], size))
+            # where a rank has images in one batch only, the rows have not the same columns
+            alike = all(gather_object([further.keys() == batch.keys()]))
+            pairs = exchanges(live, live_units(further["advantages"], size)) if alike else []
             batch = refilled(batch, further, pairs, size, self._tokenizer.pad_token_id)
             live = live_units(batch["advantages"], size)
             replaced_groups += len(pairs)
@@ -163,7 +165,8 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         elif self.args.adora_spread_signal and self.accelerator.num_processes > 1:
             batch, live = self._spread(batch, live, unit)
         wanted = self.accelerator.gather(torch.tensor([sum(live)], device=self.accelerator.device)).max().item()
-        units = chosen_units(live, max(int(wanted), steps))
+        chunk = self._chunk
+        units = chosen_units(live, max(int(wanted), steps // chunk))
         self._metrics["train"]["adora/skipped_groups"].append(1 - len(units) / count)
         one_step = self.args.gradient_accumulation_steps % (steps * self.num_iterations) == 0
         if one_step and self.args.adora_less_padding:
@@ -172,8 +175,11 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         elif not one_step:  # each optimizer step should see groups of all kinds
             units = [units[place] for place in torch.randperm(len(units)).tolist()]
         split = split_pixel_values_by_grid(batch)
-        micro_batches = []
-        for part in dealt(units, steps):
+        micro_batches: list[dict[str, Any]] = []
+        for part in planned(units, steps // chunk, chunk, rows // unit):
+            if not part:
+                micro_batches.append({})
+                continue
             micro = take_rows(split, [unit * number + row for number in part for row in range(unit)])
             micro = unsplit_pixel_values_by_grid(micro)
             micro = without_padding(micro) if self.args.adora_less_padding else micro
@@ -182,17 +188,36 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
 
     def _spread(self, batch: dict[str, Any], live: list[bool], unit: int) -> tuple[dict[str, Any], list[bool]]:
         """Move units with signal between ranks where the one with most of them would otherwise take longer."""
-        counts, names = zip(*gather_object([(sum(live), sorted(batch))]), strict=True)
-        plan, least = moves(counts), self.args.steps_per_generation
-        alike = all(own == names[0] for own in names)  # a rank without any image has no columns for them
-        if not alike or max(least, *counts) == max(least, *even(counts)):
-            plan = []
+        counts, names = zip(*gather_object([(sum(live), movable(batch))]), strict=True)
+        alike = names[0] and all(own == names[0] for own in names)  # a rank without any image has no columns for them
+        plan = moves(counts, self.args.steps_per_generation // self._chunk) if alike else []
         self._metrics["train"]["adora/moved_groups"].append(len(plan) / max(sum(counts), 1))
         if not plan:
             return batch, live
         self._moved = True
         rank, pad_id = self.accelerator.process_index, self._tokenizer.pad_token_id
-        return spread(batch, live, unit, plan, rank, self.banks, pad_id)
+        return spread(batch, live, unit, plan, rank, self.banks, pad_id, self._carrier.carry)
+
+    @property
+    def _chunk(self) -> int:
+        """How many micro-batches one generation has within one optimizer step; all but the last may be empty."""
+        steps, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        return min(steps, accumulated) if steps % accumulated == 0 or accumulated % steps == 0 else 1
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """Stock TRL runs every micro-batch forward and backward; ours passes over those that are empty, as they are on
+        all ranks.
+        """
+        started = time.perf_counter()
+        model.train()
+        self._prepared = self._prepare_inputs(inputs)
+        self._current_train_step_time += time.perf_counter() - started
+        if self._prepared:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        self._prepared = None
+        self._step += 1
+        return torch.zeros((), device=self.args.device)
 
     @property
     def _can_skip(self) -> bool:
@@ -258,18 +283,7 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         inputs["importance_sampling_ratio"] = ratio
         self._compare_with_engine(logps_BC, sampling_BC, mask_BC)
         self.rollouts.measured(inputs["rollout_number"], rollout_drift(logps_BC, sampling_BC, mask_BC))
-        seen = ratio.flatten() if ratio.size(1) == 1 else ratio[mask_BC.bool()]
-        gap = (logps_BC - sampling_BC).abs()[mask_BC.bool()]
-        gap = gap[~gap.isnan()]
-        figures: list[tuple[str, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
-            ("sampling/sampling_logp_difference/mean", gap, torch.mean, torch.nanmean),
-            ("sampling/sampling_logp_difference/max", gap, torch.amax, torch.amax),
-            ("sampling/importance_sampling_ratio/min", seen, torch.amin, torch.amin),
-            ("sampling/importance_sampling_ratio/mean", seen, torch.mean, torch.nanmean),
-            ("sampling/importance_sampling_ratio/max", seen, torch.amax, torch.amax),
-        ]
-        for name, values, here, everywhere in figures:
-            own = here(values) if values.numel() else torch.zeros((), device=logps_BC.device)
+        for name, own, everywhere in ratio_figures(ratio, logps_BC, sampling_BC, mask_BC):
             self._metrics["train"][name].append(everywhere(self.accelerator.gather(own.reshape(1))).item())
 
     def late_drift(self) -> list[float]:

@@ -55,6 +55,12 @@ STEPS: dict[str, list[str]] = {
 class SameAgain(AdoraGRPOTrainer):
     """Every step samples what the first one did."""
 
+    losses = 0
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self.losses += 1
+        return super()._compute_loss(model, inputs)
+
     def _seed_rollouts(self) -> None:
         self.vllm_generation.position = (self.args.seed, "again")
 
@@ -72,11 +78,15 @@ class Switches(TrainerCallback):
     """Sets what the step that begins has on."""
 
     trainer: SameAgain
+    flat_refused = ""
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer.begun.append(self.trainer.losses)
         on = list(STEPS.values())[state.global_step]
         flat = list(STEPS)[state.global_step] == "end to end"
-        packed_module.VARIABLE = ("sdpa",) if flat else ()
+        packed_module.takes_bounds = lambda attention: flat
+        if self.trainer.flat_pass.refused.startswith("packed"):
+            self.flat_refused = self.trainer.flat_pass.refused
         self.trainer.flat_pass.refused = "" if flat else "its own step comes"
         for name in SWITCHES:
             setattr(args, name, name in on)
@@ -127,6 +137,14 @@ def sabotage(names: str) -> None:
             return dataclasses.replace(packed, positions=packed.positions + (packed.labels_NS != -100))
 
         packed_module.pack = shifted
+    if "ends" in names:  # the same where rows are laid end to end
+        laid = packed_module.end_to_end
+
+        def later(*args: Any) -> Any:
+            flat = laid(*args)
+            return dataclasses.replace(flat, positions=flat.positions + (flat.labels_NS != -100))
+
+        packed_module.end_to_end = later
     if "rows" in names:  # micro-batches weigh alike however many rows they have
         trainer_module.MEAN_OVER_ROWS = frozenset()
 
@@ -176,7 +194,7 @@ def main() -> None:
         train_dataset=dataset,
         callbacks=[switches, gradients],
     )
-    trainer.work, trainer.sampled = [], []
+    trainer.work, trainer.sampled, trainer.begun = [], [], []
     switches.trainer = trainer
     sabotage(options.sabotage)
     trainer.train()
@@ -188,7 +206,7 @@ def main() -> None:
             "norms": [entry["grad_norm"] for entry in log],
             "moved": [entry.get("adora/moved_groups") for entry in log],
             "skipped": [entry.get("adora/skipped_groups") for entry in log],
-            "kl": [entry.get("kl", 0.0) for entry in log],
+            "kl": [entry["kl"] for entry in log] if args.beta else None,
             "drift": [entry.get("adora/drift", 0.0) for entry in log],
             "work": trainer.work,
             "seen_in_step": [b - a for a, b in pairwise([*(w["seen"] for w in trainer.work), trainer.vision.seen])],
@@ -197,6 +215,8 @@ def main() -> None:
             "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
             "packed": trainer.packed_pass.passes,
             "flat": trainer.flat_pass.passes,
+            "flat_refused": switches.flat_refused,
+            "micro_batches": [later - before for before, later in pairwise([*trainer.begun, trainer.losses])],
             "refused": trainer.packed_pass.refused,
         }
         options.output.write_text(json.dumps(result))

@@ -14,6 +14,13 @@ pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("speed_run.py"))
 # Relative to each gradient's norm. Rounding alone, from another order of the same micro-batches, gives 5e-7.
 BOUNDS = {"vision": 1e-5, "prompt": 1e-5, "all": 1e-5, "padding": 5e-6, "end to end": 1e-5}
+# Four micro-batches of half a group on each process
+TWO_PROCESSES = (
+    "per_device_train_batch_size=4",
+    "gradient_accumulation_steps=4",
+    "adora_freeze_vision_tower=true",
+    "loss_type=dapo",
+)
 
 
 def speed(folder: Path, config: str, *words: str) -> dict[str, Any]:
@@ -64,6 +71,7 @@ def test_the_work_is_really_saved(one_process):
     assert skipped["all"] == skipped["zero signal"] == 0.5 and skipped["padding"] == 0
     assert one_process["packed"] > 0 and not one_process["refused"]
     assert one_process["flat"] > 0, "no pass was laid end to end"
+    assert not one_process["flat_refused"]
 
 
 def test_groups_of_a_further_batch_bring_all_that_is_theirs(one_process):
@@ -73,16 +81,25 @@ def test_groups_of_a_further_batch_bring_all_that_is_theirs(one_process):
     assert one_process["distances"][-1] > 1e-2, "nothing else was learned from"
 
 
+def test_micro_batches_of_half_a_group(tmp_path):
+    """As the recipes for large models: fewer rows a micro-batch than a group has. None is run for nothing."""
+    result = speed(tmp_path, "cpu", "per_device_train_batch_size=4", "gradient_accumulation_steps=8")
+    assert_equal_steps(result)
+    assert max(result["distances"][:-1]) < 2e-5  # vision once for half a group instead of once a rollout: 1.04e-5
+    run = dict(zip(result["steps"], result["micro_batches"], strict=True))
+    assert run["off"] == run["padding"] == 8 and run["zero signal"] == run["all"] == 4
+
+
 def test_faults_are_noticed(tmp_path):
-    """Rollouts one position further on; micro-batches that weigh alike however many rows they have."""
-    result = speed(tmp_path, "cpu", "--sabotage", "positions,rows", "max_completion_length=12")
+    """Rollouts one position further on, in both layouts; micro-batches that weigh alike however many rows they have."""
+    result = speed(tmp_path, "cpu", "--sabotage", "positions,ends,rows", "max_completion_length=12")
     assert "differ by" in result["refused"], "the check on the first batch did not fall back"
+    assert "differ by" in result["flat_refused"]
     assert dict(zip(result["steps"], result["distances"], strict=True))["zero signal"] > 1e-3
 
 
 def test_two_zero3_processes_with_groups_without_signal(tmp_path):
-    words = ("gradient_accumulation_steps=1", "adora_freeze_vision_tower=true", "loss_type=dapo")
-    result = speed(tmp_path, "cpu_zero3", *words)
+    result = speed(tmp_path, "cpu_zero3", *TWO_PROCESSES)
     assert_equal_steps(result)
     for norm in result["norms"][:-1]:
         assert norm == pytest.approx(result["norms"][0], rel=1e-5)
@@ -90,3 +107,5 @@ def test_two_zero3_processes_with_groups_without_signal(tmp_path):
     # the silent problems are the first process's: alone, it would look on while the other takes all of its own
     assert skipped["zero signal"] == 0 and skipped["spread"] == skipped["all"] == 0.5
     assert moved["spread"] == 0.5
+    run = dict(zip(result["steps"], result["micro_batches"], strict=True))
+    assert run["off"] == run["zero signal"] == 4 and run["spread"] == run["all"] == 2

@@ -10,12 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adora_vl.passes.bank import Banks
-from adora_vl.passes.batches import by_length, chosen_units, dealt, live_units, take_rows, unit_size, without_padding
+from adora_vl.passes.batches import (
+    by_length,
+    chosen_units,
+    dealt,
+    live_units,
+    planned,
+    take_rows,
+    unit_size,
+    without_padding,
+)
 from adora_vl.passes.flat import end_to_end, flat_pays
 from adora_vl.passes.importance import importance_ratio
 from adora_vl.passes.prefix import groups_of, pack, packing_pays
 from adora_vl.passes.processor import distinct_rows
-from adora_vl.passes.refill import exchanges, further_rows, refilled
+from adora_vl.passes.refill import exchanges, further_rows, joined, refilled
 from adora_vl.rollout.image_cache import ProcessedImage
 
 
@@ -47,6 +56,21 @@ def test_units_are_dealt_evenly_and_none_is_lost(micro_batches, more):
     assert [unit for part in parts for unit in part] == units
     sizes = {len(part) for part in parts}
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+
+
+def test_micro_batches_are_full_and_the_empty_ones_come_first():
+    assert planned(range(5), 1, 4, 2) == [[], [0, 1], [2, 3], [4]]
+    assert planned(range(8), 1, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert planned(range(3), 2, 2, 2) == [[], [0, 1], [], [2]], "a chunk is an optimizer step here"
+    assert planned([7], 1, 3, 1) == [[], [], [7]]
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 80))
+def test_every_chunk_ends_with_work_and_no_micro_batch_is_too_large(chunks, chunk, full, more):
+    units = list(range(min(chunks + more, chunks * chunk * full)))
+    plan = planned(units, chunks, chunk, full)
+    assert len(plan) == chunks * chunk and sorted(unit for part in plan for unit in part) == units
+    assert all(plan[chunk - 1 :: chunk]) and max(map(len, plan)) <= full
 
 
 def test_units_go_by_their_longest_row():
@@ -214,6 +238,21 @@ def test_dead_groups_are_replaced_by_live_ones_of_a_further_batch():
     assert whole["pixel_values"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 102, 103, 104, 105]
     assert whole["image_grid_thw"].tolist() == [[1, 1, 2], [1, 2, 2], [1, 2, 2]]
     assert whole["advantages"].tolist() == [1, -1, -1]
+
+
+RATIOS_JOINED = [([[2.0, 3]], [[4.0]], [[2, 3], [4, 1]]), ([[2.0]], [[4.0]], [[2], [4]])]
+
+
+@pytest.mark.parametrize(("own", "further", "expected"), RATIOS_JOINED)
+def test_a_ratio_is_padded_with_what_changes_nothing(own, further, expected):
+    """TRL's VESPO takes its logarithm without a mask. A ratio of whole rollouts has one column."""
+
+    def part(ratio, length):
+        rows = {name: value[:1] for name, value in batch().items() if name in ("prompt_ids", "prompt_mask")}
+        rows |= {name: batch()[name][:1, :length] for name in ("completion_ids", "completion_mask")}
+        return rows | {"importance_sampling_ratio": torch.tensor(ratio)}
+
+    assert joined(part(own, 2), part(further, 1), 77)["importance_sampling_ratio"].tolist() == expected
 
 
 def test_further_problems_are_the_same_ones_after_a_resume_and_others_elsewhere():

@@ -10,30 +10,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.passes import spread as spread_module
 from adora_vl.passes.bank import Banks
+from adora_vl.passes.batches import chosen_units
 from adora_vl.passes.numbers import RolloutNumbers
-from adora_vl.passes.spread import even, moves, spread
+from adora_vl.passes.spread import movable, moves, spread
 from adora_vl.rollout.image_cache import ProcessedImage
 
 CPU = torch.device("cpu")
 
 
 def test_moves_by_hand():
-    assert even([0, 4]) == [2, 2] and moves([0, 4]) == [(1, 0), (1, 0)]
-    assert even([1, 2, 2]) == [1, 2, 2] and moves([1, 2, 2]) == [], "the odd ones stay where they are"
+    assert moves([0, 4]) == [(1, 0), (1, 0)]
+    assert moves([1, 2, 2]) == [], "no rank takes longer for it"
     assert moves([3, 0, 0]) == [(0, 1), (0, 2)]
+    assert moves([4, 3, 3, 0]) == [(0, 3)], "no more than is needed"
+    assert moves([0, 6], least=4) == [(1, 0), (1, 0)] and moves([0, 4], least=4) == []
     assert moves([0, 0]) == []
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8))
-def test_moves_make_it_even_and_no_rank_gives_and_takes(counts):
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 6))
+def test_no_rank_takes_longer_than_it_must_and_none_gives_and_takes(counts, least):
     after = list(counts)
-    for source, target in moves(counts):
+    for source, target in moves(counts, least):
         after[source] -= 1
         after[target] += 1
-    assert after == even(counts) and max(after) - min(after) <= 1
-    assert not {source for source, _ in moves(counts)} & {target for _, target in moves(counts)}
+    assert max(after) <= max(least, -(-sum(counts) // len(counts))) and sum(after) == sum(counts)
+    assert not {source for source, _ in moves(counts, least)} & {target for _, target in moves(counts, least)}
 
 
 def image(key: str) -> ProcessedImage:
@@ -60,26 +62,49 @@ def rank_batch(banks: Banks, images: str, completion: int, first: int) -> dict:
 
 
 @pytest.fixture
-def two_ranks(monkeypatch):
-    """Rank 0 has nothing alive, rank 1 two units of two rollouts; what rank 1 sends is copied on the way."""
+def two_ranks():
+    """Rank 0 has nothing alive, rank 1 two units of two rollouts."""
     banks = [Banks(), Banks()]
     batches = [rank_batch(banks[0], "abab", 2, 0), rank_batch(banks[1], "ccad", 3, 10)]
     parcels: list = []
 
-    def gather(sending):
+    def carry(plan, sending, rank):
         parcels.extend(copy.deepcopy(sending))
-        return parcels
+        return parcels if rank == 0 else []
 
-    monkeypatch.setattr(spread_module, "gather_object", gather)
     plan = moves([0, 2])
-    giver = spread(batches[1], [True, True], 2, plan, 1, banks[1], 99)
-    taker = spread(batches[0], [False, False], 2, plan, 0, banks[0], 99)
+    giver = spread(batches[1], [True, True], 2, plan, 1, banks[1], 99, carry)
+    taker = spread(batches[0], [False, False], 2, plan, 0, banks[0], 99, carry)
     return giver, taker, banks
 
 
-def test_the_giver_keeps_its_rows_and_leaves_them_out(two_ranks):
+def test_the_giver_learns_nothing_from_what_it_gave(two_ranks):
     (batch, live), _, _ = two_ranks
-    assert live == [True, False] and len(batch["prompt_ids"]) == 4
+    assert live == [True, False] and batch["advantages"].tolist() == [10, 11, 0, 0]
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5), st.sampled_from([1, 2, 3, 6]))
+def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
+    """The plan, what is sent, and the choice of units together, for whatever has signal."""
+    plan, parcels, banks = moves([sum(live) for live in ranks], least), [], [Banks() for _ in ranks]
+    batches = [rank_batch(bank, "abcdef", 1, 100 * (rank + 1)) for rank, bank in enumerate(banks)]
+    for batch, live in zip(batches, ranks, strict=True):
+        batch["advantages"] = batch["advantages"] * torch.tensor(live)
+
+    def carry(plan, sending, rank):
+        if rank not in {target for _, target in plan}:
+            parcels.extend(zip([target for source, target in plan if source == rank], sending, strict=True))
+        return [parcel for target, parcel in parcels if target == rank]
+
+    order = sorted(range(len(ranks)), key=lambda rank: rank in {target for _, target in plan})  # givers first
+    after = {r: spread(batches[r], ranks[r], 1, plan, r, banks[r], 99, carry) for r in order}
+    wanted = max(least, *(sum(live) for _, live in after.values()))
+    learned = []
+    for batch, live in after.values():
+        chosen = chosen_units(live, wanted)
+        assert len(chosen) == wanted
+        learned += [value for value in batch["advantages"][chosen].tolist() if value]
+    assert sorted(learned) == sorted(value for batch in batches for value in batch["advantages"].tolist() if value)
 
 
 def test_all_that_is_a_row_s_goes_with_it(two_ranks):
@@ -113,3 +138,9 @@ def test_drift_measured_elsewhere_comes_home():
     other.heard(found)
     assert home.take()[0] == 0.25 and math.isnan(other.take()[0])
     assert home.take() == [] and other.take_of_others() == []
+
+
+def test_pixels_that_are_not_referred_to_stay_where_they_are():
+    assert movable({"prompt_ids": 0, "advantages": 0}) == ("advantages", "prompt_ids")
+    assert movable({"pixel_values": torch.zeros(1, 1, dtype=torch.long)}) == ("pixel_values",)
+    assert movable({"pixel_values": torch.zeros(1, 3)}) == ()

@@ -42,6 +42,7 @@ SIGNATURES = {
     GRPOTrainer._get_train_sampler: ["self", "dataset"],
     GRPOTrainer.get_train_dataloader: ["self"],
     GRPOTrainer._prepare_inputs: ["self", "generation_batch"],
+    GRPOTrainer.training_step: ["self", "model", "inputs", "num_items_in_batch"],
     GRPOTrainer._get_per_token_logps_and_entropies: [
         "self",
         "model",
