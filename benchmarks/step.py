@@ -30,6 +30,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     "G 4": (["--generations", "4"], "cpu"),
     "G 16": (["--generations", "16"], "cpu"),
     "two ZeRO-3": ([], "cpu_zero3"),
+    "two ZeRO-3 half silent": (["--silent", "0.5"], "cpu_zero3"),
+    "two ZeRO-3 frozen": (["--frozen"], "cpu_zero3"),
     "each switch": (["--ablate"], "cpu"),
 }
 PHASES = ["data", "image", "rollout", "grading", "old pass", "policy forward", "backward", "optimizer", "sync", "other"]
