@@ -38,12 +38,25 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 
 
-def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean over seeds, by Student's t."""
+def half_width(values: Sequence[float]) -> float:
+    """Of the 95 % interval of the mean over seeds, by Student's t."""
     quantile = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}.get(len(values), 2.3)
-    half = quantile * statistics.stdev(values) / len(values) ** 0.5
-    middle = statistics.fmean(values)
+    return quantile * statistics.stdev(values) / len(values) ** 0.5
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of an accuracy's mean over seeds."""
+    middle, half = statistics.fmean(values), half_width(values)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def against(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]] | None) -> str:
+    """Points ahead of the baseline at the end, seed by seed, and half of the 95 % interval of their mean."""
+    ends = {run["seed"]: run["held_out"][-1][1] for run in base or ()}
+    ahead = [100 * (run["held_out"][-1][1] - ends[run["seed"]]) for run in runs if run["seed"] in ends]
+    if len(ahead) < 2 or runs is base:
+        return "-"
+    return f"{statistics.fmean(ahead):+.1f} +-{half_width(ahead):.1f}"
 
 
 def reached(held_out: Sequence[Sequence[float]], value: float) -> int | None:
@@ -78,7 +91,7 @@ def table(results: Sequence[dict[str, Any]], names: Sequence[str], baseline: str
     by_name = {name: [run for run in results if run["name"] == name] for name in names}
     base = by_name.get(baseline)
     goal = statistics.fmean(run["held_out"][-1][1] for run in base) if base else None
-    head = f"{'method':<18}{'runs':>5}  {'held-out [95 %]':<20}{'reaches':>8}{'right':>13}{'wrong':>13}"
+    head = f"{'method':<18}{'runs':>5}  {'held-out [95 %]':<20}{'ahead':>11}{'reaches':>8}{'right':>13}{'wrong':>13}"
     lines = [head + f"{'entropy':>9}{'TDS':>6}{'KL':>9}{'KL out':>8}{'loss out':>9}{'seconds':>9}"]
     for name, runs in by_name.items():
         if not runs:
@@ -95,7 +108,7 @@ def table(results: Sequence[dict[str, Any]], names: Sequence[str], baseline: str
         row = "".join(
             f"{value:{form}}" if value is not None else "-".rjust(int(form.split(".")[0])) for value, form in cells
         )
-        lines.append(f"{name:<18}{len(runs):>5}  {held:<20}{reach:>8}{lengths}{row}")
+        lines.append(f"{name:<18}{len(runs):>5}  {held:<20}{against(runs, base):>11}{reach:>8}{lengths}{row}")
     return lines
 
 
@@ -110,6 +123,7 @@ COLUMNS = (
 )
 LEGEND = (
     "held-out: accuracy in percent at the end; the interval is Wilson's for one run, Student's t over seeds for more.\n"
+    "ahead: of GRPO, in points, seed by seed, and half of the 95 % interval of the mean.\n"
     "reaches: mean step of the first evaluation at GRPO's final accuracy, or how many of the runs did.\n"
     "right, wrong: tokens of right and wrong rollouts, first and last fifth of the steps; entropy, TDS, KL: last.\n"
     "out: steps further from the median of the 11 around them than five times the run's median distance."

@@ -51,6 +51,8 @@ def test_the_table_says_when_the_baselines_end_is_reached():
     assert reached(results[2]["held_out"], 0.85) == 10 and reached(results[3]["held_out"], 0.85) is None
     assert " 1/2" in lines[2] and "77.5 [" in lines[2]
     assert t_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
+    # adora is 5 points ahead with one seed and 20 behind with the other: 12.71 x 17.68 / sqrt(2)
+    assert "-7.5 +-158.9" in lines[2] and " - " in lines[1]
 
 
 def test_the_page_holds_the_table_and_the_curves(tmp_path):
