@@ -1,6 +1,6 @@
 """The same rollouts with each way to save work, in one run: writes losses and every gradient's distance from stock's.
 
-Usage: accelerate launch ... speed_run.py --output FILE.json [--sabotage NAME] [key=value ...]
+Usage: accelerate launch ... speed_run.py --output FILE.json [--only STEP,STEP] [--sabotage NAME] [key=value ...]
 The policy stands still (learning rate 0), the problems and the rollouts' seeds come again at every step, and only the
 switches differ: the first step has all of them off, which is stock TRL's way.
 """
@@ -80,17 +80,20 @@ class Switches(TrainerCallback):
     trainer: SameAgain
     flat_refused = ""
 
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.begun.append(self.trainer.losses)
-        on = list(STEPS.values())[state.global_step]
-        flat = list(STEPS)[state.global_step] == "end to end"
+        name = self.names[state.global_step]
+        on, flat = STEPS[name], name == "end to end"
         packed_module.takes_bounds = lambda attention: flat
         if self.trainer.flat_pass.refused.startswith("packed"):
             self.flat_refused = self.trainer.flat_pass.refused
         self.trainer.flat_pass.refused = "" if flat else "its own step comes"
-        for name in SWITCHES:
-            setattr(args, name, name in on)
-        args.adora_dynamic_sampling = int(list(STEPS)[state.global_step] == "refill")
+        for switch in SWITCHES:
+            setattr(args, switch, switch in on)
+        args.adora_dynamic_sampling = int(name == "refill")
 
 
 class Gradients(TrainerCallback):
@@ -153,8 +156,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sabotage", default="")
+    parser.add_argument("--only", default=",".join(STEPS), help="the steps to take, 'off' first")
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
+    steps = options.only.split(",")
     own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
     settings: dict[str, Any] = {
         "use_cpu": True,
@@ -170,7 +175,7 @@ def main() -> None:
         "num_generations": 8,
         "loss_type": "grpo",
         "max_completion_length": 24,
-        "max_steps": len(STEPS),
+        "max_steps": len(steps),
         "learning_rate": 0.0,
         "weight_decay": 0.0,
         "shuffle_dataset": False,
@@ -186,7 +191,7 @@ def main() -> None:
     rows = list(generate(groups, seed=5))
     dataset = Dataset.from_list(rows, features=FEATURES)
     dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
-    gradients, switches = Gradients(), Switches()
+    gradients, switches = Gradients(), Switches(steps)
     trainer = SameAgain(
         model=str(PRETRAINED),
         reward_funcs=reward_without_signal({row["id"] for row in rows[: len(rows) // 2]}),
@@ -201,7 +206,7 @@ def main() -> None:
     if trainer.accelerator.is_main_process:
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         result = {
-            "steps": list(STEPS),
+            "steps": steps,
             "losses": [entry["loss"] for entry in log],
             "norms": [entry["grad_norm"] for entry in log],
             "moved": [entry.get("adora/moved_groups") for entry in log],

@@ -35,10 +35,15 @@ def one_process(tmp_path_factory):
     return speed(tmp_path_factory.mktemp("one"), "cpu")
 
 
+def each(result: dict[str, Any], figure: str) -> dict[str, Any]:
+    """The figure of each step that learns from the same rollouts."""
+    found = dict(zip(result["steps"], result[figure], strict=True))
+    return {name: value for name, value in found.items() if name != "refill"}
+
+
 def assert_equal_steps(result: dict[str, Any]) -> None:
     assert all(result["same"]), "the rollouts were not the same"
-    equal = zip(result["steps"][:-1], result["losses"][:-1], strict=True)
-    for name, loss in equal:
+    for name, loss in each(result, "losses").items():
         assert loss == pytest.approx(result["losses"][0], rel=1e-6, abs=2e-7), name
     assert max(result["drift"]) < 1e-5
 
@@ -46,28 +51,29 @@ def assert_equal_steps(result: dict[str, Any]) -> None:
 def test_every_switch_keeps_the_loss_and_every_gradient(one_process):
     assert_equal_steps(one_process)
     assert one_process["norms"][0] > 0.05
-    for name, distance in zip(one_process["steps"][:-1], one_process["distances"][:-1], strict=True):
+    for name, distance in each(one_process, "distances").items():
         assert distance <= BOUNDS.get(name, 1e-6), name
 
 
 def test_a_reference_model_is_asked_the_same(tmp_path):
     """Policy and reference are equal here, so any difference between what the two are asked is a KL above 0."""
-    result = speed(tmp_path, "cpu", "beta=0.1", "max_completion_length=12")
+    only = "off,cache,vision,prompt,old pass,padding,end to end,all"
+    result = speed(tmp_path, "cpu", "beta=0.1", "max_completion_length=12", "--only", only)
     assert_equal_steps(result)
     assert result["packed"] > 0 and not result["refused"] and max(result["kl"]) < 1e-8
-    assert max(result["distances"][:-1]) < 1e-5
+    assert max(result["distances"]) < 1e-5
 
 
 def test_the_work_is_really_saved(one_process):
     # 4 problems, 8 rollouts each; the image of each went through the processor once in the whole run
     assert sum(step["processed"] for step in one_process["work"]) == 4
-    seen = dict(zip(one_process["steps"], one_process["seen_in_step"], strict=True))
+    seen = each(one_process, "seen_in_step")
     assert seen["off"] == 2 * 32, "a pass for the old log-probabilities and the policy's own, over every copy"
     assert seen["old pass"] == 32
     assert seen["vision"] == 2 * 4
     assert seen["zero signal"] == 32 + 16, "two of four problems have no signal"
     assert seen["all"] == 2
-    skipped = dict(zip(one_process["steps"], one_process["skipped"], strict=True))
+    skipped = each(one_process, "skipped")
     assert skipped["all"] == skipped["zero signal"] == 0.5 and skipped["padding"] == 0
     assert one_process["packed"] > 0 and not one_process["refused"]
     assert one_process["flat"] > 0, "no pass was laid end to end"
@@ -83,29 +89,32 @@ def test_groups_of_a_further_batch_bring_all_that_is_theirs(one_process):
 
 def test_micro_batches_of_half_a_group(tmp_path):
     """As the recipes for large models: fewer rows a micro-batch than a group has. None is run for nothing."""
-    result = speed(tmp_path, "cpu", "per_device_train_batch_size=4", "gradient_accumulation_steps=8")
+    words = ("per_device_train_batch_size=4", "gradient_accumulation_steps=8")
+    result = speed(tmp_path, "cpu", *words, "--only", "off,vision,zero signal,padding,all")
     assert_equal_steps(result)
-    assert max(result["distances"][:-1]) < 2e-5  # vision once for half a group instead of once a rollout: 1.04e-5
-    run = dict(zip(result["steps"], result["micro_batches"], strict=True))
+    assert max(result["distances"]) < 2e-5  # vision once for half a group instead of once a rollout: 1.04e-5
+    run = each(result, "micro_batches")
     assert run["off"] == run["padding"] == 8 and run["zero signal"] == run["all"] == 4
 
 
 def test_faults_are_noticed(tmp_path):
     """Rollouts one position further on, in both layouts; micro-batches that weigh alike however many rows they have."""
-    result = speed(tmp_path, "cpu", "--sabotage", "positions,ends,rows", "max_completion_length=12")
+    only = "off,prompt,zero signal,end to end,off again"
+    words = ("--sabotage", "positions,ends,rows", "max_completion_length=12")
+    result = speed(tmp_path, "cpu", *words, "--only", only)
     assert "differ by" in result["refused"], "the check on the first batch did not fall back"
     assert "differ by" in result["flat_refused"]
-    assert dict(zip(result["steps"], result["distances"], strict=True))["zero signal"] > 1e-3
+    assert each(result, "distances")["zero signal"] > 1e-3
 
 
 def test_two_zero3_processes_with_groups_without_signal(tmp_path):
-    result = speed(tmp_path, "cpu_zero3", *TWO_PROCESSES)
+    result = speed(tmp_path, "cpu_zero3", *TWO_PROCESSES, "--only", "off,prompt,zero signal,spread,all,refill")
     assert_equal_steps(result)
-    for norm in result["norms"][:-1]:
+    for norm in each(result, "norms").values():
         assert norm == pytest.approx(result["norms"][0], rel=1e-5)
-    skipped, moved = (dict(zip(result["steps"], result[name], strict=True)) for name in ("skipped", "moved"))
+    skipped, moved = each(result, "skipped"), each(result, "moved")
     # the silent problems are the first process's: alone, it would look on while the other takes all of its own
     assert skipped["zero signal"] == 0 and skipped["spread"] == skipped["all"] == 0.5
     assert moved["spread"] == 0.5
-    run = dict(zip(result["steps"], result["micro_batches"], strict=True))
+    run = each(result, "micro_batches")
     assert run["off"] == run["zero signal"] == 4 and run["spread"] == run["all"] == 2
