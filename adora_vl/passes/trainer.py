@@ -142,13 +142,13 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
                 )
             finally:
                 self._attempt = 0
-            # where a rank has images in one batch only, the rows have not the same columns
-            alike = all(gather_object([further.keys() == batch.keys()]))
-            pairs = exchanges(live, live_units(further["advantages"], size)) if alike else []
+            self._metrics["train"]["adora/further_batches"].append(1.0)
+            if not all(gather_object([further.keys() == batch.keys()])):
+                continue  # images in one of the two batches only, so the rows have not the same columns
+            pairs = exchanges(live, live_units(further["advantages"], size))
             batch = refilled(batch, further, pairs, size, self._tokenizer.pad_token_id)
             live = live_units(batch["advantages"], size)
             replaced_groups += len(pairs)
-            self._metrics["train"]["adora/further_batches"].append(1.0)
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         batch["num_items_in_batch"] = self.accelerator.gather(mask.sum()).sum()
         self._metrics["train"]["adora/refilled_groups"].append(replaced_groups / len(live))
