@@ -103,6 +103,7 @@ def table(results: Sequence[dict[str, Any]], names: Sequence[str], baseline: str
         steps = [reached(run["held_out"], goal) for run in runs] if goal is not None else []
         there = [step for step in steps if step is not None]
         reach = f"{statistics.fmean(there):.0f}" if there and len(there) == len(runs) else f"{len(there)}/{len(runs)}"
+        reach = reach if goal is not None else "-"
         lengths = "".join(f"{_over_time(runs, key):>13}" for key in ("length_right", "length_wrong"))
         cells = [(_average(runs, *path), form) for path, form in COLUMNS]
         row = "".join(
