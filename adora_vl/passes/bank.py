@@ -81,7 +81,7 @@ class Banks:
         return self._banks[mode]
 
     def more(self) -> ImageBank | None:
-        """The training batch's, to be added to on every rank; None where it has no images."""
+        """The training batch's, to be added to on every rank; None before the first one."""
         bank = self._banks.get("train")
         if bank is not None:
             bank.features_due = True

@@ -67,9 +67,7 @@ def _sequence_ratio(batch: dict[str, Any]) -> bool:
     return ratio is None or ratio.size(1) == 1
 
 
-def _widened(
-    batch: dict[str, Any], prompt: int, completion: int, pad_id: int, sequence_ratio: bool = False
-) -> dict[str, Any]:
+def _widened(batch: dict[str, Any], prompt: int, completion: int, pad_id: int, sequence_ratio: bool) -> dict[str, Any]:
     """Prompts padded on their left, completions on their right, and what spans both on both sides."""
     left, right = prompt - batch["prompt_ids"].size(1), completion - batch["completion_ids"].size(1)
     wide: dict[str, Any] = {}

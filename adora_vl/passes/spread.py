@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from accelerate.utils import recursively_apply, send_to_device
+from torch import distributed
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from adora_vl.passes.bank import Banks, first_patches
@@ -95,7 +96,7 @@ def movable(batch: dict[str, Any]) -> tuple[str, ...]:
 
 def _packed_up(rows: dict[str, Any], banks: Banks) -> dict[str, Any]:
     """On the CPU, without the rest of the storage that they are cut from; each image once, instead of references."""
-    parcel = {name: _apart(value) for name, value in rows.items()}
+    parcel: dict[str, Any] = _apart({name: value for name, value in rows.items() if name != "pixel_values"})
     references = rows.get("pixel_values")
     if isinstance(references, list):
         starts = [first_patches(own, grid) for own, grid in zip(references, rows["image_grid_thw"], strict=True)]
@@ -104,14 +105,12 @@ def _packed_up(rows: dict[str, Any], banks: Banks) -> dict[str, Any]:
     return parcel
 
 
-def _apart(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_apart(one) for one in value]
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+def _apart(values: Any) -> Any:
+    return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
 
 
 def _unpacked(parcel: dict[str, Any], banks: Banks, device: torch.device) -> dict[str, Any]:
-    rows = {name: _onto(value, device) for name, value in parcel.items() if name != "images"}
+    rows: dict[str, Any] = send_to_device({k: v for k, v in parcel.items() if k != "images"}, device)
     bank = banks.more()
     if "images" in parcel and bank is not None:
         held = {
@@ -122,9 +121,3 @@ def _unpacked(parcel: dict[str, Any], banks: Banks, device: torch.device) -> dic
         rows["pixel_values"] = [torch.cat([none, *(held[start] for start in row)]) for row in parcel["pixel_values"]]
     whole: dict[str, Any] = unsplit_pixel_values_by_grid(rows)
     return whole
-
-
-def _onto(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_onto(one, device) for one in value]
-    return value.to(device) if isinstance(value, Tensor) else value
