@@ -11,7 +11,7 @@ help:
 
 setup: .venv/.installed
 
-.venv/.installed: setup/install.sh setup/constraints-cpu.txt setup/constraints-gpu.txt setup/torchvision_cpu_ops.py pyproject.toml
+.venv/.installed: setup/install.sh setup/build-tools.txt setup/constraints-cpu.txt setup/constraints-gpu.txt setup/torchvision_cpu_ops.py pyproject.toml
 	@bash setup/install.sh
 
 demo: .venv/.installed
