@@ -58,7 +58,8 @@ def diagnose(arguments: Sequence[str]) -> list[Check]:
 
 
 def environment_checks(arguments: Sequence[str]) -> list[Check]:
-    """Versions and builds."""
+    """Versions, builds, and what lies outside Python."""
+    from adora_vl.doctor.machine import check_compilers, check_driver, driver_version
     from adora_vl.doctor.versions import check_builds, check_libraries, check_parts, check_torchvision
 
     libraries = [*check_libraries(), check_torchvision()]
@@ -78,7 +79,8 @@ def environment_checks(arguments: Sequence[str]) -> list[Check]:
         cuda=torch.version.cuda,
         vllm_is_cpu_build=find_cpu_build(),
     )
-    return [*libraries, *parts, builds]
+    driver = check_driver(cuda=None if config.use_cpu else torch.version.cuda, driver=driver_version())
+    return [*libraries, *parts, builds, driver, check_compilers(needed=deepspeed)]
 
 
 def paper_checks(run: Run) -> list[Check]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 
 def find_cpu_build() -> bool:
@@ -21,8 +23,29 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def put_own_programs_on_path() -> None:
+    """Let child processes find the programs of this Python environment, also where it was not activated.
+
+    DeepSpeed and torch call `ninja` by name when they compile an operator, `DeepSpeedCPUAdam` for instance.
+    """
+    own = str(Path(sys.executable).parent)
+    others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
+    os.environ["PATH"] = os.pathsep.join([own, *others])
+
+
+def use_one_gpu() -> None:
+    """A single process uses the first GPU that it may see.
+
+    Transformers would spread a batch over all visible GPUs with `torch.nn.DataParallel`, which TRL does not support.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 def prepare_engine_environment() -> None:
     """Make the engine live in this process and fit a small machine. What the user has set stays as it is."""
+    put_own_programs_on_path()
+    use_one_gpu()
     # Weights are synced by reaching into the engine, so it must not live in a process of its own.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
