@@ -1,37 +1,40 @@
-# make demo   the main job on the embedded default: installs, makes data, trains, evaluates, sums up
-# make test   lint, types and all tests
-.PHONY: demo test unit lint setup tiny-model clean-runs help
+# Targets explain themselves: `make help` prints the comments behind `##`.
+.PHONY: help setup demo test unit lint pythons tiny-model clean-runs
+.DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON_BIN := .venv/bin/python
-LAUNCH := .venv/bin/accelerate launch
 DEMO := runs/demo
+INSTALLS := setup/install.sh setup/build-tools.txt setup/constraints-cpu.txt setup/constraints-gpu.txt setup/torchvision_cpu_ops.py pyproject.toml
 
-help:
-	@sed -n 's/^# //p' Makefile
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/.installed
+setup: .venv/.installed ## install everything into .venv (about 3 minutes)
 
-.venv/.installed: setup/install.sh setup/build-tools.txt setup/constraints-cpu.txt setup/constraints-gpu.txt setup/torchvision_cpu_ops.py pyproject.toml
+.venv/.installed: $(INSTALLS)
 	@bash setup/install.sh
 
-demo: .venv/.installed
+demo: .venv/.installed ## the main job at a small size: draw problems, train, evaluate before and after (about 5 minutes)
 	@bash setup/demo.sh $(DEMO)
 
-lint: .venv/.installed
+test: lint ## what CI runs: lint, types and every test, with real TRL, vLLM and DeepSpeed (20 to 40 minutes)
+	@# Two files at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long
+	@# to start.
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
+
+unit: .venv/.installed ## the unit tests only, without an engine (under 3 minutes)
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q tests/unit
+
+lint: .venv/.installed ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-# Two at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long to start.
-test: lint
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
+pythons: .venv/.installed ## check every supported Python: wheels of all pins, and two training steps where it is installed
+	@bash setup/check_pythons.sh
 
-unit: .venv/.installed
-	$(PYTHON_BIN) -m pytest tests/unit
-
-# Rebuilds the tiny model that is shipped in adora_vl/models/tiny/pretrained (about 6 minutes on 2 cores).
-tiny-model: .venv/.installed
+tiny-model: .venv/.installed ## rebuild the tiny model that is shipped in adora_vl/models/tiny/pretrained (about 6 minutes)
 	$(PYTHON_BIN) -m adora_vl.models.tiny --output adora_vl/models/tiny/pretrained
 
-clean-runs:
+clean-runs: ## delete runs/
 	rm -rf runs
