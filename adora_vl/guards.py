@@ -1,23 +1,107 @@
-"""Steps that are not finite are skipped and counted, and a run of them ends the training; other errors say where."""
+"""What ends or skips a step that goes wrong: an image that cannot be read, an engine that drifts from the policy, an
+importance ratio that explodes, gradients that are not finite. All ranks decide alike.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
 from transformers import TrainerCallback
 
+from adora_vl.batch import Batch, LogFigure, Row
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
+from adora_vl.readable import unreadable_rows
+from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
 
-if TYPE_CHECKING:
-    from adora_vl.trainer import AdoraGRPOTrainer
+SaveNow = Callable[[], Path]  # the checkpoint of the present step, written by all ranks unless it is there
+
+
+class RowGuard:
+    """Finds rows whose image cannot be read, where a generation begins: there a checkpoint is exact."""
+
+    def __init__(self, save: SaveNow) -> None:
+        self.save = save
+
+    def check(self, rows: Sequence[Row], step: int) -> None:
+        """Raises `RunError` on all ranks, with the row and the checkpoint to go on from, if any rank has such a row."""
+        found = gather_object(unreadable_rows(list(rows)))
+        if not found:
+            return
+        checkpoint = self.save()
+        (row, reason), more = found[0], len({name for name, _ in found}) - 1
+        raise RunError(
+            f"step {step + 1}: row {row}: an image cannot be read: {reason}"
+            f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. Repair or remove the "
+            f"row, and go on with --resume_from_checkpoint {checkpoint}"
+        )
+
+
+class DriftGuard:
+    """Stops the run where engine and trainer disagree on the sampled tokens."""
+
+    def __init__(self, accelerator: Accelerator, bound: float | None, save: SaveNow, log: LogFigure) -> None:
+        """`bound`: nats per token on average; None only logs."""
+        self.accelerator, self.bound, self.save, self.log = accelerator, bound, save, log
+
+    def check(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, step: int) -> None:
+        """The policy's log-probabilities against the engine's. Raises `RolloutError` on all ranks together."""
+        sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
+        drift = merge_drift(self.accelerator.gather(sums_3[None]))
+        self.log("adora/drift", drift.mean)
+        if self.bound is not None and not drift.mean <= self.bound:
+            raise RolloutError(drift_message(drift, self.bound, step, str(self.save())))
+
+
+def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
+    """The largest importance ratio of a batch, (), float32; NaN where one is NaN. Never below 1, for a batch of none.
+
+    `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's `importance_sampling_level`.
+    """
+    counted_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)  # a padded place may hold anything
+    if level == "sequence":
+        counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(min=1)
+    return counted_BC.max().clamp(min=0.0).exp()
+
+
+class RatioGuard:
+    """Skips an optimizer step with an importance ratio, new policy to old, above a bound."""
+
+    def __init__(self, accelerator: Accelerator, bound: float | None, level: str, log: LogFigure) -> None:
+        """`bound`: `adora_max_ratio`, None only logs. `level`: TRL's `importance_sampling_level`."""
+        self.accelerator, self.bound, self.level, self.log = accelerator, bound, level, log
+        self.exploded: float | None = None  # the ratio above the bound, in this optimizer step
+
+    def loss(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
+        """`loss`, or NaN in its place: then every backend finds gradients that are not finite, on all ranks, and the
+        step is skipped and counted as such a step. `logps_BC`: the policy's, of its pass for this loss.
+        """
+        old_BC = micro.get("old_per_token_logps")
+        if old_BC is None or logps_BC is None:  # nothing was learned since sampling: every ratio is 1
+            return loss
+        largest = largest_ratio(logps_BC - old_BC, micro["completion_mask"], self.level)
+        worst = self.accelerator.gather(largest[None]).max().item()  # NaN where one is NaN
+        self.log("adora/ratio_max", worst)
+        if self.bound is None or worst <= self.bound:
+            return loss
+        self.exploded = worst
+        return loss * torch.nan
+
+    def take(self) -> float | None:
+        """The ratio that exploded in this step, once."""
+        taken, self.exploded = self.exploded, None
+        return taken
 
 
 @contextmanager
-def located(trainer: AdoraGRPOTrainer) -> Iterator[None]:
+def located(step: Callable[[], int], where_to_go_on: Callable[[], str]) -> Iterator[None]:
     """Around the training: an error of the engine, or one that nobody expected, says at which step it happened and
     what a new start goes on from.
     """
@@ -25,15 +109,27 @@ def located(trainer: AdoraGRPOTrainer) -> Iterator[None]:
         yield
     except EngineError as error:
         cause: BaseException = error.__cause__ or error
-        raise RunError(f"{_place(trainer)}: {error}; {trainer.where_to_go_on()}") from cause
+        raise RunError(f"step {step() + 1}: {error}; {where_to_go_on()}") from cause
     except (RolloutError, RunError, UserError):
         raise
     except Exception as error:
-        raise RunError(f"{_place(trainer)}: {in_one_line(error)}; {trainer.where_to_go_on()}") from error
+        raise RunError(f"step {step() + 1}: {in_one_line(error)}; {where_to_go_on()}") from error
 
 
-def _place(trainer: AdoraGRPOTrainer) -> str:
-    return f"step {trainer.state.global_step + 1}"
+class DeepSpeedSteps:
+    """What DeepSpeed knows of the step that it has just taken."""
+
+    def __init__(self, engine: Callable[[], Any], accelerator: Accelerator) -> None:
+        """`engine`: the wrapped model, which is there once the training has begun."""
+        self._engine, self._accelerator = engine, accelerator
+
+    def is_bad(self) -> bool:
+        """Whether the gradients' norm, of all ranks, was not finite."""
+        norm = self._engine().get_global_grad_norm()
+        return norm is not None and not math.isfinite(norm)
+
+    def was_skipped(self) -> bool:
+        return bool(self._accelerator.optimizer_step_was_skipped)
 
 
 class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -44,15 +140,17 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
     search for a loss scale consists of such steps and ends with an error of its own, so there they do not stop a run.
     """
 
-    def __init__(self, trainer: AdoraGRPOTrainer, patience: int) -> None:
-        self.trainer = trainer
-        self.patience = math.inf if trainer.is_deepspeed_enabled and trainer.args.fp16 else patience
+    def __init__(
+        self, patience: int, ratios: RatioGuard, log: LogFigure, deepspeed: DeepSpeedSteps | None, fp16: bool
+    ) -> None:
+        self.patience = math.inf if deepspeed is not None and fp16 else patience
+        self.ratios, self.log, self.deepspeed = ratios, log, deepspeed
         self.in_a_row = 0
         self.reason: str | None = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """All ranks see the same reduced gradients, and so decide alike."""
-        if self.trainer.is_deepspeed_enabled:
+        if self.deepspeed is not None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if parameters else torch.zeros(())
@@ -63,12 +161,11 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self._count(bad, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """DeepSpeed's norm is that of all ranks, infinite where it has skipped the step."""
-        if not self.trainer.is_deepspeed_enabled:
+        """DeepSpeed's norm is infinite where it has skipped the step."""
+        if self.deepspeed is None:
             return
-        norm = self.trainer.model_wrapped.get_global_grad_norm()
-        bad = norm is not None and not math.isfinite(norm)
-        if bad and not self.trainer.accelerator.optimizer_step_was_skipped:
+        bad = self.deepspeed.is_bad()
+        if bad and not self.deepspeed.was_skipped():
             self.reason = (
                 f"the gradients of step {state.global_step} are not finite and DeepSpeed has applied them (its "
                 "check_grad_overflow is off?); go on from the newest checkpoint"
@@ -78,17 +175,17 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self._count(bad, control)
 
     def _count(self, bad: bool, control: Any) -> None:
-        self.trainer.log_figure("adora/skipped_steps", float(bad))
+        self.log("adora/skipped_steps", float(bad))
         self.in_a_row = self.in_a_row + 1 if bad else 0
-        ratio, self.trainer.exploded_ratio = self.trainer.exploded_ratio, None
+        ratio = self.ratios.take()
         if self.in_a_row < self.patience:
             return
-        bound = self.trainer.args.adora_max_ratio
         if ratio is None:
             why = "had gradients that are not finite"
             causes = "a reward that is not finite, float16, or a learning rate that is too high"
         else:
+            bound = self.ratios.bound
             why = f"were skipped: the largest importance ratio of the last is {ratio:.3g} (adora_max_ratio: {bound})"
-            causes = "a learning rate that is too high, or too many steps a generation"
+            causes = "a learning rate that is too high, or too many optimizer steps per generation"
         self.reason = f"{self.in_a_row} steps in a row {why}; the weights are those of before. Likely causes: {causes}"
         control.should_save = control.should_training_stop = True

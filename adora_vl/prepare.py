@@ -79,8 +79,8 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.models.load import load_config
     from adora_vl.options.advantage import method_needs
     from adora_vl.preflight import check_run
-    from adora_vl.record.backends import prepare_trackers
     from adora_vl.rewards import reward_functions
+    from adora_vl.rollout_log.backends import prepare_trackers
 
     script, config, model = parse(arguments)
     check_versions(config.use_vllm)

@@ -51,9 +51,17 @@ def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, Sk
     from adora_vl.checkpoint.stop import StopOnSignal
     from adora_vl.doctor.self_check import SelfCheck
     from adora_vl.evaluation import EvaluateOnTheWay
-    from adora_vl.guards import SkipBadSteps
+    from adora_vl.guards import DeepSpeedSteps, SkipBadSteps
 
-    stop, bad_steps = StopOnSignal(run.plan.cycle_steps), SkipBadSteps(trainer, run.config.adora_max_bad_steps)
+    deepspeed = DeepSpeedSteps(lambda: trainer.model_wrapped, trainer.accelerator)
+    stop = StopOnSignal(run.plan.cycle_steps)
+    bad_steps = SkipBadSteps(
+        run.config.adora_max_bad_steps,
+        trainer.ratio_guard,
+        trainer.log_figure,
+        deepspeed if trainer.is_deepspeed_enabled else None,
+        fp16=bool(run.config.fp16),
+    )
     for callback in (stop, bad_steps):
         trainer.add_callback(callback)
     if run.config.adora_self_check:
@@ -93,7 +101,7 @@ def train(arguments: Sequence[str]) -> int:
             expect_universal(trainer)
     started = time.perf_counter()
     with failure_noted(manifest, output_dir, lambda: trainer.state.global_step, is_main):
-        with stop, located(trainer):
+        with stop, located(lambda: trainer.state.global_step, trainer.checkpoints.where_to_go_on):
             trainer.train(resume_from_checkpoint=run.start.checkpoint)
         if bad_steps.reason:
             raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")

@@ -1,46 +1,57 @@
-"""TRL's `GRPOTrainer` with ADORA's weights and rollouts that can be trusted. Overrides only; the mathematics is in
-`adora_vl.advantage`, the engine in `adora_vl.rollout`.
+"""One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that can be trusted.
+
+    1. a generation   sample, grade, weigh, record; then resample, rebalance, cut into micro-batches
+    2. a micro-batch  the policy's pass, its ratio to the engine, the loss
+    3. a checkpoint   written beside its place, sealed, renamed
+
+Each concern is an object that `_build_collaborators` makes, named after what it does; this file has their order. Where
+stock TRL is overridden, the docstring says what it does and why that is not enough.
 """
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
+from transformers import PrinterCallback, ProgressCallback
+from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
-from adora_vl.advantage import Groups, weigh_groups
+from adora_vl import build
+from adora_vl.batch import Batch, Row, loss_mask
+from adora_vl.batching.batcher import Batcher
+from adora_vl.batching.dynamic_sampling import DynamicSampling
+from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.dedup.images import DistinctImages
+from adora_vl.dedup.policy_pass import PolicyPass
 from adora_vl.errors import RolloutError
+from adora_vl.guards import DriftGuard, RatioGuard, RowGuard
 from adora_vl.models.components import freeze
-from adora_vl.models.load import limit_pixels, load_processor
-from adora_vl.options.advantage import adora_options, method_run
-from adora_vl.passes.trainer import OnceGRPOTrainer
-from adora_vl.record.rollouts import weighted_sum
+from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
+from adora_vl.models.merged import save_merged
+from adora_vl.options.advantage import method_run
+from adora_vl.options.speed import regroup_obstacle, regroups
 from adora_vl.replaced import replaced
-from adora_vl.report.metrics import adora_metrics
-from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
-from adora_vl.rollout.engine import AdoraVLLMGeneration, EngineSettings
+from adora_vl.report.card import Card
+from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.rollout.importance import has_dropout
+from adora_vl.rollout.rows import DistinctRows
 from adora_vl.rollout.tokens import PromptMismatchError, never_sampled_ids
+from adora_vl.rollout_log.figures import adora_metrics
+from adora_vl.rollout_log.phases import PhaseClock
+from adora_vl.weighing import Scores, Weighed
 
 
-def engine_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The engine's dtype; for `adora_vllm_dtype: auto` what the trainer computes in (None: the policy's own dtype).
-
-    vLLM's own `auto` turns a float32 checkpoint into bfloat16, which costs 0.04 nats a token on average.
-    """
-    if args.adora_vllm_dtype != "auto":
-        return args.adora_vllm_dtype
-    return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-
-
-class AdoraGRPOTrainer(OnceGRPOTrainer):
+class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     def __init__(
@@ -56,30 +67,268 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
         Raises `UserError` where a part to freeze has no parameters, or the CPU engine cannot sync this model.
         """
         args = args if args is not None else AdoraGRPOConfig()
-        self.methods, self._adora = method_run(args), adora_options(args)
+        self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
+        self.card: Card | None = None  # writes the README.md of every saved model
+        self.clock = PhaseClock()
         revision = dict(args.model_init_kwargs or {}).get("revision")
         if processing_class is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             processing_class = load_processor(name, revision=revision)
         limit_pixels(processing_class, args.min_pixels, args.max_pixels)
-        settings = EngineSettings(
-            dtype=engine_dtype(args),
-            revision=revision,
-            max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
-            keeps_images=not args.adora_cache_images,
-        )
-        with replaced(grpo_trainer, "VLLMGeneration", partial(AdoraVLLMGeneration, settings=settings)):
+        engine = partial(AdoraVLLMGeneration, settings=build.engine_settings(args, revision))
+        with replaced(grpo_trainer, "VLLMGeneration", engine):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs
             )
         freeze(self.model, args.frozen_components)
-        if not self.use_vllm:
-            self._never_sample(never_sampled_ids(self._tokenizer))
+        self._build_collaborators(args)
 
-    def close(self) -> None:
-        """Shut a colocated engine down while its process groups still exist. Generation is over after this."""
-        if self.use_vllm and self.vllm_mode == "colocate":
-            self.vllm_generation.llm.llm_engine.engine_core.shutdown()
+    def _build_collaborators(self, args: AdoraGRPOConfig) -> None:
+        """The objects that a step is made of; each gets the accelerator, settings and callables, never the trainer."""
+        accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        self.shape = build.batch_shape(args, self.num_iterations)
+        self.images = DistinctImages(models, self.processing_class, accelerator.device, args)
+        self.methods = method_run(args)
+        self.weigher = build.weigher(args, accelerator, self.methods, self.reward_weights)
+        self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator, self._facts)
+        self.row_guard = RowGuard(self.save_here)
+        self.drift_guard = DriftGuard(accelerator, args.adora_max_drift, self.save_here, log)
+        self.ratio_guard = RatioGuard(accelerator, args.adora_max_ratio, args.importance_sampling_level, log)
+        self.resample = DynamicSampling(
+            accelerator, log, args, generations=self.num_generations, seed=args.seed, pad_id=pad_id
+        )
+        self.batcher = Batcher(
+            accelerator,
+            self.images.banks,
+            log,
+            self.shape,
+            args,
+            pad_id=pad_id,
+            loss_type=self.loss_type,
+            every_row_counts=bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled),
+        )
+        self.policy_pass = PolicyPass(accelerator, args)
+        self.ratio = build.importance_ratio(args, accelerator, log)
+        self.recorder = build.recorder(args, accelerator, self.shape)
+        self._buffered_inputs: list[Batch] | None = None  # the micro-batches of the present generation, as TRL has it
+        self._ready: Batch | None = None  # the micro-batch that `training_step` has prepared
+        self._scores: Scores | None = None  # of the generation that is being collected
+        if self.use_vllm:
+            self.vllm_generation.sync_weights = self.clock.timed("sync", self.vllm_generation.sync_weights)
+        else:
+            self._never_sample(never_sampled_ids(self._tokenizer))
+        for noisy in (ProgressCallback, PrinterCallback):
+            self.remove_callback(noisy)
+        for callback in build.callbacks(self.clock, self.recorder, self.batcher, log):
+            self.add_callback(callback)
+
+    # ------------------------------------------------------------------------------------------- 1. a generation
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """Stock TRL shuffles the rows of a generation and cuts them into micro-batches, padded to the generation's
+        longest; ours keeps groups together, leaves out those without signal, and cuts padding off.
+        """
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            return ready
+        if not self.model.training or not regroups(self.args) or regroup_obstacle(self.args):
+            return super()._prepare_inputs(generation_batch)
+        if self._step % self.shape.cycle == 0 or self._buffered_inputs is None:
+            batch = self._generate_and_score_completions(generation_batch)
+            batch = self.resample(batch, self._collect, DistinctRows(self.train_dataset), self._place)
+            self._buffered_inputs = self.batcher.split(batch)
+        return self._buffered_inputs[self._step % self.shape.steps]
+
+    def _generate_and_score_completions(self, inputs: list[Row]) -> Any:
+        """Stock TRL processes the image of every copy twice, makes a pass for the old log-probabilities beside vLLM
+        always, and returns group-normalised advantages; ours does neither twice, and weighs the groups.
+        """
+        return self._collect(inputs)
+
+    def _collect(self, rows: list[Row], attempt: int = 0) -> Batch:
+        """Sample, grade and weigh the rollouts of these rows, and record them. `attempt`: which further batch of this
+        generation it is, 0 for the first.
+        """
+        training, mode = self.model.training, "train" if self.model.training else "eval"
+        self.row_guard.check(rows, self.state.global_step)
+        processor = self.images.generation(rows, mode, further=attempt > 0, processor=self.processing_class)
+        with processor as taken, replaced(self, "processing_class", taken), self._old_pass(needed=not training):
+            batch = self._sample_and_grade(rows, mode, attempt)
+        assert self._scores is not None
+        generations = self.num_generations if training else self.num_generations_eval
+        if training:
+            self._check_drift(batch)
+        weighed = self.weigher(self._scores, batch, generations, self.state.global_step, training=training)
+        self._log_weighed(mode, weighed)
+        if training:
+            first = self.accelerator.process_index * len(rows)
+            batch["advantages"] = weighed.advantages_PG.flatten()[first : first + len(rows)]
+            batch["rollout_number"] = self.recorder.number(len(rows))
+            with self.clock.phase("other"):
+                self.recorder.add(
+                    rows, batch, self._scores, weighed, self._logs, self.reward_func_names, self.state.global_step
+                )
+        return batch
+
+    def _sample_and_grade(self, rows: list[Row], mode: str, attempt: int) -> Batch:
+        """TRL's part of a generation: weights into the engine, prompts, rollouts, rewards, advantages."""
+        if self.use_vllm:
+            where = f"{mode}/{self._place}{f'/{attempt}' if attempt else ''}"  # a resumed run arrives at it too
+            position = (self.args.seed, where) if self.args.adora_seeded_rollouts else None
+            self.vllm_generation.prepare(position, self.images.cache, self.args.adora_group_requests)
+        try:
+            batch = cast("Batch", super()._generate_and_score_completions(rows))
+        except PromptMismatchError as error:
+            row = rows[error.row].get("id", f"#{error.row} of this rank's batch")
+            raise RolloutError(f"row {row}: {error}") from error
+        if mode == "train" and self.use_vllm:
+            self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
+        return batch
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Stock TRL processes the images, samples and decodes here, and times it for wandb alone; ours for the log."""
+        with self.clock.phase("rollout"):
+            return super()._generate(prompts)
+
+    def _calculate_rewards(
+        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
+    ) -> Tensor:
+        """Stock TRL returns the gathered rewards, (all ranks' B, functions); ours keeps them and the lengths, and
+        times the reward functions for the log.
+        """
+        with self.clock.phase("grading"):
+            rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        ended = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        facts_B2 = torch.tensor(
+            [[len(ids), ids[-1] not in ended if ids else False] for ids in completion_ids_list],
+            dtype=torch.float32,
+            device=self.accelerator.device,
+        )
+        facts_B2 = self.accelerator.gather(facts_B2)
+        self._scores = Scores(rewards_BF, facts_B2[:, 0], facts_B2[:, 1] > 0)
+        return rewards_BF
+
+    @property
+    def _place(self) -> str:
+        """Where the run stands: the optimizer step and the micro-batch in it."""
+        return f"{self.state.global_step}/{self._step % self.args.gradient_accumulation_steps}"
+
+    # ------------------------------------------------------------------------------------------ 2. a micro-batch
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """Stock TRL runs every micro-batch forward and backward; ours passes over those that are empty, as they are on
+        all ranks.
+        """
+        started = time.perf_counter()
+        model.train()
+        self._ready = self._prepare_inputs(inputs)
+        self._current_train_step_time += time.perf_counter() - started
+        if self._ready:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        self._ready = None
+        self._step += 1
+        return torch.zeros((), device=self.args.device)
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        """Stock TRL takes the ratio to the engine from a pass before, a mean over whatever rows a micro-batch has, and
+        clips the ratio of new to old policy on one side only; ours forms the first in the policy's own pass, weighs
+        a micro-batch by its rows, and skips a step whose ratio explodes.
+        """
+        micro = cast("Batch", {**inputs})
+        logps: list[Tensor] = []
+
+        def seen(logps_BC: Tensor) -> None:
+            logps.append(logps_BC)
+            if self._corrects_ratio and self.ratio.is_due(micro):
+                self._check_drift(micro, logps_BC)
+                self.recorder.measured(micro, logps_BC)
+                self.ratio.complete(micro, logps_BC)
+
+        with self.policy_pass.watched(seen):
+            loss = super()._compute_loss(model, micro)
+        if model.training:
+            loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
+        return self.batcher.scaled(loss, micro)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Stock TRL runs the prompt with every rollout, padded; ours once a group where that is less work, or rows
+        without padding where the attention takes them.
+        """
+        return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
+
+    def _check_drift(self, batch: Batch, logps_BC: Tensor | None = None) -> None:
+        """The policy against the engine, in the pass that is the first to score these rollouts."""
+        logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
+        sampling_BC = batch.get("sampling_per_token_logps")
+        if logps_BC is not None and sampling_BC is not None:
+            self.drift_guard.check(logps_BC, sampling_BC, loss_mask(batch), self.state.global_step)
+
+    @property
+    def _corrects_ratio(self) -> bool:
+        return bool(self.use_vllm and self.vllm_importance_sampling_correction)
+
+    def _old_pass(self, *, needed: bool) -> Any:
+        """Inside, TRL makes no pass for old log-probabilities where the policy's own pass gives the same."""
+        on_policy = self.shape.has_one_step and not has_dropout(self.model)
+        if needed or not self.args.adora_skip_old_pass or not on_policy:
+            return replaced(self, "vllm_importance_sampling_correction", self.vllm_importance_sampling_correction)
+        return replaced(self, "vllm_importance_sampling_correction", False)
+
+    # ------------------------------------------------------------------------------------------ 3. a checkpoint
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash can leave a half
+        one, or none; ours lets it write beside, seals the result, renames it, and then deletes.
+        """
+        save = partial(super()._save_checkpoint, model, trial)
+        self.checkpoints.write(self.state.global_step, save)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Stock TRL answers `output_dir`; ours, while a checkpoint is being written, the folder beside its place."""
+        staging = self.checkpoints.staging
+        return str(staging) if staging is not None else str(super()._get_output_dir(trial))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Stock TRL leaves this to Transformers 5.17, which loads by the names in the file. Qwen2.5-VL's modules have
+        other ones, and after a mere warning a resumed run would start from the weights of before the training.
+        """
+        model = self.model if model is None else model
+        if self._dist.is_fsdp or restores_by_name(model, Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            restore_weights(model, Path(resume_from_checkpoint))
+
+    def begin_at(self, checkpoint: str) -> None:
+        """Take what a checkpoint knows besides weights and optimizer, which are up to `train`: what the methods
+        remember, and the figures since the last log, so that the next one averages what it would have.
+        """
+        facts = facts_of(Path(checkpoint))
+        self.checkpoints.began_at = checkpoint
+        self.methods.load(facts.get("methods", {}))
+        for name, values in facts.get("metrics", {}).items():
+            self._metrics["train"][name] = list(values)
+
+    def save_here(self) -> Path:
+        """The checkpoint of the present step, written unless it is there already. All ranks call this together."""
+        return self.checkpoints.at(self.state.global_step, lambda: self._save_checkpoint(self.model, None))
+
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says, for a run that goes on from it."""
+        return {**self.run_facts, "methods": self.methods.state(), "metrics": self._metrics["train"]}
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Stock TRL saves weights and processor; ours puts a card beside them, in checkpoints too, where one is set."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            self.write_card(Path(output_dir or self.args.output_dir))
+
+    def write_card(self, folder: Path) -> None:
+        """README.md of the model in `folder`. One process calls this."""
+        if self.card is not None:
+            card = self.card(self.state.log_history, self.state.global_step)
+            (folder / "README.md").write_text(card, encoding="utf-8")
 
     def save_merged(self) -> Path | None:
         """With LoRA, the whole model with the adapter merged in, as `output_dir/merged`; None without LoRA.
@@ -91,11 +340,47 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
             return None
         folder = Path(self.args.output_dir) / "merged"
         if self.accelerator.is_main_process:
-            self.model.merge_and_unload().save_pretrained(folder)
-            self.processing_class.save_pretrained(folder)
+            save_merged(self.model, self.processing_class, folder)
             self.write_card(folder)
         self.accelerator.wait_for_everyone()
         return folder
+
+    def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None) -> None:
+        """Stock TRL writes a card of its own into output_dir at every save, which would take the place of ours."""
+        if self.card is None:
+            super().create_model_card(model_name, dataset_name, tags)
+
+    # -------------------------------------------------------------------------------- data, log, and the engine's end
+
+    def get_train_dataloader(self) -> Any:
+        """Stock TRL reads and decodes every copy of a row; ours reads a row of a batch once."""
+        if not self.args.adora_cache_images or not hasattr(self.train_dataset, "__len__"):
+            return super().get_train_dataloader()
+        with replaced(self, "train_dataset", DistinctRows(self.train_dataset)):
+            return super().get_train_dataloader()
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        """Stock TRL's sampler draws the epochs' orders one after the other; ours draws each from its number."""
+        return EpochRepeatSampler.like(super()._get_train_sampler(dataset))
+
+    def log_figure(self, name: str, value: float) -> None:
+        """One value of this step for the next log, which averages; the same on every rank."""
+        self._metrics["train"][name].append(value)
+
+    def _log_weighed(self, mode: str, weighed: Weighed) -> None:
+        """ADORA's figures, those of the methods, and the advantages in TRL's completions table."""
+        for name, value in {**adora_metrics(weighed.weighting), **weighed.figures}.items():
+            self._metrics[mode][f"adora/{name}"].append(value)
+        advantages_B, generations = weighed.advantages_PG.flatten(), weighed.raw_PG.shape[1]
+        table, extra = self._logs["advantages"], self._logs["extra"]
+        count = min(len(advantages_B), len(table))  # the table keeps the newest generation batch only
+        extra["advantage_raw"].extend([table.pop() for _ in range(count)][::-1])
+        table.extend(advantages_B[-count:].tolist())
+        weights_B = weighed.weighting.weights_P.repeat_interleave(generations)
+        tds_B = weighed.weighting.tds_P.repeat_interleave(generations)
+        columns = {"adora_weight": weights_B, "adora_tds": tds_B, "adora_length": weighed.groups.lengths_PG.flatten()}
+        for name, column_B in columns.items():
+            extra[name].extend(column_B[-count:].tolist())
 
     def _never_sample(self, ids: list[int]) -> None:
         """Stock TRL bans the image token alone when `transformers` generates; the others have no features either."""
@@ -104,123 +389,7 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
             self.generation_kwargs["suppress_tokens"] = banned
             self.generation_config.suppress_tokens = banned
 
-    def _calculate_rewards(
-        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
-    ) -> Tensor:
-        """Stock TRL returns the gathered rewards, (all ranks' B, functions); ours keeps them and the lengths."""
-        rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        ended = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        facts_B2 = torch.tensor(
-            [[len(ids), ids[-1] not in ended if ids else False] for ids in completion_ids_list],
-            dtype=torch.float32,
-            device=self.accelerator.device,
-        )
-        self._scored = (rewards_BF, self.accelerator.gather(facts_B2))
-        return rewards_BF
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Stock TRL returns the step's tensors with group-normalised advantages; ours checks the drift of the
-        rollouts and multiplies the advantages by the weight of their prompt.
-        """
-        self._seed_rollouts()
-        try:
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        except PromptMismatchError as error:
-            row = inputs[error.row].get("id", f"#{error.row} of this rank's batch")
-            raise RolloutError(f"row {row}: {error}") from error
-        training = self.model.training
-        if training and "old_per_token_logps" in output and "sampling_per_token_logps" in output:
-            self._compare_with_engine(
-                output["old_per_token_logps"], output["sampling_per_token_logps"], output["completion_mask"]
-            )
-        advantages_B = self._weigh("train" if training else "eval", output)
-        if training:
-            first = self.accelerator.process_index * len(inputs)
-            output["advantages"] = advantages_B[first : first + len(inputs)]
-            self.record_rollouts(inputs, output, *self._scored)
-        return output
-
-    def _weigh(self, mode: str, output: dict[str, Any]) -> Tensor:
-        """The advantages to learn from, of all ranks, (all ranks' B,), from whole groups; metrics and the table on the
-        way. Evaluation is never weighed.
-        """
-        rewards_BF, facts_B2 = self._scored
-        rewards_B = weighted_sum(rewards_BF, self.reward_weights)
-        generations = self.num_generations if mode == "train" else self.num_generations_eval
-        rewards_PG, lengths_PG = rewards_B.view(-1, generations), facts_B2[:, 0].view(-1, generations)
-        by_length = self.args.adora_truncation == "length"
-        unended_PG = facts_B2[:, 1].view(-1, generations) > 0
-        groups = Groups(
-            rewards_PG,
-            lengths_PG,
-            truncated_PG=lengths_PG >= self.args.truncated_at if by_length else unended_PG,
-            tokens_PG=torch.where(unended_PG, 0.0, lengths_PG) if self.mask_truncated_completions else lengths_PG,
-            surprisal_PG=self._surprisal(output, generations),
-            correct_above=self.args.adora_correct_above,
-            step=self.state.global_step,
-        )
-        weighting = weigh_groups(
-            rewards_PG,
-            lengths_PG,
-            correct_above=groups.correct_above,
-            truncated=groups.truncated_PG,
-            **self._adora.weighing(groups.step),
-        )
-        for name, value in adora_metrics(weighting).items():
-            self._metrics[mode][f"adora/{name}"].append(value)
-        advantages_B: Tensor = self.accelerator.gather(output["advantages"])
-        if mode == "train":
-            advantages_B = self.methods(groups, advantages_B.view(-1, generations)).flatten()
-            for name, value in self.methods.figures.items():
-                self._metrics[mode][f"adora/{name}"].append(value)
-            self.run_facts["methods"] = self.methods.state()
-        self._tabulate(
-            advantages_B,
-            adora_weight=weighting.weights_P.repeat_interleave(generations),
-            adora_tds=weighting.tds_P.repeat_interleave(generations),
-            adora_length=lengths_PG.flatten(),
-        )
-        return advantages_B
-
-    def _surprisal(self, output: dict[str, Any], generations: int) -> Tensor | None:
-        """Nats a token of each rollout, all ranks', (P, G); None where the engine gave no log-probabilities."""
-        logps_BC = output.get("sampling_per_token_logps")
-        if logps_BC is None:
-            return None
-        mask_BC = output["completion_mask"]
-        total_B = (torch.nan_to_num(logps_BC) * mask_BC).sum(dim=1)
-        surprisal_B: Tensor = -self.accelerator.gather(total_B / mask_BC.sum(dim=1).clamp(min=1))
-        return surprisal_B.view(-1, generations)
-
-    def begin_at(self, checkpoint: str) -> None:
-        """Also what the methods remember."""
-        super().begin_at(checkpoint)
-        self.methods.load(facts_of(Path(checkpoint)).get("methods", {}))
-
-    def _tabulate(self, advantages_B: Tensor, **columns_B: Tensor) -> None:
-        """The advantages as the loss gets them in TRL's completion table; the raw ones and `columns_B` beside them."""
-        advantages = self._logs["advantages"]
-        count = min(len(advantages_B), len(advantages))  # the table keeps the newest generation batch only
-        raw = [advantages.pop() for _ in range(count)][::-1]
-        advantages.extend(advantages_B[-count:].tolist())
-        self._logs["extra"]["advantage_raw"].extend(raw)
-        for name, column_B in columns_B.items():
-            self._logs["extra"][name].extend(column_B[-count:].tolist())
-
-    def _seed_rollouts(self) -> None:
-        """Tell the engine where the run stands, in numbers that a resumed run arrives at too."""
-        if self.use_vllm and self.args.adora_seeded_rollouts:
-            micro_step = self._step % self.args.gradient_accumulation_steps
-            where = f"{'train' if self.model.training else 'eval'}/{self.state.global_step}/{micro_step}"
-            where += f"/{self._attempt}" if self._attempt else ""
-            self.vllm_generation.position = (self.args.seed, where)
-
-    def _compare_with_engine(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> None:
-        """Stop, with a checkpoint, where engine and trainer disagree on the sampled tokens. All ranks stop together."""
-        sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
-        drift = merge_drift(self.accelerator.gather(sums_3[None]))
-        self._metrics["train"]["adora/drift"].append(drift.mean)
-        bound = self.args.adora_max_drift
-        if bound is None or drift.mean <= bound:
-            return
-        raise RolloutError(drift_message(drift, bound, self.state.global_step, str(self.save_here())))
+    def close(self) -> None:
+        """Shut a colocated engine down while its process groups still exist. Generation is over after this."""
+        if self.use_vllm and self.vllm_mode == "colocate":
+            self.vllm_generation.llm.llm_engine.engine_core.shutdown()

@@ -1,6 +1,6 @@
 """A group's prompt computed once against G times, by length: `python -m benchmarks.prefix [--generations 8]`.
 
-Forward and backward of one group on a language model of 8 layers in float32, packed (`adora_vl.passes.prefix`) and as
+Forward and backward of one group on a language model of 8 layers in float32, packed (`adora_vl.dedup.prefix`) and as
 separate rows by turns; medians. "rule" is what `packing_pays` says for these lengths.
 """
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.passes.prefix import pack, packing_pays
+from adora_vl.dedup.prefix import pack, packing_pays
 
 
 def build(width: int) -> Any:

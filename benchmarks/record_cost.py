@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 from transformers import TrainerCallback
 
-from adora_vl.record.rollouts import Record
+from adora_vl.rollout_log.rollouts import Record
 
 
 class Alternate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

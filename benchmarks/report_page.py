@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from adora_vl.record.rollouts import Record
 from adora_vl.report.__main__ import report
+from adora_vl.rollout_log.rollouts import Record
 from benchmarks.record_cost import diagram
 from tests.browser import Browser
 

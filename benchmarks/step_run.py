@@ -104,7 +104,7 @@ class Turns(TrainerCallback):
     def begin(self) -> None:
         self.clock.seconds.clear()
         self.started, self.resting = time.perf_counter(), self.memory.now()
-        self.memory.peak, self.processed, self.seen = 0, 0, self.trainer.vision.seen
+        self.memory.peak, self.processed, self.seen = 0, 0, self.trainer.images.vision.seen
 
     def on_step_end(self, args, state, control, **kwargs):
         total = time.perf_counter() - self.started
@@ -117,7 +117,7 @@ class Turns(TrainerCallback):
                 "phases": {**phases, "other": total - sum(phases.values())},
                 "peak_bytes": max(0, self.memory.peak - self.resting),
                 "processed": self.processed / self.distinct,
-                "seen": (self.trainer.vision.seen - self.seen) / self.distinct,
+                "seen": (self.trainer.images.vision.seen - self.seen) / self.distinct,
             }
         )
         self.begin()

@@ -8,8 +8,8 @@ from typing import Any
 
 from PIL import Image
 
-from adora_vl.record.rollouts import Record
 from adora_vl.report.__main__ import main
+from adora_vl.rollout_log.rollouts import Record
 
 ATTACK = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"

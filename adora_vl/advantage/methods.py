@@ -11,7 +11,6 @@ from torch import Tensor
 
 from adora_vl.advantage import options as opt
 from adora_vl.advantage.a_grae import a_grae
-from adora_vl.advantage.adora import weigh_groups
 from adora_vl.advantage.canon import canon
 from adora_vl.advantage.d3s import d3s
 from adora_vl.advantage.dapo import drop_constant, overlong_penalty
@@ -27,15 +26,8 @@ if TYPE_CHECKING:
 
 
 def _adora(groups: Groups, advantages_PG: Tensor, options: opt.AdoraOptions, run: MethodRun) -> Tensor:
-    weighing = options.weighing(groups.step)
-    weights_P = weigh_groups(
-        groups.rewards_PG,
-        groups.lengths_PG,
-        truncated=groups.truncated_PG,
-        correct_above=groups.correct_above,
-        **weighing,
-    ).weights_P
-    return advantages_PG * weights_P[:, None]
+    assert run.weighting is not None
+    return advantages_PG * run.weighting.weights_P[:, None]
 
 
 def _dapo(groups: Groups, advantages_PG: Tensor, options: opt.DapoOptions, run: MethodRun) -> Tensor:

@@ -8,27 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adora_vl.advantage.adora import AdoraWeighting, weigh_groups
 from adora_vl.advantage.daro import DaroWeights
 from adora_vl.advantage.groups import Groups
 from adora_vl.advantage.grpo import is_constant
 from adora_vl.advantage.methods import METHODS
-from adora_vl.advantage.options import DaroOptions
+from adora_vl.advantage.options import AdoraOptions, DaroOptions
 
 
 class MethodRun:
     """Some methods, one after the other, over a run: what they remember, and the figures of the last batch."""
 
     def __init__(
-        self, chosen: Mapping[str, Any], *, scale: str = "group", max_length: int = 0, sums_rewards: bool = True
+        self,
+        chosen: Mapping[str, Any],
+        *,
+        scale: str = "group",
+        max_length: int = 0,
+        sums_rewards: bool = True,
+        judged_by: AdoraOptions | None = None,
     ) -> None:
         """`chosen`: the options of each method, in order. `scale` and `max_length` as in TRL's `scale_rewards` and
-        `max_completion_length`. `sums_rewards`: a group of constant rewards has advantages of 0.
+        `max_completion_length`. `sums_rewards`: a group of constant rewards has advantages of 0. `judged_by`: ADORA's
+        options where it is not among the methods; its figures are logged all the same.
         """
         self.chosen = dict(chosen)
+        self.judged_by: AdoraOptions = self.chosen.get("adora", judged_by or AdoraOptions(mode="off"))
         self.scale = scale
         self.max_length = max_length
         self.sums_rewards = sums_rewards
         self.figures: dict[str, float] = {}
+        self.weighting: AdoraWeighting | None = None  # of the last batch
         self._daro: DaroWeights | None = None
         self._saved: dict[str, Any] | None = None
 
@@ -37,9 +47,21 @@ class MethodRun:
         """Whether TRL's advantages stay as they are, to the bit."""
         return all(METHODS[name].plain(options) for name, options in self.chosen.items())
 
+    def judge(self, groups: Groups) -> AdoraWeighting:
+        """ADORA's weights and their reasons; weights of 1 where ADORA is not among the methods."""
+        return weigh_groups(
+            groups.rewards_PG,
+            groups.lengths_PG,
+            truncated=groups.truncated_PG,
+            correct_above=groups.correct_above,
+            **self.judged_by.weighing(groups.step),
+        )
+
     def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
-        """From TRL's advantages of whole groups to the ones to learn from, both (P, G)."""
-        self.figures = {}
+        """From TRL's advantages of whole groups to the ones to learn from, both (P, G). Afterwards `weighting` has the
+        weights that were applied, with their reasons.
+        """
+        self.figures, self.weighting = {}, self.judge(groups)
         if self.is_plain:
             return advantages_PG
         if self.sums_rewards:  # TRL's float32 mean leaves up to 6e-4 in a constant group

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from transformers import AutoConfig, AutoProcessor, PretrainedConfig
 
 from adora_vl.errors import UserError
@@ -32,6 +33,11 @@ def restore_weights(model: Any, folder: Path) -> None:
     """
     saved = type(model).from_pretrained(folder, dtype="auto")
     model.load_state_dict(saved.state_dict())
+
+
+def restores_by_name(model: Any, folder: Path) -> bool:
+    """Whether Transformers' own way restores it: an adapter, or weights that are not in safetensors files."""
+    return is_peft_model(model) or not list(folder.glob("*.safetensors"))
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:

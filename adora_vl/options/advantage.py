@@ -151,16 +151,11 @@ def chosen_methods(config: Any) -> dict[str, Any]:
     return chosen
 
 
-def adora_options(config: Any) -> AdoraOptions:
-    """ADORA's options, or those that its keys give where it takes no part: its figures are logged anyway."""
-    chosen = chosen_methods(config)
-    return chosen["adora"] if "adora" in chosen else AdoraOptions(**{**_from_keys(config), "mode": "off"})
-
-
 def method_run(config: Any) -> MethodRun:
     """The run's methods with their state."""
     return MethodRun(
         chosen_methods(config),
+        judged_by=AdoraOptions(**{**_from_keys(config), "mode": "off"}),
         scale=str(config.scale_rewards),
         max_length=config.max_completion_length,
         sums_rewards=config.multi_objective_aggregation == "sum_then_normalize",

@@ -57,6 +57,12 @@ class SpeedOptions:
     )
 
 
+def regroups(options: SpeedOptions) -> bool:
+    """Whether any switch wants micro-batches of whole groups instead of TRL's shuffled rows."""
+    wanted = options.adora_share_vision or options.adora_share_prompt or options.adora_skip_zero_signal
+    return wanted or options.adora_less_padding or options.adora_dynamic_sampling > 0
+
+
 def regroup_obstacle(config: Any) -> str:
     """The setting whose loss depends on which rows share a micro-batch; empty where none does."""
     if config.loss_type not in REGROUPABLE:

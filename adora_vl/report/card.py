@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from adora_vl.prompts import SYSTEM_PROMPT
 from adora_vl.report.manifest import short_name
 from adora_vl.report.summary import figure_rows
+
+Card = Callable[[list[dict[str, Any]], int], str]  # from the log and the step
 
 # Keys of the recipe that a reader looks for first, in this order
 _RECIPE = (

@@ -14,11 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from adora_vl.errors import UserError
-from adora_vl.record.metrics_file import METRICS, read_metrics
-from adora_vl.record.parts import IMAGES, ROLLOUTS, Part, parts, read_parts
-from adora_vl.record.rollouts import SETTINGS
 from adora_vl.report.manifest import facts_of_run, read_manifest
 from adora_vl.report.why import why
+from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
+from adora_vl.rollout_log.parts import IMAGES, ROLLOUTS, Part, parts, read_parts
+from adora_vl.rollout_log.rollouts import SETTINGS
 
 # One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion is the last: the page
 # has it in a block of its own.

@@ -8,9 +8,9 @@ from typing import Any
 
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.record.metrics_file import METRICS
-from adora_vl.record.parts import ROLLOUTS
 from adora_vl.report.commands import evaluate_command, view_command
+from adora_vl.rollout_log.metrics_file import METRICS
+from adora_vl.rollout_log.parts import ROLLOUTS
 
 # Title, key of the log history, format
 FIGURES = (

@@ -174,6 +174,12 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.bytes_sent += tensor.nbytes
             yield name, tensor
 
+    def prepare(self, position: tuple[int, str] | None, images: ImageCache | None, group_requests: bool) -> None:
+        """For the next rollouts. `position`: the run's seed and where the run stands, None for the engine's own seed.
+        `images`: where the engine's image processor takes processed images from. `group_requests`: ask once per prompt.
+        """
+        self.position, self.image_cache, self.group_requests = position, images, group_requests
+
     @contextmanager
     def lent(self) -> Iterator[Any]:
         """The colocated `vllm.LLM` with the policy's present weights, for as long as the block lasts; on all ranks.

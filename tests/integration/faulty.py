@@ -23,17 +23,17 @@ def faults(words: str) -> Iterator[None]:
     """Inside, the faults of `words` happen to whatever trainer runs."""
     from pytest import MonkeyPatch
 
-    from adora_vl.guarded import GuardedGRPOTrainer
+    from adora_vl.guards import RowGuard
 
     patches = MonkeyPatch()
     now = {"step": 1}
-    stock = GuardedGRPOTrainer._generate_and_score_completions
+    stock = RowGuard.check
 
-    def generate(self: Any, inputs: Any) -> Any:
-        now["step"] = self.state.global_step + 1
-        return stock(self, inputs)
+    def check(self: Any, rows: Any, step: int) -> None:  # what every generation begins with
+        now["step"] = step + 1
+        stock(self, rows, step)
 
-    patches.setattr(GuardedGRPOTrainer, "_generate_and_score_completions", generate)
+    patches.setattr(RowGuard, "check", check)
     for word in filter(None, words.split(",")):
         name, step, *rank = word.split(":")
         here = not rank or os.environ.get("RANK", "0") == rank[0]
@@ -54,19 +54,19 @@ def _nan(patches: Any, due: Callable[[], bool]) -> None:
 
 def _ratio(patches: Any, due: Callable[[], bool]) -> None:
     """A policy that has run away from the one that sampled."""
-    from adora_vl import guarded
+    from adora_vl import guards
 
-    stock = guarded.largest_ratio
-    patches.setattr(guarded, "largest_ratio", lambda *args: stock(*args) * (1e6 if due() else 1.0))
+    stock = guards.largest_ratio
+    patches.setattr(guards, "largest_ratio", lambda *args: stock(*args) * (1e6 if due() else 1.0))
 
 
 def _drift(patches: Any, due: Callable[[], bool]) -> None:
     """An engine that does not have the trainer's weights."""
-    from adora_vl import trainer
+    from adora_vl import guards
 
-    stock = trainer.drift_sums
+    stock = guards.drift_sums
     patches.setattr(
-        trainer, "drift_sums", lambda *args: stock(*args) + (torch.tensor([1e9, 0.0, 0.0]) if due() else 0.0)
+        guards, "drift_sums", lambda *args: stock(*args) + (torch.tensor([1e9, 0.0, 0.0]) if due() else 0.0)
     )
 
 
@@ -131,7 +131,7 @@ def several(arguments: list[str], starts: list[str]) -> int:
         trainer = made[0]
         trainer.train_dataset = run.dataset
         trainer._step, trainer._buffered_inputs, trainer._last_loaded_step = 0, None, -1  # as in a new process
-        trainer._saved_at = trainer._began_at = None
+        trainer.checkpoints.saved_at = trainer.checkpoints.began_at = None
         trainer.callback_handler.callbacks = [
             each for each in trainer.callback_handler.callbacks if not type(each).__module__.startswith("adora_vl")
         ]

@@ -71,15 +71,18 @@ class Recorder(AdoraGRPOTrainer):
             self.sent.append(self.vllm_generation.tensors_sent)
         return output
 
-    def _compare_with_engine(self, logps_BC: torch.Tensor, sampling_BC: torch.Tensor, mask_BC: torch.Tensor) -> None:
-        self.gaps.append((logps_BC - sampling_BC).abs()[mask_BC.bool()].max().item())
-        super()._compare_with_engine(logps_BC, sampling_BC, mask_BC)
+    def _check_drift(self, batch: dict[str, Any], logps_BC: torch.Tensor | None = None) -> None:
+        scored_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
+        if scored_BC is not None:
+            gaps_BC = (scored_BC - batch["sampling_per_token_logps"]).abs()
+            self.gaps.append(gaps_BC[batch["completion_mask"].bool()].max().item())
+        super()._check_drift(batch, logps_BC)
 
     def pixels(self, references: torch.Tensor) -> torch.Tensor:
         """What the references of this batch stand for, which they do until the next one is made."""
         if references.is_floating_point():
             return references
-        bank = self.banks.of(int(references[0, 0]))
+        bank = self.images.banks.of(int(references[0, 0]))
         return bank.pixels(bank.starts)[0][references[:, 0] - bank.first]
 
     def logps_now(self, batch: dict[str, Any]) -> torch.Tensor:

@@ -23,11 +23,11 @@ import yaml  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
+from adora_vl.batching import batcher as batcher_module  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
+from adora_vl.dedup import packed as packed_module  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
 from adora_vl.options.speed import SWITCHES  # noqa: E402
-from adora_vl.passes import packed as packed_module  # noqa: E402
-from adora_vl.passes import trainer as trainer_module  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
@@ -61,15 +61,17 @@ class SameAgain(AdoraGRPOTrainer):
         self.losses += 1
         return super()._compute_loss(model, inputs)
 
-    def _seed_rollouts(self) -> None:
-        self.vllm_generation.position = (self.args.seed, "again")
+    @property
+    def _place(self) -> str:
+        return "again"
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        processed, seen = self.image_cache.processed, self.vision.seen
-        output = super()._generate_and_score_completions(inputs)
-        if self._attempt:
+    def _collect(self, rows: list[dict[str, Any]], attempt: int = 0) -> Any:
+        cache, vision = self.images._cache, self.images.vision
+        processed, seen = cache.processed, vision.seen
+        output = super()._collect(rows, attempt)
+        if attempt:
             return output
-        self.work.append({"processed": self.image_cache.processed - processed, "seen": seen})
+        self.work.append({"processed": cache.processed - processed, "seen": seen})
         self.sampled.append(output["completion_ids"].tolist())
         return output
 
@@ -88,9 +90,9 @@ class Switches(TrainerCallback):
         name = self.names[state.global_step]
         on, flat = STEPS[name], name == "end to end"
         packed_module.takes_bounds = lambda attention: flat
-        if self.trainer.flat_pass.refused.startswith("packed"):
-            self.flat_refused = self.trainer.flat_pass.refused
-        self.trainer.flat_pass.refused = "" if flat else "its own step comes"
+        if self.trainer.policy_pass.flat.refused.startswith("packed"):
+            self.flat_refused = self.trainer.policy_pass.flat.refused
+        self.trainer.policy_pass.flat.refused = "" if flat else "its own step comes"
         for switch in SWITCHES:
             setattr(args, switch, switch in on)
         args.adora_dynamic_sampling = int(name == "refill")
@@ -149,7 +151,7 @@ def sabotage(names: str) -> None:
 
         packed_module.end_to_end = later
     if "rows" in names:  # micro-batches weigh alike however many rows they have
-        trainer_module.MEAN_OVER_ROWS = frozenset()
+        batcher_module.MEAN_OVER_ROWS = frozenset()
 
 
 def main() -> None:
@@ -214,15 +216,17 @@ def main() -> None:
             "kl": [entry["kl"] for entry in log] if args.beta else None,
             "drift": [entry.get("adora/drift", 0.0) for entry in log],
             "work": trainer.work,
-            "seen_in_step": [b - a for a, b in pairwise([*(w["seen"] for w in trainer.work), trainer.vision.seen])],
+            "seen_in_step": [
+                b - a for a, b in pairwise([*(w["seen"] for w in trainer.work), trainer.images.vision.seen])
+            ],
             "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],
             "refilled": log[-1].get("adora/refilled_groups"),
             "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
-            "packed": trainer.packed_pass.passes,
-            "flat": trainer.flat_pass.passes,
+            "packed": trainer.policy_pass.packed.passes,
+            "flat": trainer.policy_pass.flat.passes,
             "flat_refused": switches.flat_refused,
             "micro_batches": [later - before for before, later in pairwise([*trainer.begun, trainer.losses])],
-            "refused": trainer.packed_pass.refused,
+            "refused": trainer.policy_pass.packed.refused,
         }
         options.output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

@@ -75,8 +75,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             batches.append({key: output[key].clone() for key in ("completion_ids", "advantages")})
-            if hasattr(self, "_scored"):
-                batches[-1]["scored"] = self._scored
+            batches[-1]["scores"] = getattr(self, "_scores", None)
             return output
 
     gradients = Gradients()
@@ -95,7 +94,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         "gradients": gradients.steps,
         "batches": batches,
         "log": trainer.state.log_history,
-        "facts": getattr(trainer, "run_facts", {}),
+        "facts": trainer._facts() if hasattr(trainer, "_facts") else {},
     }
 
 
@@ -146,8 +145,7 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
     options = AdoraOptions(criteria=("difficulty",), tau=Schedule(0.2))
     method = MethodRun({"daro": DaroOptions(), "adora": options})
     for step, batch in enumerate(ours["batches"]):
-        rewards, facts = batch["scored"]
-        rewards, lengths = rewards[:, 0].view(-1, 8), facts[:, 0].view(-1, 8)
+        rewards, lengths = batch["scores"].rewards_BF[:, 0].view(-1, 8), batch["scores"].lengths_B.view(-1, 8)
         groups = Groups(rewards, lengths, lengths >= 26, step=step)
         assert torch.equal(batch["advantages"], method(groups, group_advantages(rewards)).flatten())
     assert ours["facts"]["methods"] == method.state()

@@ -19,24 +19,13 @@ from trl import GRPOTrainer
 from adora_vl import train
 from adora_vl.checkpoint.stop import StopOnSignal
 from adora_vl.checkpoint.store import STAGING, checkpoints
+from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError
-from adora_vl.guarded import largest_ratio
-from adora_vl.guards import SkipBadSteps, located
+from adora_vl.guards import DeepSpeedSteps, RatioGuard, SkipBadSteps, largest_ratio, located
 from adora_vl.readable import hand_on_unreadable, unreadable_rows
 from adora_vl.rollout.engine import engine_call
 from adora_vl.trainer import AdoraGRPOTrainer
 from data_prep.images import png_bytes
-
-
-def stand_in(logged: list[float], **attributes):
-    """What the guards need of a trainer."""
-    return SimpleNamespace(
-        is_deepspeed_enabled=False,
-        log_figure=lambda name, value: logged.append(value),
-        exploded_ratio=None,
-        args=SimpleNamespace(adora_max_ratio=1000.0, fp16=False),
-        **attributes,
-    )
 
 
 @pytest.fixture
@@ -45,11 +34,15 @@ def training():
     weights = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = torch.optim.AdamW([weights], lr=0.1)
     logged: list[float] = []
-    trainer = stand_in(logged)
-    guard, control = SkipBadSteps(trainer, patience=2), TrainerControl()
+
+    def log(name: str, value: float) -> None:
+        logged.append(value)
+
+    ratios = RatioGuard(None, 1000.0, "token", log)
+    guard, control = SkipBadSteps(2, ratios, log, None, fp16=False), TrainerControl()
 
     def step(*gradient: float, ratio: float | None = None) -> list[float]:
-        trainer.exploded_ratio = ratio
+        ratios.exploded = ratio
         weights.grad = torch.tensor(gradient)
         guard.on_pre_optimizer_step(None, None, control, optimizer=optimizer)
         optimizer.step()
@@ -86,10 +79,10 @@ def test_the_reason_of_a_stop_names_a_ratio_that_exploded(training):
 
 def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False):
     """The guard of a run under DeepSpeed after two steps of this norm, and its control."""
-    trainer = stand_in([], model_wrapped=SimpleNamespace(get_global_grad_norm=lambda: norm))
-    trainer.is_deepspeed_enabled, trainer.args.fp16 = True, fp16
-    trainer.accelerator = SimpleNamespace(optimizer_step_was_skipped=skipped)
-    guard, control = SkipBadSteps(trainer, patience), TrainerControl()
+    engine = SimpleNamespace(get_global_grad_norm=lambda: norm)
+    steps = DeepSpeedSteps(lambda: engine, SimpleNamespace(optimizer_step_was_skipped=skipped))
+    ratios = RatioGuard(None, 1000.0, "token", lambda name, value: None)
+    guard, control = SkipBadSteps(patience, ratios, lambda name, value: None, steps, fp16=fp16), TrainerControl()
     for step in (7, 8):
         guard.on_step_end(None, SimpleNamespace(global_step=step), control)
     return guard, control
@@ -126,10 +119,9 @@ def test_the_largest_ratio_counts_tokens_and_no_padding(log_ratios, level, expec
 
 
 def failing(error: Exception, **place):
-    trainer = object.__new__(AdoraGRPOTrainer)
-    trainer.state, trainer.args = SimpleNamespace(global_step=6), SimpleNamespace(output_dir="runs/x")
-    trainer._saved_at, trainer._began_at = place.get("saved_at"), place.get("began_at")
-    with pytest.raises(RunError) as caught, located(trainer):
+    writer = CheckpointWriter(Path("runs/x"), None, None, dict)
+    writer.saved_at, writer.began_at = place.get("saved_at"), place.get("began_at")
+    with pytest.raises(RunError) as caught, located(lambda: 6, writer.where_to_go_on):
         raise error
     return caught.value
 
@@ -221,6 +213,7 @@ def test_a_full_disk_while_saving_is_one_clear_error_and_leaves_nothing(tmp_path
     monkeypatch.setattr(GRPOTrainer, "_save_checkpoint", full)
     trainer = object.__new__(AdoraGRPOTrainer)
     trainer.args, trainer.state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=4)
+    trainer.checkpoints = CheckpointWriter(tmp_path, None, None, dict)
     with pytest.raises(RunError, match=r"checkpoint-4 could not be written .*No space left.*older checkpoints are as"):
         trainer._save_checkpoint(None, None)
     assert checkpoints(tmp_path) == [] and list((tmp_path / STAGING).iterdir()) == []

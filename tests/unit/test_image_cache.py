@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from adora_vl.dedup.image_bank import ImageBank
+from adora_vl.dedup.processor import StepProcessor
 from adora_vl.models.load import load_processor
 from adora_vl.models.tiny.build import PRETRAINED
-from adora_vl.passes.bank import ImageBank
-from adora_vl.passes.processor import StepProcessor
 from adora_vl.prompts import conversation_with_images
 from adora_vl.replaced import replaced
 from adora_vl.rollout.image_cache import ImageCache

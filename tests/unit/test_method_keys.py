@@ -10,7 +10,6 @@ from adora_vl.advantage import METHODS, Schedule
 from adora_vl.cli import parse
 from adora_vl.errors import UserError
 from adora_vl.options.advantage import (
-    adora_options,
     check_method,
     chosen_methods,
     method_needs,
@@ -57,7 +56,7 @@ def test_options_come_from_a_yaml_block(tmp_path):
         "adora_method: adora\nadora_method_options:\n  steps: [0, 50]\n"
         "  factor: {start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}\n"
     )
-    options = adora_options(config("--config", str(path)))
+    options = method_run(config("--config", str(path))).judged_by
     assert options.factor == Schedule(0.1, 1.0, "cosine", (0, 40)) and options.steps == (0, 50)
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.passes.bank import Banks
-from adora_vl.passes.batches import (
+from adora_vl.batching.dynamic_sampling import exchanges, further_rows, joined, refilled
+from adora_vl.batching.micro_batches import (
     by_length,
     chosen_units,
     dealt,
@@ -20,12 +20,12 @@ from adora_vl.passes.batches import (
     unit_size,
     without_padding,
 )
-from adora_vl.passes.flat import end_to_end, flat_pays
-from adora_vl.passes.importance import importance_ratio
-from adora_vl.passes.prefix import groups_of, pack, packing_pays
-from adora_vl.passes.processor import distinct_rows
-from adora_vl.passes.refill import exchanges, further_rows, joined, refilled
+from adora_vl.dedup.flat import end_to_end, flat_pays
+from adora_vl.dedup.image_bank import Banks
+from adora_vl.dedup.prefix import groups_of, pack, packing_pays
+from adora_vl.dedup.processor import distinct_rows
 from adora_vl.rollout.image_cache import ProcessedImage
+from adora_vl.rollout.importance import importance_ratio
 
 
 def test_distinct_rows_keep_their_order():

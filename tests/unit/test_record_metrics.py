@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from adora_vl.errors import UserError
-from adora_vl.record import backends
-from adora_vl.record.backends import prepare_trackers
-from adora_vl.record.metrics_file import MetricsFile, as_line, read_metrics, resumed_lines
-from adora_vl.record.phases import PHASES, PhaseClock
-from adora_vl.record.progress import ProgressLine, duration, progress_line
+from adora_vl.rollout_log import backends
+from adora_vl.rollout_log.backends import prepare_trackers
+from adora_vl.rollout_log.metrics_file import MetricsFile, as_line, read_metrics, resumed_lines
+from adora_vl.rollout_log.phases import PHASES, PhaseClock
+from adora_vl.rollout_log.progress import ProgressLine, duration, progress_line
 
 
 class Clock:

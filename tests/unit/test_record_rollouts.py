@@ -13,14 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
+from adora_vl.advantage.criteria import group_facts
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.errors import UserError
-from adora_vl.record.diagrams import Diagrams
-from adora_vl.record.metrics_file import METRICS, read_metrics
-from adora_vl.record.parts import cut_after, merge_small, parts, read_parts, rotate, write_part
-from adora_vl.record.rollouts import Record, as_table, criteria_columns, weighted_sum
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.drift import rollout_drift
+from adora_vl.rollout_log.diagrams import Diagrams
+from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
+from adora_vl.rollout_log.parts import cut_after, merge_small, parts, read_parts, rotate, write_part
+from adora_vl.rollout_log.rollouts import Record, as_table, criteria_columns
+from adora_vl.weighing import weighted_sum
 from tests.tiny_run import STEPS, train
 
 NAN = float("nan")
@@ -42,7 +44,7 @@ def steps(folder: Path) -> list[int]:
 def test_the_criteria_of_groups_by_hand():
     rewards = torch.tensor([[1.0, 0.1, 0.0], [0.0, NAN, 0.0], [1.0, 1.0, 0.1]])
     lengths = torch.tensor([[9.0, 5.0, 8.0], [1.0, 2.0, 3.0], [4.0, 6.0, 50.0]])
-    columns = criteria_columns(0.5, rewards, lengths, lengths >= 50)
+    columns = criteria_columns(group_facts(rewards, lengths, 0.5, lengths >= 50))
     assert columns["pass_rate"][::3] == pytest.approx([1 / 3, 0, 2 / 3])
     assert columns["longest_right"][::3] == pytest.approx([9, NAN, 6], nan_ok=True)
     assert columns["mean_wrong"][::3] == pytest.approx([6.5, 2, NAN], nan_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.record.metrics_file import read_metrics
+from adora_vl.rollout_log.metrics_file import read_metrics
 from tests.browser import CHROMIUM, Browser
 from tests.report_support import ATTACK, attacked_page, make_page, write_run
 from tests.tiny_run import STEPS

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from adora_vl.record.parts import parts, read_parts, write_part
 from adora_vl.report.__main__ import main
 from adora_vl.report.page import _SCRIPTS, _VIEWER
 from adora_vl.report.run import load_run
 from adora_vl.report.why import why
+from adora_vl.rollout_log.parts import parts, read_parts, write_part
 from tests.report_support import ATTACK, SETTINGS, attacked_page, make_page, write_run
 
 GROUP = {"weight": 0.1, "tds": True, "pass_rate": 0.5, "longest_right": 18.0, "mean_wrong": 21.25, "equal": False}

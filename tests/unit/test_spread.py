@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.passes.bank import Banks
-from adora_vl.passes.batches import chosen_units
-from adora_vl.passes.numbers import RolloutNumbers
-from adora_vl.passes.spread import movable, moves, spread
+from adora_vl.batching.micro_batches import chosen_units
+from adora_vl.batching.rebalance import movable, moves, rebalanced
+from adora_vl.dedup.image_bank import Banks
 from adora_vl.rollout.image_cache import ProcessedImage
+from adora_vl.rollout_log.rollout_numbers import RolloutNumbers
 
 CPU = torch.device("cpu")
 
@@ -73,8 +73,8 @@ def two_ranks():
         return parcels if rank == 0 else []
 
     plan = moves([0, 2])
-    giver = spread(batches[1], [True, True], 2, plan, 1, banks[1], 99, carry)
-    taker = spread(batches[0], [False, False], 2, plan, 0, banks[0], 99, carry)
+    giver = rebalanced(batches[1], [True, True], 2, plan, 1, banks[1], 99, carry)
+    taker = rebalanced(batches[0], [False, False], 2, plan, 0, banks[0], 99, carry)
     return giver, taker, banks
 
 
@@ -98,7 +98,7 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
         return [parcel for target, parcel in parcels if target == rank]
 
     order = sorted(range(len(ranks)), key=lambda rank: rank in {target for _, target in plan})  # givers first
-    after = {r: spread(batches[r], ranks[r], 1, plan, r, banks[r], 99, carry) for r in order}
+    after = {r: rebalanced(batches[r], ranks[r], 1, plan, r, banks[r], 99, carry) for r in order}
     wanted = max(least, *(sum(live) for _, live in after.values()))
     learned = []
     for batch, live in after.values():

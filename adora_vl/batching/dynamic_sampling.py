@@ -3,14 +3,71 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from adora_vl.passes.batches import take_rows
+from adora_vl.batch import Batch, LogFigure, Row, loss_mask
+from adora_vl.batching.micro_batches import live_units, take_rows
+from adora_vl.options.speed import SpeedOptions
+
+
+class Rows(Protocol):
+    """A data set that reads the rows of a batch together."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]: ...
+
+
+class DynamicSampling:
+    """Replaces groups without signal, on every rank as often as any rank needs it."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        log: LogFigure,
+        switches: SpeedOptions,
+        *,
+        generations: int,
+        seed: int,
+        pad_id: int,
+    ) -> None:
+        self.accelerator, self.log, self.switches = accelerator, log, switches
+        self.generations, self.seed, self.pad_id = generations, seed, pad_id
+
+    def __call__(self, batch: Batch, collect: Callable[[list[Row], int], Batch], rows: Rows, place: str) -> Batch:
+        """`batch` with signal where further problems gave some. `collect(rows, attempt)` samples and grades; `place`:
+        where the run stands, so that a resumed run draws the same problems.
+        """
+        tries = self.switches.adora_dynamic_sampling
+        if not tries:
+            return batch
+        size, device = self.generations, self.accelerator.device
+        count = len(batch["prompt_ids"]) // size
+        live, replaced_groups = live_units(batch["advantages"], size), 0
+        for attempt in range(1, tries + 1):
+            dead = self.accelerator.gather(torch.tensor([live.count(False)], device=device))
+            if not dead.any():
+                break
+            drawn = further_rows(len(rows), count, f"{self.seed}/{place}/{attempt}/{self.accelerator.process_index}")
+            further = collect(rows.__getitems__([row for row in drawn for _ in range(size)]), attempt)
+            self.log("adora/further_batches", 1.0)
+            if not all(gather_object([further.keys() == batch.keys()])):
+                continue  # images in one of the two batches only, so the rows have not the same columns
+            pairs = exchanges(live, live_units(further["advantages"], size))
+            batch = cast("Batch", refilled(dict(batch), dict(further), pairs, size, self.pad_id))
+            live = live_units(batch["advantages"], size)
+            replaced_groups += len(pairs)
+        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        self.log("adora/refilled_groups", replaced_groups / len(live))
+        return batch
 
 
 def further_rows(rows: int, groups: int, place: str) -> list[int]:

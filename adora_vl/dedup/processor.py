@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.feature_extraction_utils import BatchFeature
 
-from adora_vl.passes.bank import ImageBank
+from adora_vl.dedup.image_bank import ImageBank
 from adora_vl.replaced import replaced
 from adora_vl.rollout.image_cache import ImageCache, effective_settings, flat, normalized
 
@@ -48,7 +48,7 @@ class StepProcessor:
         return _expanded(once, number, images)
 
     def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
-        """As the processor's, with references (`adora_vl.passes.bank`) as `pixel_values`."""
+        """As the processor's, with references (`adora_vl.dedup.image_bank`) as `pixel_values`."""
         if images is None:
             output: BatchFeature = self._processor(text=text, **kwargs)
             return output

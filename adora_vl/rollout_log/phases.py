@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 PHASES = ("rollout", "grading", "policy", "sync", "other")
 
@@ -60,3 +62,33 @@ class PhaseClock:
         now = self._now()
         self._seconds[self._open[-1] if self._open else "other"] += now - self._mark
         self._mark = now
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, whose seconds count as those of this phase."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return call(*args, **kwargs)
+
+        return timed
+
+
+class StepClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """A step is the policy's time but for what lies in another phase; each step's seconds go into the log.
+
+    What lies between two steps (loading data, saving, evaluating) is `other` of the later one.
+    """
+
+    def __init__(self, clock: PhaseClock, log: Callable[[str, float], None]) -> None:
+        self.clock, self.log = clock, log
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.take()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.enter("policy")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.leave()
+        for phase, seconds in self.clock.take().items():
+            self.log(f"seconds/{phase}", seconds)

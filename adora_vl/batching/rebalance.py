@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import distributed
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from adora_vl.passes.bank import Banks, first_patches
-from adora_vl.passes.batches import take_rows
-from adora_vl.passes.refill import joined
+from adora_vl.batching.dynamic_sampling import joined
+from adora_vl.batching.micro_batches import take_rows
+from adora_vl.dedup.image_bank import Banks, first_patches
 
 _CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ class Carrier:
         return arrived
 
 
-def spread(
+def rebalanced(
     batch: dict[str, Any],
     live: list[bool],
     unit: int,
@@ -86,7 +86,7 @@ def spread(
     return batch, live
 
 
-def movable(batch: dict[str, Any]) -> tuple[str, ...]:
+def movable(batch: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of what a rank's rows have, which have to be alike on all ranks; empty where each row has its own
     pixels, which are too much to send.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from adora_vl.record.phases import PHASES
+from adora_vl.rollout_log.phases import PHASES
 
 # Title, key of the log, format, factor
 _FIGURES = (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adora_vl.passes.vision import vision_model
+from adora_vl.dedup.shared_vision import vision_model
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The policy's pass over packed rows, checked once against the pass over separate rows.
 
-Two layouts: a group as one sequence (`adora_vl.passes.prefix`), and rows end to end (`adora_vl.passes.flat`).
+Two layouts: a group as one sequence (`adora_vl.dedup.prefix`), and rows end to end (`adora_vl.dedup.flat`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
 
-from adora_vl.passes.bank import first_patches
-from adora_vl.passes.flat import end_to_end, flat_pays
-from adora_vl.passes.prefix import Packed, groups_of, pack, packing_pays, prompt_positions
+from adora_vl.dedup.flat import end_to_end, flat_pays
+from adora_vl.dedup.image_bank import first_patches
+from adora_vl.dedup.prefix import Packed, groups_of, pack, packing_pays, prompt_positions
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
 # Attention implementations that take a mask of our own. Flash attention takes the bounds of rows.
@@ -58,7 +59,7 @@ class PackedPass:
 
     def __call__(
         self,
-        trainer: Any,
+        accelerator: Accelerator,
         model: Any,
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -69,7 +70,7 @@ class PackedPass:
         separate: Callable[[], Result],
     ) -> Result | None:
         """As TRL's `_get_per_token_logps_and_entropies`; None where separate rows are less work or the only way."""
-        plain = trainer.accelerator.unwrap_model(model)
+        plain = accelerator.unwrap_model(model)
         config = plain.config
         if not packable(config, self.by_group):
             self.refused = f"attention {config.get_text_config()._attn_implementation} of {config.model_type}"
@@ -92,23 +93,30 @@ class PackedPass:
         def packed() -> Result:
             tokens = (input_ids, attention_mask, completion)
             parts = [
-                self._pass(trainer, model, plain, part, *tokens, compute_entropy, images, inputs) for part in groups
+                self._pass(accelerator, model, plain, part, *tokens, compute_entropy, images, inputs) for part in groups
             ]
             entropies = [entropy for _, entropy in parts if entropy is not None]
             return torch.cat([logps for logps, _ in parts]), torch.cat(entropies) if entropies else None, None
 
         if not self._checked:
-            self._check(trainer, packed if pays else separate, separate, attention_mask[:, -completion:], pays)
+            self._check(
+                accelerator, model, packed if pays else separate, separate, attention_mask[:, -completion:], pays
+            )
         if not pays or self.refused:
             return None
         self.passes += 1
         return packed()
 
     def _check(
-        self, trainer: Any, packed: Callable[[], Result], separate: Callable[[], Result], mask_BC: Tensor, pays: bool
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        packed: Callable[[], Result],
+        separate: Callable[[], Result],
+        mask_BC: Tensor,
+        pays: bool,
     ) -> None:
         """Once, on every rank: where the two passes disagree, go on with separate rows and say so."""
-        accelerator = trainer.accelerator
         if not accelerator.gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
             return  # nowhere to be used yet
         self._checked = True
@@ -116,7 +124,7 @@ class PackedPass:
             gap = (packed()[0] - separate()[0]).abs() * mask_BC
         mean = gap.sum() / mask_BC.sum().clamp(min=1)
         worst = float(accelerator.gather(mean.reshape(1)).max())
-        bound = bound_of(_computing_dtype(trainer))
+        bound = bound_of(_computing_dtype(accelerator, model))
         if not worst <= bound:
             self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
             way = "shared prompts" if self.by_group else "rows end to end"
@@ -124,7 +132,7 @@ class PackedPass:
 
     def _pass(
         self,
-        trainer: Any,
+        accelerator: Accelerator,
         model: Any,
         plain: Any,
         groups: list[list[int]],
@@ -158,18 +166,18 @@ class PackedPass:
         if grids is not None:
             given["pixel_values"] = torch.cat([pair[0] for pair in held if pair is not None])
             given["image_grid_thw"] = grids
-        with trainer.accelerator.autocast():
+        with accelerator.autocast():
             outputs = model(**given, shift_labels=packed.labels_NS, fused_lm_head=True)
         # the reference model's head computes no entropy
         return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy) if compute_entropy else None
 
 
-def _computing_dtype(trainer: Any) -> torch.dtype:
-    device = trainer.accelerator.device.type
-    with trainer.accelerator.autocast():
+def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
+    device = accelerator.device.type
+    with accelerator.autocast():
         if torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
-    dtype: torch.dtype = next(trainer.model.parameters()).dtype
+    dtype: torch.dtype = next(model.parameters()).dtype
     return dtype
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adora_vl.passes.prefix import Packed
+from adora_vl.dedup.prefix import Packed
 
 
 def flat_pays(prompts: list[int], completions: list[int]) -> bool:

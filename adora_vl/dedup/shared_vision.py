@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adora_vl.passes.bank import Banks, ImageBank
+from adora_vl.dedup.image_bank import Banks, ImageBank
 
 
 def vision_model(model: nn.Module) -> Any | None:
@@ -19,7 +19,10 @@ def vision_model(model: nn.Module) -> Any | None:
 
 
 class SharedVision:
-    """Takes references (`adora_vl.passes.bank`) for pixels. `seen` counts the images that went through the tower."""
+    """Takes references (`adora_vl.dedup.image_bank`) for pixels.
+
+    `seen` counts the images that went through the tower.
+    """
 
     def __init__(self, banks: Banks) -> None:
         self.banks = banks

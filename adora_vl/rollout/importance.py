@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
+
+from adora_vl.batch import Batch, LogFigure, loss_mask
 
 
 def importance_ratio(
@@ -51,6 +55,41 @@ def ratio_figures(
     ]
     none = torch.zeros((), device=logps_BC.device)
     return [(name, here(part) if part.numel() else none, everywhere) for name, part, here, everywhere in figures]
+
+
+@dataclass(frozen=True)
+class RatioSettings:
+    """TRL's `vllm_importance_sampling_*`: the mode and the bounds."""
+
+    mode: str
+    clip_min: float | None
+    clip_max: float | None
+
+
+class ImportanceRatio:
+    """Forms the ratio in the policy's own pass, where stock TRL makes a pass of its own for it."""
+
+    def __init__(self, settings: RatioSettings, accelerator: Accelerator, log: LogFigure) -> None:
+        self.settings, self.accelerator, self.log = settings, accelerator, log
+
+    def is_due(self, micro: Batch) -> bool:
+        """Whether the engine's log-probabilities are there and the ratio is not."""
+        return "importance_sampling_ratio" not in micro and "sampling_per_token_logps" in micro
+
+    def complete(self, micro: Batch, logps_BC: Tensor) -> None:
+        """Put the ratio into the micro-batch, and its figures into the log under TRL's names."""
+        mask_BC, sampling_BC, settings = loss_mask(micro), micro["sampling_per_token_logps"], self.settings
+        ratio = importance_ratio(
+            logps_BC,
+            sampling_BC,
+            mask_BC,
+            mode=settings.mode,
+            clip_min=settings.clip_min,
+            clip_max=settings.clip_max,
+        )
+        micro["importance_sampling_ratio"] = ratio
+        for name, own, everywhere in ratio_figures(ratio, logps_BC, sampling_BC, mask_BC):
+            self.log(name, everywhere(self.accelerator.gather(own.reshape(1))).item())
 
 
 def has_dropout(model: nn.Module) -> bool:

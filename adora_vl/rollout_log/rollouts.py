@@ -11,11 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from torch import Tensor
 
-from adora_vl.advantage.criteria import group_facts
-from adora_vl.record.diagrams import Diagrams
-from adora_vl.record.parts import IMAGES, ROLLOUTS, cut_after, merge_small, rotate, write_part
+from adora_vl.advantage.criteria import GroupFacts
+from adora_vl.rollout_log.diagrams import Diagrams
+from adora_vl.rollout_log.parts import IMAGES, ROLLOUTS, cut_after, merge_small, rotate, write_part
 
 SETTINGS = b"adora_vl"  # key of the run's settings in every file's metadata
 _TYPES: dict[str, pa.DataType] = {
@@ -40,21 +39,14 @@ _TYPES: dict[str, pa.DataType] = {
     "mean_wrong": pa.float32(),  # tokens, of the untruncated wrong ones; null where there is none
     "length": pa.int32(),
     "truncated": pa.bool_(),
-    "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats a token
+    "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
 }
 Columns = dict[str, list[Any]]
 
 
-def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
-    """One reward a rollout, (B,), as TRL sums them; NaN where no function scored it."""
-    rewards_B = (rewards_BF * weights_F.to(rewards_BF.device)).nansum(dim=1)
-    return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, rewards_B)
-
-
-def criteria_columns(correct_above: float, rewards_PG: Tensor, lengths_PG: Tensor, truncated_PG: Tensor) -> Columns:
+def criteria_columns(facts: GroupFacts) -> Columns:
     """What the criteria look at, for each rollout of each group: lists of P x G values."""
-    facts = group_facts(rewards_PG, lengths_PG, correct_above, truncated_PG)
-    nothing = torch.tensor(math.nan, device=rewards_PG.device)
+    nothing = torch.tensor(math.nan, device=facts.lengths_PG.device)
     longest_P = torch.where(facts.correct_PG, facts.lengths_PG, -torch.inf).amax(dim=1)
     wrong_P = torch.where(facts.finished_wrong_PG, facts.lengths_PG, 0.0).sum(dim=1)
     mean_P = wrong_P / facts.finished_wrong_PG.sum(dim=1)  # 0 / 0 is NaN, which becomes null
@@ -63,7 +55,7 @@ def criteria_columns(correct_above: float, rewards_PG: Tensor, lengths_PG: Tenso
         "longest_right": torch.where(facts.any_correct_P, longest_P, nothing),
         "mean_wrong": mean_P,
     }
-    group = rewards_PG.shape[1]
+    group = facts.lengths_PG.shape[1]
     return {name: column_P.repeat_interleave(group).tolist() for name, column_P in columns_P.items()}
 
 

@@ -1,0 +1,142 @@
+"""Cuts a generation into micro-batches: groups stay together, those without signal are left out, padding is cut off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+from adora_vl.batch import Batch, LogFigure
+from adora_vl.batching.micro_batches import (
+    MEAN_OVER_ROWS,
+    by_length,
+    chosen_units,
+    live_units,
+    planned,
+    take_rows,
+    unit_size,
+    without_padding,
+)
+from adora_vl.batching.rebalance import Carrier, movable, moves, rebalanced
+from adora_vl.dedup.image_bank import Banks
+from adora_vl.options.speed import SpeedOptions
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many rollouts go where. Rows are rollouts of one process."""
+
+    rows: int  # of a micro-batch: per_device_train_batch_size
+    generations: int  # G
+    steps: int  # micro-batches of a generation: steps_per_generation
+    iterations: int  # how often a generation is gone through: num_iterations
+    accumulated: int  # micro-batches of an optimizer step: gradient_accumulation_steps
+
+    @property
+    def unit(self) -> int:
+        """Rows that stay together."""
+        return unit_size(self.rows, self.generations)
+
+    @property
+    def cycle(self) -> int:
+        """Micro-batches that learn from one generation."""
+        return self.steps * self.iterations
+
+    @property
+    def chunk(self) -> int:
+        """How many micro-batches one generation has within one optimizer step; all but the last may be empty."""
+        steps, accumulated = self.steps, self.accumulated
+        return min(steps, accumulated) if steps % accumulated == 0 or accumulated % steps == 0 else 1
+
+    @property
+    def has_one_step(self) -> bool:
+        """Whether one optimizer step learns from the whole generation."""
+        return self.accumulated % self.cycle == 0
+
+
+class Batcher:
+    """All ranks call every method together; each gets as many micro-batches with work."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        banks: Banks,
+        log: LogFigure,
+        shape: Shape,
+        switches: SpeedOptions,
+        *,
+        pad_id: int,
+        loss_type: str,
+        every_row_counts: bool,
+    ) -> None:
+        """`every_row_counts`: a row without advantage adds something to the loss all the same."""
+        self.accelerator, self.banks, self.log = accelerator, banks, log
+        self.shape, self.switches, self.pad_id = shape, switches, pad_id
+        self._loss_type, self._every_row_counts = loss_type, every_row_counts
+        self._carrier = Carrier()
+        self._moved = False
+
+    def split(self, batch: Batch) -> list[Batch]:
+        """The generation as `steps_per_generation` micro-batches of whole units; an empty one has no work."""
+        shape, unit = self.shape, self.shape.unit
+        live = live_units(batch["advantages"], unit)
+        count = len(live)
+        if self._every_row_counts or not self.switches.adora_skip_zero_signal:
+            live = [True] * count
+        elif self.switches.adora_spread_signal and self.accelerator.num_processes > 1:
+            batch, live = self._rebalance(batch, live)
+        wanted = self.accelerator.gather(torch.tensor([sum(live)], device=self.accelerator.device)).max().item()
+        units = chosen_units(live, max(int(wanted), shape.steps // shape.chunk))
+        self.log("adora/skipped_groups", 1 - len(units) / count)
+        if shape.has_one_step and self.switches.adora_less_padding:
+            lengths_B = batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)
+            units = by_length(units, lengths_B, unit)
+        elif not shape.has_one_step:  # each optimizer step should see groups of all kinds
+            units = [units[place] for place in torch.randperm(len(units)).tolist()]
+        split = split_pixel_values_by_grid(dict(batch))
+        plan = planned(units, shape.steps // shape.chunk, shape.chunk, shape.rows // unit)
+        return [self._micro_batch(split, part) for part in plan]
+
+    def _micro_batch(self, split: dict[str, Any], units: list[int]) -> Batch:
+        if not units:
+            return {}
+        unit = self.shape.unit
+        micro = unsplit_pixel_values_by_grid(take_rows(split, [unit * n + row for n in units for row in range(unit)]))
+        micro = without_padding(micro) if self.switches.adora_less_padding else micro
+        return cast("Batch", {**micro, "share_of_rows": len(units) * unit / self.shape.rows})
+
+    def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
+        """Stock TRL takes a mean over the rows of a micro-batch; one with fewer rows weighs as many less."""
+        share = micro.get("share_of_rows", 1.0)
+        return loss * share if share != 1.0 and self._loss_type in MEAN_OVER_ROWS else loss
+
+    def take_moved(self) -> bool:
+        """Whether rollouts of this step are learned from on another rank than their own; asked once a step."""
+        taken, self._moved = self._moved, False
+        return taken
+
+    def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:
+        """Move units with signal between ranks where the one with most of them would otherwise take longer."""
+        counts, names = zip(*gather_object([(sum(live), movable(batch))]), strict=True)
+        alike = names[0] and all(own == names[0] for own in names)  # a rank without any image has no columns for them
+        plan = moves(counts, self.shape.steps // self.shape.chunk) if alike else []
+        self.log("adora/moved_groups", len(plan) / max(sum(counts), 1))
+        if not plan:
+            return batch, live
+        self._moved = True
+        moved, live = rebalanced(
+            dict(batch),
+            live,
+            self.shape.unit,
+            plan,
+            self.accelerator.process_index,
+            self.banks,
+            self.pad_id,
+            self._carrier.carry,
+        )
+        return cast("Batch", moved), live

@@ -1,0 +1,99 @@
+"""The trainer's collaborators from its configuration, where that takes more than naming their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import TrainerCallback
+
+from adora_vl.advantage.run import MethodRun
+from adora_vl.batch import LogFigure
+from adora_vl.batching.batcher import Batcher, Shape
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.rollout.engine import EngineSettings
+from adora_vl.rollout.importance import ImportanceRatio, RatioSettings
+from adora_vl.rollout_log.metrics_file import MetricsFile
+from adora_vl.rollout_log.phases import PhaseClock, StepClock
+from adora_vl.rollout_log.progress import ProgressLine
+from adora_vl.rollout_log.recorder import KeepRecord, Recorder
+from adora_vl.rollout_log.rollouts import Record
+from adora_vl.weighing import Truncation, Weigher
+
+_RECORDED_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")  # beside our own keys
+
+
+def engine_dtype(args: AdoraGRPOConfig) -> str | None:
+    """The engine's dtype; for `adora_vllm_dtype: auto` what the trainer computes in (None: the policy's own dtype).
+
+    vLLM's own `auto` turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on average.
+    """
+    if args.adora_vllm_dtype != "auto":
+        return args.adora_vllm_dtype
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+
+
+def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettings:
+    """What the engine is built with."""
+    return EngineSettings(
+        dtype=engine_dtype(args),
+        revision=revision,
+        max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
+        keeps_images=not args.adora_cache_images,
+    )
+
+
+def batch_shape(args: AdoraGRPOConfig, iterations: int) -> Shape:
+    """How a generation is cut up. `iterations`: TRL's `num_iterations`."""
+    return Shape(
+        rows=args.per_device_train_batch_size,
+        generations=args.num_generations,
+        steps=args.steps_per_generation,
+        iterations=iterations,
+        accumulated=args.gradient_accumulation_steps,
+    )
+
+
+def weigher(args: AdoraGRPOConfig, accelerator: Accelerator, methods: MethodRun, reward_weights_F: Tensor) -> Weigher:
+    """Rewards to advantages, as the keys of ADORA and of the method say."""
+    return Weigher(
+        methods,
+        accelerator,
+        reward_weights_F=reward_weights_F,
+        truncation=Truncation(
+            at=args.truncated_at if args.adora_truncation == "length" else None,
+            masked=args.mask_truncated_completions,
+        ),
+        correct_above=args.adora_correct_above,
+    )
+
+
+def importance_ratio(args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFigure) -> ImportanceRatio:
+    """The ratio of policy to engine, as TRL's `vllm_importance_sampling_*` say."""
+    settings = RatioSettings(
+        mode=args.vllm_importance_sampling_mode,
+        clip_min=args.vllm_importance_sampling_clip_min,
+        clip_max=args.vllm_importance_sampling_clip_max,
+    )
+    return ImportanceRatio(settings, accelerator, log)
+
+
+def recorder(args: AdoraGRPOConfig, accelerator: Accelerator, shape: Shape) -> Recorder:
+    """The record in `output_dir/rollouts`, with the settings that its readers need."""
+    own = [each.name for each in fields(args) if each.name.startswith("adora_")]
+    settings = {name: getattr(args, name) for name in (*own, *_RECORDED_SETTINGS)}
+    settings["truncated_at"] = args.truncated_at
+    record = Record(Path(args.output_dir), args.adora_record_gb, settings, accelerator.num_processes)
+    return Recorder(
+        record, accelerator, every=args.adora_record_every, cycle_steps=shape.cycle // args.gradient_accumulation_steps
+    )
+
+
+def callbacks(
+    clock: PhaseClock, recorder: Recorder, batcher: Batcher, log: Callable[[str, float], None]
+) -> list[TrainerCallback]:
+    """What writes the log, the record and the progress line, in the order in which they are called."""
+    return [StepClock(clock, log), KeepRecord(recorder, batcher.take_moved), ProgressLine(), MetricsFile()]

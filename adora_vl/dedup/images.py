@@ -1,0 +1,52 @@
+"""Each distinct image of a generation: processed once, held once, and seen by the vision tower once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from adora_vl.batch import Row
+from adora_vl.dedup.image_bank import Banks
+from adora_vl.dedup.processor import StepProcessor
+from adora_vl.dedup.shared_vision import SharedVision
+from adora_vl.options.speed import SpeedOptions
+from adora_vl.rollout.image_cache import ImageCache, can_cache
+
+
+class DistinctImages:
+    """Holds the images whose references are in use."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], processor: Any, device: torch.device, switches: SpeedOptions
+    ) -> None:
+        """`models`: the policy, and the reference where there is one."""
+        self.banks = Banks()
+        self.vision = SharedVision(self.banks)
+        self._device, self._switches = device, switches
+        takes_references = [self.vision.install(model) for model in models]  # of every model, also after a refusal
+        able = all(takes_references) and can_cache(getattr(processor, "image_processor", None))
+        self._cache = ImageCache(switches.adora_image_cache_mb * 2**20) if able else None
+
+    @property
+    def cache(self) -> ImageCache | None:
+        """Processed images, for the engine too; None where they cannot be shared or should not be."""
+        return self._cache if self._switches.adora_cache_images else None
+
+    @contextmanager
+    def generation(self, rows: Sequence[Row], mode: str, *, further: bool, processor: Any) -> Iterator[Any]:
+        """Yields the processor for these rows. `further`: they join the batch that was begun before, else the images of
+        the batch before are let go. `mode`: `train` or `eval`.
+        """
+        self.vision.share = self._switches.adora_share_vision
+        bank = self.banks.more() if further else None
+        if bank is None:
+            bank = self.banks.new(mode)
+        cache = self.cache
+        if cache is None or not any(row.get("images") for row in rows):
+            yield processor
+        else:
+            yield StepProcessor(processor, cache, bank, self._device)

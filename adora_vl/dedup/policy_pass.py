@@ -1,0 +1,60 @@
+"""The log-probabilities of a batch: by shared prompts or rows end to end where that is less work, else as TRL does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from adora_vl.dedup.packed import PackedPass, Result
+from adora_vl.options.speed import SpeedOptions
+
+Seen = Callable[[Tensor], None]
+
+
+class PolicyPass:
+    """What `_get_per_token_logps_and_entropies` computes, for the policy's loss, the old policy and the reference."""
+
+    def __init__(self, accelerator: Accelerator, switches: SpeedOptions) -> None:
+        self._accelerator, self._switches = accelerator, switches
+        self.packed, self.flat = PackedPass(), PackedPass(by_group=False)
+        self._seen: Seen | None = None
+
+    @contextmanager
+    def watched(self, seen: Seen) -> Iterator[None]:
+        """`seen` gets the log-probabilities of the first pass inside the block, detached."""
+        self._seen = seen
+        try:
+            yield
+        finally:
+            self._seen = None
+
+    def __call__(
+        self,
+        separate_rows: Callable[..., Result],
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **inputs: Any,
+    ) -> Result:
+        """As TRL's method, which is `separate_rows`: log-probabilities (B, C), entropies and auxiliary loss or None."""
+        tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
+        separate = partial(separate_rows, model, *tokens, compute_entropy, compute_aux_loss, **inputs)
+        result: Result | None = None
+        for layout in (self.packed, self.flat):
+            wanted = getattr(self._switches, layout.switch) and not compute_aux_loss and not layout.refused
+            if result is None and wanted:
+                result = layout(self._accelerator, model, *tokens, compute_entropy, inputs, separate)
+        result = result if result is not None else separate()
+        if self._seen is not None:
+            seen, self._seen = self._seen, None
+            seen(result[0].detach())
+        return result
