@@ -18,7 +18,9 @@ from tests.integration.support import launch, lost_image_features
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("parity_run.py"))
-BOUND = 1e-4  # nats, float32
+# Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's rounding differs by small
+# factors between processors, not by 50; what the corrections are there for is 0.04 and more.
+BOUND = 1e-4
 
 
 def parity(tmp_path: Path, config: str, *words: str, check: bool = True) -> dict[str, Any]:
