@@ -24,7 +24,7 @@ MASKABLE = ("sdpa", "eager")
 
 def bound_of(dtype: torch.dtype) -> float:
     """How far packed and separate log-probabilities may be apart on average, in nats: rounding in the model's dtype."""
-    return 1e-5 if dtype == torch.float32 else 0.05
+    return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
 def takes_mask(attention: str) -> bool:

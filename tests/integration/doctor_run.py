@@ -11,6 +11,7 @@ import json
 import pickle
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,7 +153,7 @@ def main() -> int:
                 with sabotage(examination):
                     results[name] = as_json(step(examination))
             except Exception as error:  # a cache that misses says so itself on a CPU
-                results[name] = [{"raised": str(error)}]
+                results[name] = [{"raised": "".join(traceback.format_exception(error))}]
         output.write_text(json.dumps(results))
         return checks
 

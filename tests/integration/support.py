@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,21 @@ def launch(config: str, *arguments: str, **options: Any) -> subprocess.Completed
     accelerate = str(Path(sys.executable).parent / "accelerate")
     file = REPOSITORY / "configs" / "accelerate" / f"{config}.yaml"
     return run([accelerate, "launch", "--config_file", str(file), *arguments], **options)
+
+
+# Where vLLM 0.31 (V1) asks for an image's features: the scheduler's books say that it has them, the runner has them not
+# ("Encoder cache miss"), has others (an assertion without words), or as many as there are not places for.
+_FEATURES = re.compile(
+    r'^\s*File "[^"]*/vllm/.*, in (_gather_mm_embeddings|gather_mm_embeddings|_try_schedule_encoder_inputs|'
+    r"check_and_update_cache|can_allocate|allocate|free_encoder_input|_merge_multimodal_embeddings)$"
+    r"|^\S*(Error|Exception)\b.*encoder cache miss",
+    re.MULTILINE | re.IGNORECASE,
+)
+
+
+def lost_image_features(output: str) -> bool:
+    """Whether the engine ended with an error about its cache of image features, in whatever words."""
+    return _FEATURES.search(re.sub(r"^\[rank\d+\]: ?", "", output, flags=re.MULTILINE)) is not None
 
 
 def processes_with(mark: str) -> list[str]:
