@@ -1,12 +1,13 @@
 """Policy and reference as training would build them, looked at just before the first step: their constants, their
-log-probabilities far from the start, and what the guard says; then all of it with the constants rounded. Run by
-`test_precision.py` under ZeRO-3.
+log-probabilities far from the start as they are, under float32 angles and under rounded ones, and what the guard says.
+Run by `test_precision.py` under ZeRO-3.
 
 Usage: precision_run.py FOLDER [training arguments]
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -37,6 +38,13 @@ def constants(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def text_frequencies(model: Any) -> Tensor:
+    """The text's rotary frequencies, (head size / 2,), by RoPE's own formula in float32."""
+    config = model.config.get_text_config()
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    return 1.0 / config.rope_parameters["rope_theta"] ** exponents
+
+
 @torch.no_grad()
 def far_logps(model: nn.Module) -> dict[str, Tensor]:
     """Log-probabilities of all tokens, (window, vocabulary), up to each of `POSITIONS`, after the same text."""
@@ -52,18 +60,18 @@ class Look(TrainerCallback):
         self.trainer, self.folder = trainer, folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        models = {
-            "policy": self.trainer.model,
-            "reference": self.trainer.accelerator.unwrap_model(self.trainer.ref_model),
-        }
+        reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model)
+        models = {"policy": self.trainer.model, "reference": reference}
         refusals, tensors = {"built": self.refusal()}, {}
         for role, model in models.items():
             tensors |= {f"{role}/constants/{name}": value for name, value in constants(model).items()}
             tensors |= {f"{role}/built/{place}": value for place, value in far_logps(model).items()}
-            for buffer in model.buffers():
-                buffer.data = buffer.data.bfloat16()
+            exact = text_frequencies(model)
+            for which, frequencies in (("float32", exact), ("rounded", exact.bfloat16())):
+                model.get_decoder().rotary_emb.inv_freq.data = frequencies
+                tensors |= {f"{role}/{which}/{place}": value for place, value in far_logps(model).items()}
             refusals[role] = self.refusal()
-            tensors |= {f"{role}/rounded/{place}": value for place, value in far_logps(model).items()}
+            model.get_decoder().rotary_emb.inv_freq.data = exact
         sharded = all(hasattr(next(model.parameters()), "ds_id") for model in models.values())
         facts = {"refusals": refusals, "sharded": sharded, "dtype": str(self.trainer.model.dtype)}
         if self.trainer.accelerator.is_main_process:
@@ -87,10 +95,8 @@ def main() -> int:
 
     trainer: Any = build_trainer(prepare(sys.argv[2:], to_train=False))
     trainer.add_callback(Look(trainer, Path(sys.argv[1])))
-    try:
+    with contextlib.suppress(LookedAt):
         trainer.train()
-    except LookedAt:
-        pass
     trainer.accelerator.end_training()
     return 0
 

@@ -72,9 +72,8 @@ def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(cast, lora):
     distance=st.integers(1, 8000),
 )
 def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, scaling, distance):
-    config = Qwen2Config(
-        hidden_size=4 * half, num_attention_heads=2, num_key_value_heads=1, rope_parameters={**scaling, "rope_theta": theta}
-    )  # fmt: skip
+    rope = {**scaling, "rope_theta": theta}
+    config = Qwen2Config(hidden_size=4 * half, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope)
     rotary = Qwen2RotaryEmbedding(config)
     right = rotary.inv_freq.double() * distance
     holder = nn.ModuleDict({"rotary": rotary}).to(torch.bfloat16)
@@ -84,7 +83,7 @@ def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, s
 
 
 class Patterned(nn.Module):
-    """A rotary module that cannot be built from a config alone, and buffers that are a checkpoint's or whole numbers."""
+    """A rotary module that takes more than a config, with buffers that are a checkpoint's or whole numbers besides."""
 
     def __init__(self, size: int, scale: float) -> None:
         super().__init__()
