@@ -20,6 +20,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.errors import RolloutError
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.models.precision import restore_buffers
 from adora_vl.options.advantage import adora_options, method_run
 from adora_vl.passes.trainer import OnceGRPOTrainer
 from adora_vl.record.rollouts import weighted_sum
@@ -72,6 +73,9 @@ class AdoraGRPOTrainer(OnceGRPOTrainer):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs
             )
+        for built in (self.model, self.ref_model):
+            if built is not None:
+                restore_buffers(built)
         freeze(self.model, args.frozen_components)
         if not self.use_vllm:
             self._never_sample(never_sampled_ids(self._tokenizer))
