@@ -1,4 +1,4 @@
-"""A training command that runs until something stops it, on pipes or in a terminal of its own."""
+"""A training command in a terminal of its own that runs until something stops it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ LAUNCHER = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config
 
 
 class Running:
-    """A command under `accelerate launch`, with all its processes and what they say. Leave the block to be rid of it."""
+    """A command under `accelerate launch` with all its processes and what they say; none is left after the block."""
 
     def __init__(self, config: str, output_dir: Path, words: list[str]) -> None:
         self.output_dir, self._mark, self._said = output_dir, uuid.uuid4().hex, b""
+        self._ours: int | None
         self._ours, theirs = pty.openpty()
         file = str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")
         self.launcher = subprocess.Popen(
@@ -38,7 +39,7 @@ class Running:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # its Ctrl-C and its end are signals to the session
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # or Ctrl-C and its end would be no signals
         )
         os.close(theirs)
 
