@@ -16,7 +16,7 @@ from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, problem_of
 from tests.integration.stopping import Running
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # the fixture starts two processes six times
 CYCLE = 2  # steps of one generation
 RUN = [
     "--config", "configs/train/smoke_cpu.yaml", "--use_vllm", "false", "--adora_self_check", "false",
@@ -97,13 +97,11 @@ def two_processes(tmp_path_factory):
     return {way.__name__: stop("cpu_zero3", out, way) for way in WAYS}
 
 
-@pytest.mark.timeout(1500)  # for the fixture: six starts of two processes each
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
 def test_two_processes_stop_with_one_whole_checkpoint(two_processes, way):
     holds_one_checkpoint_at_the_end_of_a_generation(two_processes[way])
 
 
-@pytest.mark.timeout(1500)
 def test_the_same_command_goes_on_from_each_of_them(two_processes):
     """Except from the last, of which no start follows."""
     for way, following in pairwise(WAYS):
@@ -111,7 +109,6 @@ def test_the_same_command_goes_on_from_each_of_them(two_processes):
         assert f"going on from {checkpoint}" in two_processes[following.__name__].began_with
 
 
-@pytest.mark.timeout(1500)
 def test_the_shipped_launcher_settings_leave_time_to_save(two_processes):
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ
     assert all("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in stopped.began_with for stopped in two_processes.values())
