@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.checkpoint.launcher import watch_launcher
 from adora_vl.dry_run.options import wanted as wants_dry_run
 from adora_vl.errors import RolloutError, RunError, UserError
 from adora_vl.prepare import Run, prepare
@@ -115,6 +116,7 @@ def train(arguments: Sequence[str]) -> int:
             log, command = trainer.state.log_history, manifest["command"]
             print_summary(log, run.config, model_folder, seconds, data=run.data, command=command)
     trainer.accelerator.wait_for_everyone()
+    stop.release()
     trainer.close()
     trainer.accelerator.end_training()
     return EXIT_STOPPED if stop.stopped else 0
@@ -148,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     it does not fit, in words.
     """
     words = sys.argv[1:] if arguments is None else arguments
+    watch_launcher()
     try:
         return dry_run(words) if wants_dry_run(words) else train(words)
     except UserError as error:

@@ -49,14 +49,23 @@ def lost_image_features(output: str) -> bool:
     return _FEATURES.search(re.sub(r"^\[rank\d+\]: ?", "", output, flags=re.MULTILINE)) is not None
 
 
+def pids_with(mark: str) -> list[int]:
+    """The processes that inherited `mark` in their environment, graders' workers among them; none that have ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
 def processes_with(mark: str) -> list[str]:
-    """The command lines of the processes that inherited `mark`, graders' workers among them; they may take a moment."""
+    """The command lines of the processes that inherited `mark`; they may take a moment to end."""
     for _ in range(50):
         found = []
-        for folder in Path("/proc").glob("[0-9]*"):
+        for pid in pids_with(mark):
             with contextlib.suppress(OSError):
-                if mark.encode() in (folder / "environ").read_bytes():
-                    found.append((folder / "cmdline").read_text().replace("\0", " "))
+                found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
         if not found:
             break
         time.sleep(0.2)

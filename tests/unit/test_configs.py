@@ -82,6 +82,20 @@ def test_an_accelerate_config_is_one_that_accelerate_reads(path):
         assert config.deepspeed_config["zero_stage"] == 3
 
 
+@pytest.mark.parametrize("path", sorted((CONFIGS / "accelerate").glob("*zero*.yaml")), ids=lambda p: p.stem)
+def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(path, monkeypatch):
+    """Down to what torch's launcher makes of it, since accelerate hands the key on without knowing it."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import _filter_args
+    from torch.distributed import run
+
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    given = launch_command_parser().parse_args(["--config_file", str(path), "-m", "adora_vl.train"])
+    own = ["--training_script", given.training_script, "--training_script_args", given.training_script_args]
+    words = _filter_args(_validate_launch_command(given)[0], run.get_args_parser(), own)
+    assert run.config_from_args(words)[0].shutdown_timeout == 3600
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +15,6 @@ from transformers import TrainerControl
 from trl import GRPOTrainer
 
 from adora_vl import train
-from adora_vl.checkpoint.stop import StopOnSignal
 from adora_vl.checkpoint.store import STAGING, checkpoints
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError
 from adora_vl.guarded import largest_ratio
@@ -178,17 +175,6 @@ def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, c
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train.main([]) == 1
     assert capsys.readouterr().err.splitlines() == lines
-
-
-def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capsys):
-    stop = StopOnSignal(1)
-    with contextlib.suppress(RunError), stop:
-        raise RunError("step 3: stop")
-    stop._handle(signal.SIGTERM, None)
-    assert capsys.readouterr().err == ""
-    with (going_on := StopOnSignal(1)):
-        going_on._handle(signal.SIGTERM, None)
-    assert capsys.readouterr().err == "SIGTERM: saving after this step; a second one stops at once\n"
 
 
 def rows_with(*stored: dict) -> Dataset:
