@@ -2,8 +2,8 @@
 
 The weight is one positive scalar a group, so the sign and the ranking of advantages inside a group never change.
 Source: arXiv 2602.10019 and the reference code (ShadeCloak/ADORA): `weight_func` of its VLM half, in
-`ADORA_VL/openrlhf/trainer/ppo_utils/experience_maker_vl.py`, and `compute_grpo_outcome_advantage_ADORA` of its LLM half, in
-`ADORA/verl/trainer/ppo/core_algos.py`.
+`ADORA_VL/openrlhf/trainer/ppo_utils/experience_maker_vl.py`, and `compute_grpo_outcome_advantage_ADORA` of its LLM
+half, in `ADORA/verl/trainer/ppo/core_algos.py`.
 """
 
 from __future__ import annotations
