@@ -47,11 +47,12 @@ def test_rollouts_are_sampled_once_a_generation_and_clipping_acts_after_the_firs
     steps = lines(whole[0])
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert [step["step"] for step in steps if "reward" in step] == [1, 1 + CYCLE]
-    # the policy of the old log-probabilities is the one that sampled: the ratios are 1 before its first update, not later
+    # The old log-probabilities are those of the policy that sampled: the ratios are 1 up to float32's rounding before
+    # its first update, and not after it.
     for step in steps:
-        first = step["step"] % CYCLE == 1
-        assert (abs(step["adora/ratio_max"] - 1) < 1e-4) == first, step["step"]
-        assert not first or step["clip_ratio/region_mean"] == 0
+        if step["step"] % CYCLE == 1:
+            assert step["adora/ratio_max"] == pytest.approx(1, abs=1e-4) and step["clip_ratio/region_mean"] == 0
+    assert max(step["adora/ratio_max"] for step in steps) > 1.2
     assert max(step["clip_ratio/region_mean"] for step in steps) > 0
 
 
