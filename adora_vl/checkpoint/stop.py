@@ -28,7 +28,7 @@ def mark_stopped(output_dir: Path, step: int) -> None:
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The first signal to any rank saves and ends the run after the current optimizer step; a second one ends it at once.
+    """The first signal to any rank saves and ends the run after the optimizer step; a second one ends it at once.
 
     `cycle_steps`: stop on multiples of so many optimizer steps only.
     """

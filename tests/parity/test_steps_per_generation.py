@@ -106,7 +106,7 @@ def updates(tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def test_every_update_has_stocks_gradient_on_its_rollouts(updates):
-    """Rounding is 1e-5 on any processor, a rollout with a wrong weight or another one's old log-probability above 1e-2."""
+    """Rounding is 1e-5 on any processor; a rollout with a wrong weight or old log-probability is above 1e-2."""
     assert len(updates) == UPDATES
     assert all(update["scale"] > 1e-4 for update in updates), "an update without a gradient shows nothing"
     assert max(update["apart"] for update in updates) < 1e-3
