@@ -75,6 +75,10 @@ class AdoraGRPOConfig(AdoraOptions, GRPOConfig):  # type: ignore[misc]  # TRL is
         default="any", metadata={"help": "A prompt is TAS if any or all criteria hold.", "choices": ["any", "all"]}
     )
     adora_tau: float = field(default=0.5, metadata={"help": "Pass rate up to which the difficulty criterion holds."})
+    adora_difficulty_needs_correct: bool = field(
+        default=False,
+        metadata={"help": "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there."},
+    )
     adora_correct_above: float = field(default=0.5, metadata={"help": "A rollout is correct above this reward."})
     adora_truncation: str = field(
         default="length",
@@ -92,6 +96,14 @@ class AdoraGRPOConfig(AdoraOptions, GRPOConfig):  # type: ignore[misc]  # TRL is
         metadata={
             "help": "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
             "choices": ["attenuate", "keep"],
+        },
+    )
+    adora_no_correct: str = field(
+        default="keep",
+        metadata={
+            "help": "Groups without a correct rollout that meet no criterion: keep (VLM reference) or attenuate (LLM "
+            "reference).",
+            "choices": ["keep", "attenuate"],
         },
     )
     adora_max_drift: float | None = field(

@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 from trl import ModelConfig
 
 from adora_vl.advantage.adora import CRITERIA
-from adora_vl.arithmetic import BatchPlan, check_rows, check_saves, plan_batches
+from adora_vl.arithmetic import BatchPlan, check_rows, plan_batches
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.errors import UserError, nearest
 from adora_vl.options.advantage import check_method
@@ -95,8 +95,6 @@ def check_run(
     _check_rollouts(config, model_config)
     plan = batch_plan(config, num_processes)
     check_rows(plan, rows)
-    if config.save_strategy == "steps":
-        if config.save_steps < 1:
-            raise UserError(f"save_steps: {config.save_steps} must be a whole number of optimizer steps")
-        check_saves(plan, int(config.save_steps))
+    if config.save_strategy == "steps" and config.save_steps < 1:
+        raise UserError(f"save_steps: {config.save_steps} must be a whole number of optimizer steps")
     return plan

@@ -55,7 +55,7 @@ def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, Sk
     from adora_vl.guards import SkipBadSteps
     from adora_vl.models.precision import RefuseWrongBuffers
 
-    stop, bad_steps = StopOnSignal(run.plan.cycle_steps), SkipBadSteps(trainer, run.config.adora_max_bad_steps)
+    stop, bad_steps = StopOnSignal(cycle_steps=1), SkipBadSteps(trainer, run.config.adora_max_bad_steps)
     for callback in (stop, bad_steps, RefuseWrongBuffers(trainer)):
         trainer.add_callback(callback)
     if run.config.adora_self_check:

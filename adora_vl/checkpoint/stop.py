@@ -34,10 +34,10 @@ def mark_stopped(output_dir: Path, step: int) -> None:
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The first signal to any rank saves and ends the run after the current generation. One that comes `REPEAT_S`
+    """The first signal to any rank saves and ends the run after the current optimizer step. One that comes `REPEAT_S`
     later ends it at once, unless it is SIGHUP: nobody who closes a terminal asks for that.
 
-    `cycle_steps`: optimizer steps that one generation lasts, since a checkpoint inside one could not go on exactly.
+    `cycle_steps`: stop on multiples of so many optimizer steps only.
     """
 
     def __init__(self, cycle_steps: int) -> None:

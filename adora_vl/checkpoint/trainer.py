@@ -36,9 +36,10 @@ class CheckpointedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is unty
         try:
             with replaced(self, "_get_output_dir", lambda trial=None: str(output_dir / STAGING)):
                 super()._save_checkpoint(model, trial)
+            own = self.save_unfinished(output_dir / STAGING / name)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                facts = {**self.run_facts, "step": step, "metrics": self._metrics["train"]}
+                facts = {**self.run_facts, **own, "step": step, "metrics": self._metrics["train"]}
                 publish(output_dir / STAGING / name, output_dir / name, facts)
                 rotate(output_dir, self.args.save_total_limit)
         except Exception as error:  # torch and safetensors have their own for a full disk
@@ -46,6 +47,10 @@ class CheckpointedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is unty
             raise RunError(f"{name} could not be written ({error}); older checkpoints are as they were") from error
         self.accelerator.wait_for_everyone()
         self._saved_at = step
+
+    def save_unfinished(self, folder: Path) -> dict[str, Any]:
+        """Put into the checkpoint what is under way; all ranks call this. Returns what the manifest says of it."""
+        return {}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Stock TRL leaves this to Transformers 5.17, which loads by the names in the file. Qwen2.5-VL's modules have

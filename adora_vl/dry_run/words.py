@@ -9,6 +9,7 @@ from typing import Any
 
 from adora_vl.dry_run.lengths import Lengths, quantile
 from adora_vl.dry_run.planning import Plan
+from adora_vl.dry_run.schedule import learning_rate_line
 from adora_vl.memory import GIB
 from adora_vl.memory.disk import checkpoint_bytes, run_bytes
 from adora_vl.memory.engine import cache_bytes_per_token
@@ -66,8 +67,8 @@ def batch_lines(plan: Plan) -> list[str]:
         f"They are learned from in micro-batches of {local} sequences on each of {processes} "
         f"process{'' if processes == 1 else 'es'} ({batches.global_batch} over all).",
         f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are {batches.optimizer_batch} "
-        f"sequences. Optimizer steps a generation: "
-        f"{batches.cycle_micro_batches / config.gradient_accumulation_steps:g}.",
+        f"sequences. Optimizer steps a generation: {batches.updates_per_generation:g}.",
+        other_processes_line(plan),
     ]
     epoch, total = steps_of(plan)
     rows = plan.lengths.rows
@@ -79,9 +80,21 @@ def batch_lines(plan: Plan) -> list[str]:
         dropped = f"; {left} rows wait for another epoch's order" if left else ""
         lines.append(f"{rows} rows make {epoch} optimizer steps an epoch{dropped}.")
         lines.append(f"The run takes {total} optimizer steps, {(total or 0) / epoch:.3g} epochs.")
+    lines.append(learning_rate_line(config, total))
     if config.save_strategy == "steps":
         lines.append(f"A checkpoint is saved every {int(config.save_steps)} optimizer steps.")
     return _section("Batches", lines)
+
+
+def other_processes_line(plan: Plan) -> str:
+    """What the same keys make of the batches on another number of processes."""
+    batches, own = plan.batches, plan.setup.sharding.processes
+    sizes = [
+        f"{count}: {batches.generation_batch * count // own} rollouts and {batches.optimizer_batch * count // own}"
+        for count in (1, 2, 4, 8)
+        if count != own
+    ]
+    return f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}."
 
 
 def _spread(name: str, values: Sequence[int]) -> str:

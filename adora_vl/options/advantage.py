@@ -124,6 +124,8 @@ def _from_keys(config: Any) -> dict[str, Any]:
         "combine": config.adora_combine,
         "tau": Schedule(config.adora_tau),
         "empty_wrong": config.adora_empty_wrong,
+        "no_correct": config.adora_no_correct,
+        "difficulty_needs_correct": config.adora_difficulty_needs_correct,
     }
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from adora_vl.options.speed import regroup_obstacle
+from adora_vl.passes import unfinished
 from adora_vl.passes.bank import Banks
 from adora_vl.passes.batches import (
     MEAN_OVER_ROWS,
@@ -122,6 +124,17 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
             self._buffered_inputs = self._micro_batches(batch)
         buffered: dict[str, Any] = self._buffered_inputs[self._step % steps]
         return buffered
+
+    def save_unfinished(self, folder: Path) -> dict[str, Any]:
+        """Stock TRL's checkpoints have neither the rollouts that are left to learn from nor where the run stands in
+        them, so one that goes on within a generation samples anew, out of phase.
+        """
+        return unfinished.save(folder, self)
+
+    def begin_at(self, checkpoint: str) -> None:
+        """Also the rollouts that are left to learn from."""
+        super().begin_at(checkpoint)
+        unfinished.go_on(Path(checkpoint), self)
 
     def _refill(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Replace groups without signal by groups of further problems, on every rank as often as any rank needs."""

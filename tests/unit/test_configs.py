@@ -51,16 +51,22 @@ def test_that_check_would_notice_a_dataset_that_is_too_small(monkeypatch):
         check_run(config, model, Qwen2_5_VLConfig(), 100, num_processes=8)
 
 
-def test_the_papers_recipe_samples_128_prompts_of_8():
-    content = read_yaml(CONFIGS / "train" / "adora_7b_geo3k.yaml")
-    plan = plan_batches(
-        per_device_train_batch_size=content["per_device_train_batch_size"],
-        num_processes=8,
-        num_generations=content["num_generations"],
-        gradient_accumulation_steps=content["gradient_accumulation_steps"],
-    )
-    assert plan.prompts_per_generation == 128
-    assert plan.generation_batch == plan.optimizer_batch == 1024
+BATCH_KEYS = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps", "steps_per_generation")
+
+
+@pytest.mark.parametrize("name", ["adora_7b_geo3k", "grpo_7b_geo3k"])
+def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps(name):
+    content = read_yaml(CONFIGS / "train" / f"{name}.yaml")
+    plan = plan_batches(num_processes=8, **{key: content[key] for key in BATCH_KEYS})
+    assert (plan.prompts_per_generation, plan.generation_batch, plan.optimizer_batch) == (128, 1024, 128)
+    assert plan.updates_per_generation == 8
+    assert content["save_steps"] == 2101 // 128 * 8, "once an epoch"
+
+
+@pytest.mark.parametrize("name", ["adora_7b_geo3k", "grpo_7b_geo3k", "adora_3b_1gpu_lora"])
+def test_a_micro_batch_of_a_gpu_recipe_has_whole_groups(name):
+    content = read_yaml(CONFIGS / "train" / f"{name}.yaml")
+    assert content["per_device_train_batch_size"] % content["num_generations"] == 0
 
 
 def test_the_baseline_differs_from_the_recipe_in_its_mode_only():
