@@ -20,6 +20,7 @@ from trl.trainer.utils import (
     RepeatSampler,
     get_config_model_id,
     split_pixel_values_by_grid,
+    strip_images_from_messages,
     unsplit_pixel_values_by_grid,
 )
 
@@ -131,6 +132,23 @@ def test_trl_still_logs_what_we_rewrite():
     ):
         assert text in source
     assert '**self._logs["extra"]' in inspect.getsource(GRPOTrainer.log)
+
+
+def test_trl_still_gathers_prompts_for_a_table_that_leaves_their_images_out():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert 'self._logs["prompt"].extend(gather_object(prompts))' in source
+    assert "if images is not None and self.log_multimodal:" in source
+    table = inspect.getsource(GRPOTrainer.log)
+    assert 'strip_images_from_messages(messages) for messages in self._logs["prompt"]' in table
+    assert [words for words in ("wandb", "trackio") if f'"{words}" in self.args.report_to' not in table] == []
+    assert strip_images_from_messages([{"role": "user", "content": "x"}]) == [{"role": "user", "content": "x"}]
+
+
+def test_trl_still_reads_the_token_ids_of_a_rollout_alone():
+    """Its text is not made, as `detokenize: false` in the sampling parameters says."""
+    source = inspect.getsource(VLLMGeneration.generate) + inspect.getsource(vllm_generation.extract_logprobs)
+    assert "generation_kwargs.update(self.generation_kwargs)" in source
+    assert ".text" not in source and "decoded_token" not in source
 
 
 def test_trl_still_sends_expanded_prompts_to_the_colocated_engine():
