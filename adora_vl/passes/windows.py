@@ -87,7 +87,8 @@ def attend(
     parts = [tensor[0] if order is None else tensor[0].index_select(1, order) for tensor in (query, key, value)]
     outputs, at = [], 0
     for size, windows in sizes:
-        batch = [part[:, at : at + size * windows].unflatten(1, (windows, size)).transpose(0, 1) for part in parts]
+        own = [part[:, at : at + size * windows] for part in parts]
+        batch = [part.reshape(len(part), windows, size, -1).transpose(0, 1) for part in own]
         output, _ = sdpa_attention_forward(module, *batch, None, dropout=dropout, scaling=scaling, is_causal=False)
         outputs.append(output.flatten(0, 1))
         at += size * windows

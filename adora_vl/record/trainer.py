@@ -84,7 +84,7 @@ class RecordedGRPOTrainer(GuardedGRPOTrainer):
         super().__init__(*args, **kwargs)
         # Stock TRL gathers all images for the trackers' tables even where there is no such table.
         tables = self.log_completions and {"wandb", "trackio"} & set(self.args.report_to)
-        self.log_multimodal = self.log_multimodal and bool(tables)
+        self.log_multimodal = bool(self.args.log_multimodal and tables)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self._timed("sync", self.vllm_generation.sync_weights)
         for noisy in (ProgressCallback, PrinterCallback):
