@@ -30,6 +30,10 @@ class SpeedOptions:
         default=True,
         metadata={"help": "One vision pass a distinct image; once a generation batch where vision is frozen."},
     )
+    adora_batch_windows: bool = field(
+        default=True,
+        metadata={"help": "Attend to all windows of one size at once in the vision tower, with sdpa attention."},
+    )
     adora_share_prompt: bool = field(
         default=True,
         metadata={"help": "Compute a group's prompt once and let its rollouts attend to it, where that is less work."},

@@ -177,8 +177,9 @@ def _in_form(packed: Packed, plain: Any) -> Tensor | None:
     """The mask as the attention implementation wants it."""
     if packed.mask_N1SS is None or plain.config.get_text_config()._attn_implementation == "sdpa":
         return packed.mask_N1SS
-    dtype = plain.dtype
-    return torch.zeros((), dtype=dtype).masked_fill(~packed.mask_N1SS, torch.finfo(dtype).min)
+    mask, dtype = packed.mask_N1SS, plain.dtype
+    # CUDA refuses to fill a scalar of the CPU by a mask of the GPU
+    return mask.new_zeros((), dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _images_of_rows(inputs: dict[str, Any], rows: int) -> list[tuple[Tensor, Tensor] | None]:

@@ -84,6 +84,7 @@ class OnceGRPOTrainer(RecordedGRPOTrainer):
         """
         training = self.model.training
         self.vision.share = self.args.adora_share_vision
+        self.vision.batch_windows(self.args.adora_batch_windows)
         with ExitStack() as stack:
             cache = self.image_cache if self.args.adora_cache_images else None
             bank = self.banks.more() if self._attempt else None

@@ -11,12 +11,15 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from trl.trainer import grpo_trainer
 
 from adora_vl.guarded import GuardedGRPOTrainer
 from adora_vl.record.metrics_file import MetricsFile
 from adora_vl.record.phases import PhaseClock
 from adora_vl.record.progress import ProgressLine
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, weighted_sum
+from adora_vl.record.texts import gather_texts
+from adora_vl.replaced import replaced
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.drift import rollout_drift
 
@@ -79,6 +82,9 @@ class RecordedGRPOTrainer(GuardedGRPOTrainer):
         self._spans: list[slice] = []  # those that are recorded, a generation each
         self.card: Card | None = None  # writes the README.md of every saved model
         super().__init__(*args, **kwargs)
+        # Stock TRL gathers all images for the trackers' tables even where there is no such table.
+        tables = self.log_completions and {"wandb", "trackio"} & set(self.args.report_to)
+        self.log_multimodal = bool(self.args.log_multimodal and tables)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self._timed("sync", self.vllm_generation.sync_weights)
         for noisy in (ProgressCallback, PrinterCallback):
@@ -127,6 +133,14 @@ class RecordedGRPOTrainer(GuardedGRPOTrainer):
         with self.clock.phase("grading"):
             rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return rewards_BF
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Stock TRL sends every rank the prompts of all ranks for its table of completions, with their images, which
+        the table leaves out; ours sends the texts.
+        """
+        with replaced(grpo_trainer, "gather_object", gather_texts):
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        return output
 
     @property
     def _is_recorded(self) -> bool:

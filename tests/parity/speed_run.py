@@ -47,6 +47,7 @@ STEPS: dict[str, list[str]] = {
     "cache": ["adora_cache_images"],
     "requests": ["adora_cache_images", "adora_group_requests"],
     "vision": ["adora_cache_images", "adora_share_vision"],
+    "windows": ["adora_batch_windows"],
     "prompt": ["adora_cache_images", "adora_share_prompt"],
     "old pass": ["adora_skip_old_pass"],
     "zero signal": ["adora_skip_zero_signal"],

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
-    "adora_vl.memory": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
+    "adora_vl.memory": ("adora_vl.errors", "adora_vl.models", "adora_vl.passes", "adora_vl.replaced"),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "adora_vl.options": (
         "adora_vl.advantage",
@@ -25,6 +25,7 @@ ALLOWED = {
         "adora_vl.advantage",
         "adora_vl.checkpoint",
         "adora_vl.errors",
+        "adora_vl.replaced",
         "adora_vl.rollout",
     ),
     "adora_vl.replaced": (),
