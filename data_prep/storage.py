@@ -120,8 +120,11 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
     for path in _files_of(folder, split):
         with _parquet(path) as file:
             _require_columns(file.schema_arrow.names, folder, split)
-            for batch in file.iter_batches(_BATCH_ROWS):
-                yield from batch.to_pylist()
+            try:
+                for batch in file.iter_batches(_BATCH_ROWS):
+                    yield from batch.to_pylist()
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise UserError(f"dataset: {str(path)!r} cannot be read ({error}); prepare it again") from error
 
 
 def row_count(folder: Path, split: str) -> int:
@@ -144,7 +147,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
 def _parquet(path: Path) -> Any:
     try:
         return pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(f"dataset: {str(path)!r} is not a Parquet file ({error}); prepare the dataset again") from error
 
 

@@ -92,11 +92,11 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
     ("options", "expected"),
     [
         (("--seed", "3"), "seed: 3 has nothing to choose without --limit"),
-        (("--limit", "0"), "limit: 0 is not at least 1"),
-        (("--max-pixels", "100"), "max_pixels: 100 is not at least 784"),
+        (("--limit", "0"), "--limit: '0' is not a whole number from 1 on"),
+        (("--max-pixels", "100"), "--max-pixels: '100' is not a whole number from 784 to"),
         (("--min-pixels", "9000", "--max-pixels", "800"), "min_pixels: 9000 is over max_pixels, 800"),
-        (("--workers", "0"), "workers: 0 is not between 1 and"),
-        (("--allow-quarantined", "2"), "allow_quarantined: 2.0 is not between 0 and 1"),
+        (("--workers", "0"), "--workers: '0' is not a whole number from 1 to 64"),
+        (("--allow-quarantined", "2"), "--allow-quarantined: '2' is not a number from 0 to 1"),
         (("--revision", "main"), "revision: 'main' is for --source hub alone"),
     ],
 )

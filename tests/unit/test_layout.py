@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
+    "adora_vl.files": ("adora_vl.errors",),
+    "adora_vl.commands": ("adora_vl.errors",),
     "adora_vl.memory": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "adora_vl.options": (
@@ -40,7 +42,10 @@ ALLOWED = {
     "adora_vl.rewards": ("adora_vl.errors",),
     "adora_vl.rollout": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "eval": (
+        "adora_vl.commands",
         "adora_vl.errors",
+        "adora_vl.files",
+        "adora_vl.rows",
         "adora_vl.prompts",
         "adora_vl.rewards",
         "adora_vl.models",
@@ -48,7 +53,15 @@ ALLOWED = {
         "adora_vl.rollout",
         "data_prep",
     ),
-    "data_prep": ("adora_vl.errors", "adora_vl.prompts", "adora_vl.rewards", "adora_vl.models"),
+    "data_prep": (
+        "adora_vl.commands",
+        "adora_vl.errors",
+        "adora_vl.files",
+        "adora_vl.rows",
+        "adora_vl.prompts",
+        "adora_vl.rewards",
+        "adora_vl.models",
+    ),
 }
 
 
