@@ -106,6 +106,7 @@ class VLLMEngine:
 
         self.batch_size = batch_size
         self._chat, self._llm, self._params = chat, llm, SamplingParams
+        self.resolved: dict[str, Any] = {}
         self._sampling: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -140,7 +141,9 @@ class VLLMEngine:
             seed=settings.seed,
         )
         batch_size, temperature = settings.batch_size or 256, settings.temperature
-        return cls(chat, llm, max_tokens=settings.max_tokens, temperature=temperature, batch_size=batch_size)
+        engine = cls(chat, llm, max_tokens=settings.max_tokens, temperature=temperature, batch_size=batch_size)
+        engine.resolved = chat.resolved(settings.dtype)
+        return engine
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         prompts: list[dict[str, Any]] = []
@@ -170,6 +173,7 @@ class TransformersEngine:
 
         self.batch_size = settings.batch_size or 64
         self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        self.resolved = self._chat.resolved(settings.dtype)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         kind: Any = AutoModelForCausalLM if self._chat.text_only else AutoModelForImageTextToText
         model: Any = kind.from_pretrained(

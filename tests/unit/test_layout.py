@@ -15,6 +15,8 @@ ALLOWED = {
     "adora_vl.errors": (),
     "adora_vl.files": ("adora_vl.errors",),
     "adora_vl.commands": ("adora_vl.errors",),
+    "adora_vl.comparability": (),
+    "adora_vl.rows": ("adora_vl.errors",),
     "adora_vl.memory": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "adora_vl.options": (
@@ -33,6 +35,7 @@ ALLOWED = {
     "adora_vl.prompts": (),
     "adora_vl.report": (
         "adora_vl.advantage",
+        "adora_vl.comparability",
         "adora_vl.checkpoint",
         "adora_vl.config",
         "adora_vl.errors",
@@ -43,6 +46,7 @@ ALLOWED = {
     "adora_vl.rollout": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "eval": (
         "adora_vl.commands",
+        "adora_vl.comparability",
         "adora_vl.errors",
         "adora_vl.files",
         "adora_vl.rows",
