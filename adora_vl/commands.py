@@ -14,6 +14,7 @@ from adora_vl.errors import UserError
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
+_LONGEST = 300  # characters of a complaint about an option
 _NULL = ("none", "null")
 
 
@@ -61,6 +62,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
 
     def error(self, message: str) -> NoReturn:
+        if len(message) > _LONGEST:  # what was given stands in it
+            message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 

@@ -45,11 +45,18 @@ def unwritable(option: str, path: Path, error: OSError) -> UserError:
     return UserError(f"{option}: {str(path)!r} cannot be written ({error.strerror or error}); {remedy}")
 
 
+def check_folder(option: str, folder: Path) -> None:
+    """Raise `UserError` where a folder can be neither made nor written into, without making it."""
+    with written_to(option, folder):
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise UserError(f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
+
 def make_folder(option: str, folder: Path) -> None:
     """Make a folder that may be there already. Raises `UserError` where it cannot be made, or not be written into."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{option}: {str(folder)!r} is a file, and a folder is needed; choose another place")
+    check_folder(option, folder)
     with written_to(option, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))

@@ -22,6 +22,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
 # What of a manifest tells one prepared dataset from another: the same of it, and the same command makes it again.
 _IDENTITY = ("source", "input", "revision", "arguments")
+_DECIDES_NO_ROW = "allow_quarantined"  # an argument that the error about too many broken rows tells people to raise
 
 
 @contextmanager
@@ -68,15 +69,20 @@ def refuse_another(output: Path, description: Mapping[str, Any]) -> None:
     manifest = read_manifest(output)
     if manifest is None:
         return
-    here, new = (
-        {key: found.get(key) for key in _IDENTITY} for found in (manifest, json.loads(json.dumps(description)))
-    )
+    here, new = (_identity(found) for found in (manifest, json.loads(json.dumps(description))))
     differing = next((key for key in _IDENTITY if here[key] != new[key]), None)
     if differing:
         raise UserError(
             f"output: {str(output)!r} holds another prepared dataset ({_difference(differing, here, new)}); "
             "choose another folder, or replace it with --overwrite"
         )
+
+
+def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: description.get(key) for key in _IDENTITY}
+    if isinstance(found["arguments"], dict):
+        found["arguments"] = {key: value for key, value in found["arguments"].items() if key != _DECIDES_NO_ROW}
+    return found
 
 
 def _difference(key: str, here: dict[str, Any], new: dict[str, Any]) -> str:

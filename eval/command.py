@@ -11,7 +11,7 @@ from pathlib import Path
 
 from adora_vl.commands import amount, exit_code_of
 from adora_vl.errors import UserError
-from adora_vl.files import make_folder, written_to
+from adora_vl.files import check_folder, make_folder, written_to
 from eval.engines import EngineSettings, build_engine, check_model
 from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
 from eval.options import parse
@@ -79,9 +79,8 @@ def score_path(output: Path) -> Path:
 
 def _check_folder(output: Path) -> None:
     """Before anything is loaded. Raises `UserError`."""
-    if output.exists():
-        make_folder("output", output)
-    elif output.suffix == ".json":
+    check_folder("output", output)
+    if not output.exists() and output.suffix == ".json":
         raise UserError(f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending out")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 EngineName = Literal["vllm", "transformers"]
+TINY = "tiny"
 ENGINES: tuple[EngineName, ...] = ("vllm", "transformers")
 
 
@@ -78,9 +80,20 @@ def default_engine() -> EngineName:
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, or a hub id as it is. Raises `UserError` for anything else."""
+    """The absolute path of a model folder, or a hub id as it is. Raises `UserError` for anything else.
+
+    `tiny` is the shipped model, as in training. A run with LoRA has its whole model in `merged`, which is taken then.
+    """
+    if model == TINY:
+        from adora_vl.models.tiny.build import PRETRAINED  # seconds, so only where it is asked for
+
+        return str(PRETRAINED)
     folder = Path(model)
     if folder.is_dir():
+        merged = folder / "merged"
+        if not (folder / "config.json").is_file() and (merged / "config.json").is_file():
+            print(f"model: {model} has a LoRA adapter; its merged model {merged} is evaluated", file=sys.stderr)
+            folder = merged
         if not (folder / "config.json").is_file():
             raise UserError(f"model: the folder {model!r} has no config.json; give a folder made by save_pretrained")
         return str(folder.resolve())
