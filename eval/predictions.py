@@ -61,13 +61,14 @@ def read_predictions(path: Path, check: Callable[[Prediction], str | None] | Non
 class Complaints:
     """What is wrong with the rows of a file: one line each, of the first few, raised together."""
 
-    _SHOWN = 20
+    _SHOWN, _LONGEST = 20, 300
 
     def __init__(self, where: str) -> None:
         self._where, self._lines = where, list[str]()
 
     def add(self, line: str) -> None:
-        self._lines.append(f"{self._where} {line}")
+        cut = line if len(line) <= self._LONGEST else f"{line[: self._LONGEST]}..."  # a value of the row may be huge
+        self._lines.append(f"{self._where} {cut}")
 
     def settle(self) -> None:
         """Raise `UserError` if there is anything."""

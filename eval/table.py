@@ -97,10 +97,10 @@ def _warnings(score: Score) -> list[str]:
         lines.append(f"note: {coverage['asked']} of the {coverage['in_data']} answers to all the data (--limit)")
     if score["image_failed"]:
         failed = amount(score["image_failed"], "problem")
-        lines.append(f"warning: {failed} not asked (unreadable images), which count as wrong")
+        lines.append(f"warning: {failed} not asked (unreadable images), counted as wrong")
     if score.get("extraction_failed"):
         failed = amount(score["extraction_failed"], "answer")
-        lines.append(f"warning: the judge failed on {failed}, which count as wrong")
+        lines.append(f"warning: the judge failed on {failed}, counted as wrong")
     if score.get("unusable_golds"):
         golds = amount(score["unusable_golds"], "gold")
         lines.append(f"warning: {golds} cannot be graded against; see the items with a gold_ reason")

@@ -23,6 +23,7 @@ from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
 from eval.mmstar.benchmark import BENCHMARK as MMSTAR
 from eval.options import build_parser
 
+SWITCHES = (argparse._HelpAction, argparse._StoreTrueAction, argparse.BooleanOptionalAction)
 Main = Callable[[list[str]], int]
 BENCHMARKS = (GEOMETRY3K, KNIGHTS, MATHVISTA, MMSTAR)
 NEVER_A_NUMBER = ["nan", "-1", "-0.5", "1e999", "-inf", "x", "[1,2]", "1,2", "9" * 5000, "0x10", "²", "true"]
@@ -61,10 +62,7 @@ def cases() -> Iterator[object]:
     for name, main, parser, before in commands():
         required = [a for a in parser._actions if a.required]
         for action in parser._actions:
-            takes_a_value = not isinstance(
-                action, argparse._HelpAction | argparse._StoreTrueAction | argparse.BooleanOptionalAction
-            )
-            if not takes_a_value:
+            if isinstance(action, SWITCHES):
                 continue
             bad = NEVER_ANYTHING + (NEVER_A_NUMBER if is_number(action) or action.choices else [])
             bad += ["x" * 300 + "/y"] if isinstance(action.default, Path) or action.metavar in ("DIR", "FILE") else []
@@ -78,7 +76,7 @@ def words_of(action: argparse.Action) -> list[str]:
     return [f"{action.option_strings[0]}={value}"] if action.option_strings else [value]
 
 
-@pytest.mark.parametrize(("main", "before", "others", "action", "bad"), cases())
+@pytest.mark.parametrize(("main", "before", "others", "action", "bad"), list(cases()))
 def test_nonsense_is_one_line_that_names_the_option(
     main: Main,
     before: list[str],
@@ -98,7 +96,7 @@ def test_nonsense_is_one_line_that_names_the_option(
         assert main([*before, *others, *word]) == 2, value
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1, said
-        assert named in said and len(said) < 500, said
+        assert named.strip("-") in said.replace("_", "-") and len(said) < 600, said
         assert not list(tmp_path.iterdir()), f"{word} left something"
 
 
