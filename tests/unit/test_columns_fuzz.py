@@ -142,7 +142,7 @@ def test_a_field_of_a_predictions_row(benchmark: Any, tmp_path: Path, capsys: py
                 except Exception as error:
                     raise AssertionError(f"{column} {kind} {more}") from error
                 said = said_in_lines(code, capsys)
-                assert code == 0 or "row 1" in said or "pid" in said, (column, kind, said)
+                assert code == 0 or "row " in said or "pid" in said, (column, kind, said)
 
 
 @pytest.mark.parametrize("benchmark", [MATHVISTA, MMSTAR], ids=lambda benchmark: benchmark.name)
