@@ -12,7 +12,7 @@ from pathlib import Path
 from adora_vl.errors import UserError
 
 MAX_FILE_BYTES = 64 * 1024**2  # of one file: a small zip file can unpack to terabytes
-_NUMBERED = re.compile(r"(?:.*/)?(?:(train|val|test)/)?(\d+)/[^/]*")
+_NUMBERED = re.compile(r"(?:(?:.*/)?(train|val|test)/|.*/)?(\d+)/[^/]*")
 _SPLITS = ("train", "val", "test")
 
 
