@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 EngineName = Literal["vllm", "transformers"]
+TINY = "tiny"
 ENGINES: tuple[EngineName, ...] = ("vllm", "transformers")
 
 
@@ -78,9 +80,20 @@ def default_engine() -> EngineName:
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, or a hub id as it is. Raises `UserError` for anything else."""
+    """The absolute path of a model folder, or a hub id as it is. Raises `UserError` for anything else.
+
+    `tiny` is the shipped model, as in training. A run with LoRA has its whole model in `merged`, which is taken then.
+    """
+    if model == TINY:
+        from adora_vl.models.tiny.build import PRETRAINED  # seconds, so only where it is asked for
+
+        return str(PRETRAINED)
     folder = Path(model)
     if folder.is_dir():
+        merged = folder / "merged"
+        if not (folder / "config.json").is_file() and (merged / "config.json").is_file():
+            print(f"model: {model} has a LoRA adapter; its merged model {merged} is evaluated", file=sys.stderr)
+            folder = merged
         if not (folder / "config.json").is_file():
             raise UserError(f"model: the folder {model!r} has no config.json; give a folder made by save_pretrained")
         return str(folder.resolve())
@@ -106,6 +119,7 @@ class VLLMEngine:
 
         self.batch_size = batch_size
         self._chat, self._llm, self._params = chat, llm, SamplingParams
+        self.resolved: dict[str, Any] = {}
         self._sampling: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -140,7 +154,9 @@ class VLLMEngine:
             seed=settings.seed,
         )
         batch_size, temperature = settings.batch_size or 256, settings.temperature
-        return cls(chat, llm, max_tokens=settings.max_tokens, temperature=temperature, batch_size=batch_size)
+        engine = cls(chat, llm, max_tokens=settings.max_tokens, temperature=temperature, batch_size=batch_size)
+        engine.resolved = chat.resolved(settings.dtype)
+        return engine
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         prompts: list[dict[str, Any]] = []
@@ -170,6 +186,7 @@ class TransformersEngine:
 
         self.batch_size = settings.batch_size or 64
         self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        self.resolved = self._chat.resolved(settings.dtype)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         kind: Any = AutoModelForCausalLM if self._chat.text_only else AutoModelForImageTextToText
         model: Any = kind.from_pretrained(

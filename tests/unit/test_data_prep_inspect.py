@@ -197,5 +197,5 @@ def test_the_page_tells_what_was_left_out(tmp_path: Path) -> None:
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.5") == 0
     assert main(["inspect", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out.html").read_text()
-    assert "quarantined: 1 rows (letter_without_choice 1)" in page
+    assert "quarantined: 1 row (letter_without_choice 1)" in page
     assert page.count("<li class=right>5 \\sqrt { 3 }</li>") == 3 == len(list(stored_rows(tmp_path / "out", "train")))

@@ -14,6 +14,10 @@ ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
     "adora_vl.memory": ("adora_vl.errors", "adora_vl.models", "adora_vl.passes", "adora_vl.replaced"),
+    "adora_vl.files": ("adora_vl.errors",),
+    "adora_vl.commands": ("adora_vl.errors",),
+    "adora_vl.comparability": (),
+    "adora_vl.rows": ("adora_vl.errors",),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "adora_vl.options": (
         "adora_vl.advantage",
@@ -32,6 +36,7 @@ ALLOWED = {
     "adora_vl.prompts": (),
     "adora_vl.report": (
         "adora_vl.advantage",
+        "adora_vl.comparability",
         "adora_vl.checkpoint",
         "adora_vl.config",
         "adora_vl.errors",
@@ -41,7 +46,11 @@ ALLOWED = {
     "adora_vl.rewards": ("adora_vl.errors",),
     "adora_vl.rollout": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "eval": (
+        "adora_vl.commands",
+        "adora_vl.comparability",
         "adora_vl.errors",
+        "adora_vl.files",
+        "adora_vl.rows",
         "adora_vl.prompts",
         "adora_vl.rewards",
         "adora_vl.models",
@@ -49,7 +58,15 @@ ALLOWED = {
         "adora_vl.rollout",
         "data_prep",
     ),
-    "data_prep": ("adora_vl.errors", "adora_vl.prompts", "adora_vl.rewards", "adora_vl.models"),
+    "data_prep": (
+        "adora_vl.commands",
+        "adora_vl.errors",
+        "adora_vl.files",
+        "adora_vl.rows",
+        "adora_vl.prompts",
+        "adora_vl.rewards",
+        "adora_vl.models",
+    ),
 }
 
 
