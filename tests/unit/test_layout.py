@@ -15,10 +15,9 @@ ALLOWED = {
     "adora_vl.errors": (),
     "adora_vl.memory": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
-    "adora_vl.options": (
-        "adora_vl.advantage",
-        "adora_vl.errors",
-    ),
+    "adora_vl.options": ("adora_vl.advantage", "adora_vl.errors", "adora_vl.words"),
+    "adora_vl.rows": ("adora_vl.errors",),
+    "adora_vl.words": (),
     "adora_vl.record": (
         "adora_vl.guarded",
         "adora_vl.rewards",
@@ -46,9 +45,11 @@ ALLOWED = {
         "adora_vl.models",
         "adora_vl.replaced",
         "adora_vl.rollout",
+        "adora_vl.rows",
+        "adora_vl.words",
         "data_prep",
     ),
-    "data_prep": ("adora_vl.errors", "adora_vl.prompts", "adora_vl.rewards", "adora_vl.models"),
+    "data_prep": ("adora_vl.errors", "adora_vl.prompts", "adora_vl.rewards", "adora_vl.models", "adora_vl.rows"),
 }
 
 
