@@ -133,7 +133,8 @@ class AdoraGRPOConfig(AdoraOptions, GRPOConfig):  # type: ignore[misc]  # TRL is
         },
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Start anew in an output_dir that holds a run; its checkpoints are deleted."}
+        default=False,
+        metadata={"help": "Start anew in an output_dir that holds a run, which goes at the first new checkpoint."},
     )
     min_pixels: int | None = field(
         default=None,

@@ -11,6 +11,14 @@ from adora_vl.errors import UserError
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
 
 
+class NoGPUError(UserError):
+    """The config is for a GPU. `key`: the one that says so."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"{key}: true needs a GPU, and there is none here; {_CPU_RECIPE}")
+        self.key = key
+
+
 def check_device(config: Any) -> None:
     """Raises `UserError`. Transformers refuses the same settings, without naming a key or a way on."""
     if config.use_cpu:
@@ -19,6 +27,6 @@ def check_device(config: Any) -> None:
     if bf16 and not is_torch_bf16_gpu_available() and not is_torch_xla_available():
         if is_torch_cuda_available():
             raise UserError("bf16: true, but this GPU cannot compute in bfloat16; set bf16: false and fp16: true")
-        raise UserError(f"bf16: true needs a GPU, and there is none here; {_CPU_RECIPE}")
+        raise NoGPUError("bf16")
     if config.fp16 and not is_torch_cuda_available():
-        raise UserError(f"fp16: true needs a GPU, and there is none here; {_CPU_RECIPE}")
+        raise NoGPUError("fp16")

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -169,6 +169,7 @@ def test_python_gets_the_same_checks():
             AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", **{key: value})
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(KEYS)), st.sampled_from(["null", "NULL", "~", " null ", None]))
 def test_null_is_null_or_refused_and_never_a_text(key, written):
     try:
@@ -189,6 +190,7 @@ entries = st.lists(st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True).filter
     "on", "yes", "off", "true", "null", "false")), min_size=1, max_size=4)  # fmt: skip
 
 
+@settings(deadline=None)
 @given(entries)
 def test_a_list_is_written_with_spaces_commas_or_brackets(words):
     inside = ", ".join(words)
