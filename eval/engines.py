@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from PIL import Image
 
+from adora_vl.assets import resolve_model
 from adora_vl.errors import UserError
 from adora_vl.prompts import Message
 from eval.chat import ChatProcessor
@@ -78,7 +79,11 @@ def default_engine() -> EngineName:
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, or a hub id as it is. Raises `UserError` for anything else."""
+    """The absolute path of a model folder, or a hub id as it is; `tiny` and a LoRA run's folder are understood too.
+
+    Raises `UserError` for anything else.
+    """
+    model = resolve_model(model)
     folder = Path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():

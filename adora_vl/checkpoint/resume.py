@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from filelock import FileLock, Timeout
 
@@ -118,10 +119,11 @@ def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprin
     if was["sharding"] not in (None, is_now["sharding"]):
         raise UserError(
             f"{where} with sharding {was['sharding']} and this run has {is_now['sharding']}; launch it as before, or "
-            f"begin anew from its weights: python -m adora_vl.export {checkpoint} OUT, then --model_name_or_path OUT"
+            f"begin anew from its weights: python -m adora_vl.export {quote(str(checkpoint))} OUT, then "
+            "--model_name_or_path OUT"
         )
     if shards_of(checkpoint) is not None and was["processes"] not in (None, is_now["processes"]):
         raise UserError(
             f"{where} by {was['processes']} processes and this run has {is_now['processes']}; convert it: python -m "
-            f"adora_vl.export {checkpoint} OUT --universal, then --resume_from_checkpoint OUT"
+            f"adora_vl.export {quote(str(checkpoint))} OUT --universal, then --resume_from_checkpoint OUT"
         )

@@ -31,6 +31,7 @@ ALLOWED = {
     "adora_vl.report": (
         "adora_vl.advantage",
         "adora_vl.checkpoint",
+        "adora_vl.commands",
         "adora_vl.config",
         "adora_vl.errors",
         "adora_vl.prompts",
@@ -39,6 +40,8 @@ ALLOWED = {
     "adora_vl.rewards": ("adora_vl.errors",),
     "adora_vl.rollout": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "eval": (
+        "adora_vl.assets",
+        "adora_vl.commands",
         "adora_vl.errors",
         "adora_vl.prompts",
         "adora_vl.rewards",
