@@ -88,6 +88,11 @@ def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
         yield {**{name: values[number] for name, values in columns.items()}, "images": marks}
 
 
+def has_images(table: pa.Table) -> bool:
+    """Whether any row of a table of the schema has an image."""
+    return bool(pc.sum(pc.list_value_length(table["images"])).as_py())
+
+
 def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
     """For each row of a chunk of lists of images: None where the list is null, else one mark for each image."""
     lengths = pc.list_value_length(chunk).to_pylist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from PIL import Image
 
+from adora_vl.assets import resolve_model
 from adora_vl.errors import UserError
 from adora_vl.prompts import Message
 from eval.chat import ChatProcessor
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 EngineName = Literal["vllm", "transformers"]
-TINY = "tiny"
 ENGINES: tuple[EngineName, ...] = ("vllm", "transformers")
 
 
@@ -80,20 +79,13 @@ def default_engine() -> EngineName:
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, or a hub id as it is. Raises `UserError` for anything else.
+    """The absolute path of a model folder, or a hub id as it is; `tiny` and a LoRA run's folder are understood too.
 
-    `tiny` is the shipped model, as in training. A run with LoRA has its whole model in `merged`, which is taken then.
+    Raises `UserError` for anything else.
     """
-    if model == TINY:
-        from adora_vl.models.tiny.build import PRETRAINED  # seconds, so only where it is asked for
-
-        return str(PRETRAINED)
+    model = resolve_model(model)
     folder = Path(model)
     if folder.is_dir():
-        merged = folder / "merged"
-        if not (folder / "config.json").is_file() and (merged / "config.json").is_file():
-            print(f"model: {model} has a LoRA adapter; its merged model {merged} is evaluated", file=sys.stderr)
-            folder = merged
         if not (folder / "config.json").is_file():
             raise UserError(f"model: the folder {model!r} has no config.json; give a folder made by save_pretrained")
         return str(folder.resolve())

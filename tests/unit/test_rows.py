@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.errors import UserError
@@ -44,11 +44,13 @@ broken_values = {
 }
 
 
+@settings(deadline=None)
 @given(sound_rows)
 def test_a_sound_row_passes(row):
     assert problem_with_row(row) is None
 
 
+@settings(deadline=None)
 @given(sound_rows, st.sampled_from(sorted(broken_values)), st.data())
 def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, column, data):
     row = {**row, column: data.draw(broken_values[column])}
@@ -57,6 +59,7 @@ def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, co
     assert len(problem.splitlines()) == 1 and len(problem) < 300
 
 
+@settings(deadline=None)
 @given(sound_rows, st.sampled_from(["id", "problem", "answer", "images"]))
 def test_a_column_that_is_not_there_is_like_null(row, column):
     rest = {name: value for name, value in row.items() if name != column}
@@ -78,6 +81,7 @@ def test_two_placeholders_for_one_image_are_counted():
     assert "2 <image> with 1 image" in problem
 
 
+@settings(deadline=None)
 @given(st.lists(sound_rows, min_size=1, max_size=5), st.data())
 def test_a_table_says_the_same_as_its_rows_and_copies_no_picture(rows, data):
     at, column = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.sampled_from(["answer", "problem", "images"]))
