@@ -6,8 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
-from huggingface_hub.utils import get_session
+from huggingface_hub import constants, get_session
 from transformers import AutoConfig, AutoProcessor, PretrainedConfig
 
 from adora_vl.errors import UserError

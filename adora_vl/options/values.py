@@ -53,7 +53,8 @@ def convert(key: str, value: Any, hint: Any, choices: Any = None) -> Any:
 
 def check_fields(config: Any) -> None:
     """The numbers and names of a dataclass that Python made, which no parser has seen. Raises `UserError`."""
-    for name, (hint, choices) in declared(type(config)).items():
+    kind: Any = type(config)
+    for name, (hint, choices) in declared(kind).items():
         value = getattr(config, name)
         if name in RANGES or names_of(name, hint, choices):
             if value is None:
