@@ -1,8 +1,7 @@
-"""The arithmetic of batches, groups and saves: checked by the same code for a run and for every shipped config."""
+"""The arithmetic of batches and groups: checked by the same code for a run and for every shipped config."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from adora_vl.errors import UserError
@@ -20,14 +19,15 @@ class BatchPlan:
     gradient_accumulation_steps: int
 
     @property
-    def cycle_steps(self) -> int:
-        """Optimizer steps after which a generation ends together with a step: where a run can be cut."""
-        return math.lcm(self.cycle_micro_batches, self.gradient_accumulation_steps) // self.gradient_accumulation_steps
+    def updates_per_generation(self) -> float:
+        """Optimizer steps that learn from one generation."""
+        return self.cycle_micro_batches / self.gradient_accumulation_steps
 
     def describe(self) -> str:
         return (
             f"{self.prompts_per_generation} prompts a generation ({self.generation_batch} rollouts), "
-            f"{self.optimizer_batch} sequences an optimizer step in micro-batches of {self.global_batch} over all ranks"
+            f"{self.optimizer_batch} sequences an optimizer step in micro-batches of {self.global_batch} over all "
+            f"ranks, {self.updates_per_generation:g} optimizer steps a generation"
         )
 
 
@@ -82,20 +82,6 @@ def plan_batches(
         cycle_micro_batches=generation_batch_size // global_batch * num_iterations,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
-
-
-def check_saves(plan: BatchPlan, save_steps: int) -> None:
-    """Raise `UserError` where a save would fall inside a generation cycle.
-
-    TRL's checkpoints hold neither the phase of the cycle nor its buffered rollouts, so such a run would go on out of
-    step with its sampling after a resume.
-    """
-    if save_steps * plan.gradient_accumulation_steps % plan.cycle_micro_batches:
-        steps = plan.cycle_micro_batches / plan.gradient_accumulation_steps
-        raise UserError(
-            f"save_steps: {save_steps} is not a multiple of the {steps:g} optimizer steps that one generation lasts; "
-            "a resumed run would sample out of phase"
-        )
 
 
 def check_rows(plan: BatchPlan, rows: int) -> None:

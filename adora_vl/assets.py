@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
+from adora_vl.errors import UserError
 from adora_vl.models.tiny.build import PRETRAINED, build_tiny_model
 from adora_vl.models.tiny.text import build_tiny_text_model
 from data_prep.prepare import ensure_knights, ensure_synthetic
 
 TINY_MODEL, TINY_TEXT_MODEL = "tiny", "tiny_text"
+ADAPTER, MERGED = "adapter_config.json", "merged"
 SYNTHETIC_DATA, KNIGHTS_DATA = "synthetic", "knights"
 SYNTHETIC_TEST_ROWS, SYNTHETIC_SIZE, SYNTHETIC_SEED = 512, 56, 0
 
@@ -23,15 +27,33 @@ def cache_folder() -> Path:
 
 def resolve_model(name: str) -> str:
     """The folder of the tiny model for `tiny` (the shipped one, or one built now) and for `tiny_text` (built where it
-    is missing, half a minute); any other name as it is.
+    is missing, half a minute); for the output_dir of a run with LoRA the merged model inside; any other name as it is.
+
+    Raises `UserError` for a LoRA adapter without a merged model.
     """
     if name == TINY_TEXT_MODEL:
         return _built(TINY_TEXT_MODEL, build_tiny_text_model)
     if name != TINY_MODEL:
-        return name
+        return _merged(name)
     if (PRETRAINED / "model.safetensors").is_file():
         return str(PRETRAINED)
     return _built(TINY_MODEL, build_tiny_model)
+
+
+def _merged(name: str) -> str:
+    """A LoRA run's folder holds the adapter, which cannot be loaded alone, and the whole model in `merged`."""
+    folder = Path(name)
+    if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
+        return name
+    merged = folder / MERGED
+    if not (merged / "config.json").is_file():
+        raise UserError(
+            f"model: {name!r} holds a LoRA adapter alone; make a model of it with `python -m adora_vl.export "
+            f"{quote(name)} OUT` and name OUT"
+        )
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{name} holds a LoRA adapter; its merged model is used: {merged}", file=sys.stderr)
+    return str(merged)
 
 
 def _built(name: str, build: Callable[[Path], object]) -> str:

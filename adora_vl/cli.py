@@ -13,6 +13,7 @@ from trl.scripts.utils import TrlParser
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.errors import UserError, nearest
+from adora_vl.options.values import convert, declared
 
 DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
 Parsed = tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]
@@ -24,7 +25,26 @@ def known_keys() -> set[str]:
 
 
 class _Parser(TrlParser):  # type: ignore[misc]  # TRL is untyped to mypy
-    """TRL's parser, whose complaints become one `UserError` line instead of the whole usage text."""
+    """TRL's parser reads the words; what they mean, and which are wrong, is said by `options/values.py` for the command
+    line and the file alike. Stock TRL lets argparse convert the former and takes most of the latter as it is.
+    """
+
+    def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
+        super().__init__(dataclass_types, **kwargs)
+        self._declared = {key: facts for each in dataclass_types for key, facts in declared(each).items()}
+        self._untouched = {action.dest: action.default for action in self._actions}
+        for action in self._actions:
+            if action.dest in self._declared and action.nargs != 0:
+                action.metavar = action.metavar or (action.choices and f"{{{','.join(map(str, action.choices))}}}")
+                action.type = action.choices = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        for key, (hint, choices) in self._declared.items():
+            value = getattr(found, key)
+            if value is not self._untouched[key]:
+                setattr(found, key, convert(key, value, hint, choices))
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -44,6 +64,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             content = yaml.safe_load(file)
     except FileNotFoundError as error:
         raise UserError(f"--config: no file {str(path)!r}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config: {str(path)!r} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"--config: {str(path)!r} cannot be read ({error.strerror}); name a YAML file") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict):
@@ -79,6 +103,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
     parser = _Parser(DATACLASSES, prog="python -m adora_vl.train", allow_abbrev=False)
     try:
         script, config, model = parser.parse_args_and_config(arguments)
+    except UserError:
+        raise
     except (ValueError, TypeError) as error:
         raise UserError(" ".join(str(error).split())) from error
     return script, config, model

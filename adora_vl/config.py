@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from adora_vl.errors import UserError, nearest
 from adora_vl.options.advantage import AdvantageConfig, set_method_settings
 from adora_vl.options.checks import CheckOptions
+from adora_vl.options.device import check_device
 from adora_vl.options.faults import FaultOptions
 from adora_vl.options.record import RecordOptions
 from adora_vl.options.speed import SpeedOptions
+from adora_vl.options.values import check_fields
 from adora_vl.prompts import SYSTEM_PROMPT
 
 
@@ -75,6 +76,10 @@ class AdoraGRPOConfig(AdoraOptions, GRPOConfig):  # type: ignore[misc]  # TRL is
         default="any", metadata={"help": "A prompt is TAS if any or all criteria hold.", "choices": ["any", "all"]}
     )
     adora_tau: float = field(default=0.5, metadata={"help": "Pass rate up to which the difficulty criterion holds."})
+    adora_difficulty_needs_correct: bool = field(
+        default=False,
+        metadata={"help": "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there."},
+    )
     adora_correct_above: float = field(default=0.5, metadata={"help": "A rollout is correct above this reward."})
     adora_truncation: str = field(
         default="length",
@@ -92,6 +97,14 @@ class AdoraGRPOConfig(AdoraOptions, GRPOConfig):  # type: ignore[misc]  # TRL is
         metadata={
             "help": "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
             "choices": ["attenuate", "keep"],
+        },
+    )
+    adora_no_correct: str = field(
+        default="keep",
+        metadata={
+            "help": "Groups without a correct rollout that meet no criterion: keep (VLM reference) or attenuate (LLM "
+            "reference).",
+            "choices": ["keep", "attenuate"],
         },
     )
     adora_max_drift: float | None = field(
@@ -132,7 +145,8 @@ class AdoraGRPOConfig(AdoraOptions, GRPOConfig):  # type: ignore[misc]  # TRL is
         },
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Start anew in an output_dir that holds a run; its checkpoints are deleted."}
+        default=False,
+        metadata={"help": "Start anew in an output_dir that holds a run, which goes at the first new checkpoint."},
     )
     min_pixels: int | None = field(
         default=None,
@@ -149,12 +163,8 @@ class AdoraGRPOConfig(AdoraOptions, GRPOConfig):  # type: ignore[misc]  # TRL is
         mode: object = self.adora_mode
         if mode is False:
             self.adora_mode = "off"
-        for key in fields(self):  # argparse checks the choices of the command line only, not those of a YAML file
-            choices, value = key.metadata.get("choices"), getattr(self, key.name)
-            if choices and value is not None and value not in choices:
-                close = nearest(str(value), map(str, choices))
-                raise UserError(f"{key.name}: {value!r} is not one of {', '.join(map(str, choices))}{close}")
-        self.check_record()
+        check_fields(self)
+        check_device(self)
         self.method_notes = set_method_settings(self)
         evaluates = str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no"
         if evaluates and vars(self).get("num_generations_eval") is None:

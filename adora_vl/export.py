@@ -7,15 +7,18 @@ With --universal OUT is a checkpoint instead, from which DeepSpeed goes on with 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
 from adora_vl.checkpoint.universal import write_universal
+from adora_vl.commands import Parser, exit_code_of
+from adora_vl.commands import path as a_path
 from adora_vl.errors import UserError
 
 ADAPTER = "adapter_config.json"
@@ -106,19 +109,24 @@ def _gather(source: Path, target: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m adora_vl.export", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("output", type=Path, metavar="OUT")
+    parser = Parser(prog="python -m adora_vl.export", description=__doc__)
+    parser.add_argument("run", type=a_path, metavar="RUN")
+    parser.add_argument("output", type=a_path, metavar="OUT")
     parser.add_argument("--adapter", action="store_true", help="leave a LoRA adapter as it is")
     parser.add_argument("--universal", action="store_true", help="a checkpoint for another number of processes")
-    options = parser.parse_args(arguments)
-    try:
-        source = export(options.run, options.output, adapter=options.adapter, universal=options.universal)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{source} -> {options.output}")
-    return 0
+
+    def command() -> None:
+        options = parser.parse_args(arguments)
+        try:
+            source = export(options.run, options.output, adapter=options.adapter, universal=options.universal)
+        except (OSError, SafetensorError) as error:  # what safetensors raises for a full disk
+            reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+            raise UserError(
+                f"OUT: {str(options.output)!r} cannot be written ({reason}); make room there, or name another folder"
+            ) from error
+        print(f"{source} -> {options.output}")
+
+    return exit_code_of(command, "nothing was written")
 
 
 if __name__ == "__main__":

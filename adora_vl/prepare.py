@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.checkpoint.store import facts_of
+from adora_vl.commands import amount
 from adora_vl.errors import UserError
 from adora_vl.rollout.environment import prepare_engine_environment
 from adora_vl.versions import check_versions
@@ -76,11 +77,13 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.checkpoint.resume import Start
     from adora_vl.cli import parse
     from adora_vl.evaluation import take_schedule
+    from adora_vl.models.check import check_model
     from adora_vl.models.load import load_config
     from adora_vl.options.advantage import method_needs
     from adora_vl.preflight import check_run
     from adora_vl.rewards import reward_functions
     from adora_vl.rollout_log.backends import prepare_trackers
+    from adora_vl.rows import has_images
 
     script, config, model = parse(arguments)
     check_versions(config.use_vllm)
@@ -96,11 +99,12 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     model_config = load_config(model.model_name_or_path, model.model_revision)
     folder = _folder(script, config)
     dataset = _load(script, folder)
+    check_model(model, model_config, has_images=has_images(dataset.data.table))
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
     schedule = take_schedule(config, folder)
     start, now = _choose_start(script, config, model, folder) if to_train else (Start(None, []), {})
     if config.process_index == 0 and to_train:
-        lines = [f"{len(dataset)} training problems; {plan.describe()}", *method_needs(config), *start.notes]
+        lines = [f"{amount(len(dataset), 'training problem')}; {plan.describe()}", *method_needs(config), *start.notes]
         print("\n".join(lines), flush=True)
     return Run(script, config, model, dataset, plan, start, now, schedule, folder)
 
@@ -117,9 +121,12 @@ def _load(script: AdoraScriptArguments, folder: str) -> Dataset:
     """The prepared rows with a conversational `prompt` column; images are decoded when a row is read."""
     from adora_vl.prompts import conversation
     from adora_vl.readable import hand_on_unreadable
+    from adora_vl.rows import require_sound_rows, rows_without_pixels
     from data_prep.storage import load_split
 
     dataset = load_split(folder, script.dataset_train_split)
+    where = f"dataset: {folder!r} split {script.dataset_train_split!r}"
+    require_sound_rows(rows_without_pixels(dataset.data.table), where)
     prompts = [conversation(problem, script.adora_system_prompt) for problem in dataset["problem"]]
     return hand_on_unreadable(dataset.add_column("prompt", prompts))
 

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.checkpoint.launcher import watch_launcher
+from adora_vl.commands import EXIT_INTERRUPTED
 from adora_vl.dry_run.options import wanted as wants_dry_run
 from adora_vl.errors import RolloutError, RunError, UserError
 from adora_vl.prepare import Run, prepare
@@ -52,9 +54,10 @@ def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, Sk
     from adora_vl.doctor.self_check import SelfCheck
     from adora_vl.evaluation import EvaluateOnTheWay
     from adora_vl.guards import DeepSpeedSteps, SkipBadSteps
+    from adora_vl.models.precision import RefuseWrongBuffers
 
     deepspeed = DeepSpeedSteps(lambda: trainer.model_wrapped, trainer.accelerator)
-    stop = StopOnSignal(run.plan.cycle_steps)
+    stop = StopOnSignal(cycle_steps=1)
     bad_steps = SkipBadSteps(
         run.config.adora_max_bad_steps,
         trainer.ratio_guard,
@@ -62,7 +65,7 @@ def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, Sk
         deepspeed if trainer.is_deepspeed_enabled else None,
         fp16=bool(run.config.fp16),
     )
-    for callback in (stop, bad_steps):
+    for callback in (stop, bad_steps, RefuseWrongBuffers(trainer)):
         trainer.add_callback(callback)
     if run.config.adora_self_check:
         trainer.add_callback(SelfCheck(trainer))
@@ -73,6 +76,7 @@ def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, Sk
 
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
+    from adora_vl.checkpoint.set_aside import delete_aside, set_aside
     from adora_vl.checkpoint.stop import EXIT_STOPPED, mark_stopped
     from adora_vl.checkpoint.universal import expect_universal, is_universal
     from adora_vl.export import copy_model
@@ -93,7 +97,10 @@ def train(arguments: Sequence[str]) -> int:
     trainer.card = partial(model_card, manifest)
     output_dir, is_main = Path(run.config.output_dir), trainer.accelerator.is_main_process
     if is_main:
+        if run.start.replaces:
+            set_aside(output_dir)  # now that all that is known of the new run is in order
         write_manifest(manifest, output_dir)
+    trainer.accelerator.wait_for_everyone()
     stop, bad_steps = add_callbacks(trainer, run)
     if run.start.checkpoint:
         trainer.begin_at(run.start.checkpoint)
@@ -118,10 +125,12 @@ def train(arguments: Sequence[str]) -> int:
         trainer.save_state()
         model_folder = trainer.save_merged() or output_dir
         if is_main:
+            delete_aside(output_dir)
             end_manifest(manifest, output_dir, "finished", trainer.state.global_step)
             log, command = trainer.state.log_history, manifest["command"]
             print_summary(log, run.config, model_folder, seconds, data=run.data, command=command)
     trainer.accelerator.wait_for_everyone()
+    stop.release()
     trainer.close()
     trainer.accelerator.end_training()
     return EXIT_STOPPED if stop.stopped else 0
@@ -150,11 +159,12 @@ def dry_run(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 1 anything
-    else: one line with the step and the checkpoint to go on from, after the traceback of its cause; of a dry run 1 that
-    it does not fit, in words.
+    """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 130
+    interrupted outside the training, 1 anything else: one line with the step and the checkpoint to go on from, after
+    the traceback of its cause; of a dry run 1 that it does not fit, in words.
     """
     words = sys.argv[1:] if arguments is None else arguments
+    watch_launcher()
     try:
         return dry_run(words) if wants_dry_run(words) else train(words)
     except UserError as error:
@@ -164,6 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunError, RolloutError) as error:
         report_stop(error)
         return 1
+    except KeyboardInterrupt:  # while training a callback takes it, and saves
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("interrupted outside the training; checkpoints are as they were", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

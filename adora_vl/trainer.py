@@ -27,6 +27,7 @@ from adora_vl import build
 from adora_vl.batch import Batch, Row, loss_mask
 from adora_vl.batching.batcher import Batcher
 from adora_vl.batching.dynamic_sampling import DynamicSampling
+from adora_vl.batching.unfinished import UnfinishedGeneration
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.writer import CheckpointWriter
@@ -38,6 +39,7 @@ from adora_vl.guards import DriftGuard, RatioGuard, RowGuard
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
 from adora_vl.models.merged import save_merged
+from adora_vl.models.precision import restore_buffers
 from adora_vl.options.advantage import method_run
 from adora_vl.options.speed import regroup_obstacle, regroups
 from adora_vl.replaced import replaced
@@ -48,6 +50,7 @@ from adora_vl.rollout.rows import DistinctRows
 from adora_vl.rollout.tokens import PromptMismatchError, never_sampled_ids
 from adora_vl.rollout_log.figures import adora_metrics
 from adora_vl.rollout_log.phases import PhaseClock
+from adora_vl.rollout_log.texts import gather_texts
 from adora_vl.weighing import Scores, Weighed
 
 
@@ -80,6 +83,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs
             )
+        for built in (self.model, self.ref_model):
+            if built is not None:
+                restore_buffers(built)
         freeze(self.model, args.frozen_components)
         self._build_collaborators(args)
 
@@ -87,11 +93,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """The objects that a step is made of; each gets the accelerator, settings and callables, never the trainer."""
         accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
         models = [model for model in (self.model, self.ref_model) if model is not None]
+        for model in models:
+            restore_buffers(model)
         self.shape = build.batch_shape(args, self.num_iterations)
         self.images = DistinctImages(models, self.processing_class, accelerator.device, args)
         self.methods = method_run(args)
         self.weigher = build.weigher(args, accelerator, self.methods, self.reward_weights)
-        self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator, self._facts)
+        self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
         self.row_guard = RowGuard(self.save_here)
         self.drift_guard = DriftGuard(accelerator, args.adora_max_drift, self.save_here, log)
         self.ratio_guard = RatioGuard(accelerator, args.adora_max_ratio, args.importance_sampling_level, log)
@@ -108,12 +116,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             loss_type=self.loss_type,
             every_row_counts=bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled),
         )
+        self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
         self.policy_pass = PolicyPass(accelerator, args)
         self.ratio = build.importance_ratio(args, accelerator, log)
         self.recorder = build.recorder(args, accelerator, self.shape)
         self._buffered_inputs: list[Batch] | None = None  # the micro-batches of the present generation, as TRL has it
         self._ready: Batch | None = None  # the micro-batch that `training_step` has prepared
         self._scores: Scores | None = None  # of the generation that is being collected
+        # Stock TRL gathers all images for the trackers' tables even where there is no such table.
+        tables = self.log_completions and {"wandb", "trackio"} & set(args.report_to)
+        self.log_multimodal = bool(args.log_multimodal and tables)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.timed("sync", self.vllm_generation.sync_weights)
         else:
@@ -178,7 +190,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             position = (self.args.seed, where) if self.args.adora_seeded_rollouts else None
             self.vllm_generation.prepare(position, self.images.cache, self.args.adora_group_requests)
         try:
-            batch = cast("Batch", super()._generate_and_score_completions(rows))
+            with replaced(grpo_trainer, "gather_object", gather_texts):  # TRL's own sends every rank all images
+                batch = cast("Batch", super()._generate_and_score_completions(rows))
         except PromptMismatchError as error:
             row = rows[error.row].get("id", f"#{error.row} of this rank's batch")
             raise RolloutError(f"row {row}: {error}") from error
@@ -282,7 +295,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash can leave a half
         one, or none; ours lets it write beside, seals the result, renames it, and then deletes.
         """
-        save = partial(super()._save_checkpoint, model, trial)
+        stock = super()._save_checkpoint
+
+        def save(folder: Path) -> dict[str, Any]:
+            stock(model, trial)
+            return {**self._facts(), **self.unfinished.save(folder, self._step, self._buffered_inputs)}
+
         self.checkpoints.write(self.state.global_step, save)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -302,11 +320,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def begin_at(self, checkpoint: str) -> None:
         """Take what a checkpoint knows besides weights and optimizer, which are up to `train`: what the methods
-        remember, and the figures since the last log, so that the next one averages what it would have.
+        remember, the rollouts that are left to learn from, and the figures since the last log, so that the next one
+        averages what it would have.
         """
         facts = facts_of(Path(checkpoint))
         self.checkpoints.began_at = checkpoint
         self.methods.load(facts.get("methods", {}))
+        unfinished = self.unfinished.load(Path(checkpoint))
+        if unfinished is not None:
+            self._step, self._buffered_inputs = unfinished
         for name, values in facts.get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 

@@ -118,7 +118,7 @@ def facts(folder: Path) -> dict[str, Any]:
     steps = {
         entry["step"]: {key: value for key, value in entry.items() if not key.startswith(UNTIMED)}
         for entry in history
-        if "reward" in entry
+        if "loss" in entry
     }
     rollouts = {}
     for path in sorted((folder / "completions").glob("*.parquet")):

@@ -19,7 +19,7 @@ from typing import Any
 from adora_vl.report.__main__ import report
 from adora_vl.rollout_log.rollouts import Record
 from benchmarks.record_cost import diagram
-from tests.browser import Browser
+from tests.browser import chromium
 
 
 def write_run(
@@ -70,17 +70,16 @@ def main() -> None:
         shown = sum(len(group["rollouts"]) for group in views[0].groups)
         size = page.stat().st_size / 1e6
         print(f"{shown} rollouts of {options.characters} characters: made in {made:.1f} s, {size:.1f} MB")
-        browser = Browser(Path(temporary))
         shown_after, opened, filtered = [], [], []
-        for _ in range(options.repeats):
-            began = time.perf_counter()
-            browser.open(page)
-            opened.append(time.perf_counter() - began)
-            shown_after.append(float(browser.js("document.documentElement.dataset.ready")) / 1000)
-            began = time.perf_counter()
-            browser.put("#filter-text", "w123 w")
-            filtered.append(time.perf_counter() - began)
-        browser.close()
+        with chromium(Path(temporary)) as browser:
+            for _ in range(options.repeats):
+                began = time.perf_counter()
+                browser.open(page)
+                opened.append(time.perf_counter() - began)
+                shown_after.append(float(browser.js("document.documentElement.dataset.ready")) / 1000)
+                began = time.perf_counter()
+                browser.put("#filter-text", "w123 w")
+                filtered.append(time.perf_counter() - began)
         print(f"curves and list after {statistics.median(shown_after):.2f} s, ", end="")
         print(f"all texts after {statistics.median(opened):.2f} s, ", end="")
         print(f"filtered by a word in {statistics.median(filtered):.2f} s")

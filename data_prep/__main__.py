@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from data_prep.cli import main
+from adora_vl.commands import imports
 
 if __name__ == "__main__":
+    with imports():
+        from data_prep.cli import main
     sys.exit(main())

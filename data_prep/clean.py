@@ -9,6 +9,7 @@ from typing import Any
 
 from adora_vl.errors import UserError
 from adora_vl.rewards import canonical_gold, verify_gold
+from adora_vl.rows import PLACEHOLDER, problem_with_row
 from data_prep.images import UnreadableImageError, clean_image
 from data_prep.schema import FEATURES, Row
 
@@ -97,7 +98,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         except UnreadableImageError as error:
             wrong = f"image {index} ({len(encoded)} bytes) is not usable ({error})"
             raise raw.refuse(error.kind, wrong, "replace it in") from error
-    return {
+    row: Row = {
         "id": raw.id,
         "images": images,
         "problem": raw.problem,
@@ -113,6 +114,11 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
             "solution": raw.solution,
         },
     }
+    wrong, _, remedy = (problem_with_row(row) or "").partition("; ")
+    if wrong:
+        kind = "placeholder" if PLACEHOLDER in raw.problem else "control_token"
+        raise raw.refuse(kind, wrong, f"{remedy}, in")
+    return row
 
 
 def checked_gold(gold: str, choices: Sequence[str] | None, *, row_id: str, origin: str) -> str:

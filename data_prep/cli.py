@@ -3,135 +3,141 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from datasets import disable_progress_bars
 from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_progress_bars
 
-from adora_vl.errors import UserError
-from data_prep.geometry3k import Options, prepare_geometry3k
+from adora_vl.commands import MAX_SEED, Parser, amount, exit_code_of, number, optional, path, text, whole
+from data_prep.geometry3k import MAX_WORKERS, Options, prepare_geometry3k
 from data_prep.inspection import GALLERY_ROWS, survey
 from data_prep.knights import PEOPLE
-from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, prepare_knights, prepare_synthetic
+from data_prep.pixels import MAX_PIXELS, UNIT
+from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, MAX_ROWS, SIZES, prepare_knights, prepare_synthetic
 from data_prep.quarantine import MAX_SHARE, QUARANTINE_NAME
 from data_prep.sources import DATASET_ID, DIAGRAMS, SOURCES
 from data_prep.storage import SPLITS, Manifest
-from data_prep.synthetic.generate import LEVELS
+from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
 from data_prep.text_report import describe
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse prints its usage before an error; one line is the rule of this project."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; `{self.prog} --help` lists the arguments")
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, or 2 with one line on stderr where the user's input is wrong."""
+    """Run one command. Returns the exit code: 0, 2 with one line where the user's input is wrong, 130 after Ctrl-C."""
     if not sys.stderr.isatty():
         disable_progress_bars()  # `datasets` and the hub draw their own into log files too
         disable_hub_progress_bars()
-    try:
-        arguments = _parser().parse_args(argv)
+
+    def command() -> None:
+        arguments = parser().parse_args(argv)
         arguments.run(arguments)
-    except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code_of(command, "nothing was written, and what was there before is as it was")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def parser() -> Parser:
+    """The commands and their options."""
+    top = Parser(
         prog="python -m data_prep", description="Make, and look at, dataset folders for training and evaluation."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     synthetic = commands.add_parser("synthetic", help="drawn geometry problems, the same for the same arguments")
-    synthetic.add_argument("--output", type=Path, required=True, metavar="DIR")
-    synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="training rows")
-    synthetic.add_argument("--test-rows", type=int, default=DEFAULT_TEST_ROWS, metavar="M", help="default: %(default)s")
-    synthetic.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
-    synthetic.add_argument(
-        "--size", type=int, default=DEFAULT_SIZE, metavar="PIXELS", help="of a side, default: %(default)s"
-    )
-    synthetic.add_argument("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
-    synthetic.add_argument("--level", type=int, default=1, choices=LEVELS, help="difficulty, default: %(default)s")
-    synthetic.add_argument("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
-    synthetic.add_argument(
-        "--choices", type=int, default=0, metavar="N", help="answers to choose from, default: none, an open question"
-    )
-    synthetic.set_defaults(run=_synthetic)
+    _add_drawn(synthetic, _synthetic)
+    add = synthetic.add_argument
+    add("--size", type=whole(*SIZES), default=DEFAULT_SIZE, metavar="PIXELS", help="of a side, default: %(default)s")
+    add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
+    add("--level", type=whole(min(LEVELS), max(LEVELS)), default=1, help="difficulty, 1 to 3, default: %(default)s")
+    add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
+    add("--choices", type=_choices, default=0, metavar="N", help="answers to choose from, default: 0, an open question")
 
     puzzles = commands.add_parser(
         "knights", help="knights-and-knaves puzzles, text without images, each with one solution"
     )
-    puzzles.add_argument("--output", type=Path, required=True, metavar="DIR")
-    puzzles.add_argument("--rows", type=int, required=True, metavar="N", help="training rows")
-    puzzles.add_argument("--test-rows", type=int, default=DEFAULT_TEST_ROWS, metavar="M", help="default: %(default)s")
-    puzzles.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+    _add_drawn(puzzles, _knights)
     puzzles.add_argument(
-        "--people", type=_range, default=PEOPLE, metavar="A-B", help="in a puzzle, default: {}-{}".format(*PEOPLE)
+        "--people", type=_people, default=PEOPLE, metavar="A-B", help="in a puzzle, default: {}-{}".format(*PEOPLE)
     )
-    puzzles.set_defaults(run=_knights)
 
     _add_geometry3k(commands)
 
     inspect = commands.add_parser("inspect", help="what a prepared folder holds, as text and as an HTML page")
-    inspect.add_argument("folder", type=Path, metavar="DIR")
-    inspect.add_argument("--html", type=Path, metavar="FILE", help="where the page goes, default: DIR.html")
+    inspect.add_argument("folder", type=path, metavar="DIR")
+    inspect.add_argument("--html", type=optional(path), metavar="FILE", help="where the page goes, default: DIR.html")
     inspect.add_argument("--text-only", action="store_true", help="write no page")
-    inspect.add_argument("--model", metavar="M", help="a model whose tokenizer measures the problems")
+    inspect.add_argument("--model", type=optional(text), metavar="M", help="whose tokenizer measures the problems")
     inspect.set_defaults(run=_inspect)
-    return parser
+    return top
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--output", type=path, required=True, metavar="DIR")
+    command.add_argument("--overwrite", action="store_true", help="replace another prepared dataset there")
+
+
+def _add_drawn(command: argparse.ArgumentParser, run: Any) -> None:
+    """The options of what is drawn here."""
+    _add_output(command)
+    add = command.add_argument
+    add("--rows", type=whole(1, MAX_ROWS), required=True, metavar="N", help="training rows")
+    add("--test-rows", type=whole(0, MAX_ROWS), default=DEFAULT_TEST_ROWS, metavar="M", help="default: %(default)s")
+    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default: %(default)s")
+    command.set_defaults(run=run)
 
 
 def _add_geometry3k(commands: Any) -> None:
     command = commands.add_parser("geometry3k", help="Geometry3K from the hub, Parquet files or its own folders")
+    _add_output(command)
     add = command.add_argument
     add("--source", choices=SOURCES, required=True)
-    add("--input", metavar="ID_OR_PATH", help=f"a dataset id for hub (default: {DATASET_ID}), else a path")
-    add("--output", type=Path, required=True, metavar="DIR")
-    add("--revision", metavar="COMMIT", help="of the hub's dataset: commit, tag or branch, default: the newest")
+    add(
+        "--input", type=optional(text), metavar="ID_OR_PATH",
+        help=f"a dataset id for hub (default: {DATASET_ID}), else a path",
+    )  # fmt: skip
+    add(
+        "--revision", type=optional(text), metavar="COMMIT",
+        help="of the hub's dataset: commit, tag or branch, default: the newest",
+    )  # fmt: skip
     add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
-    add("--max-pixels", type=int, metavar="N", help="shrink larger images as the model does, default: keep them")
+    pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
+    add("--max-pixels", type=pixels, metavar="N", help="shrink larger images as the model does, default: keep them")
+    add("--min-pixels", type=pixels, metavar="N", help="enlarge smaller ones as the model does, default: keep them")
     add(
-        "--min-pixels",
-        type=int,
-        metavar="N",
-        help="enlarge smaller ones as the model does, default: keep them",
-    )
-    add("--limit", type=int, metavar="N", help="only N rows of every split: the first ones, or with --seed a sample")
-    add("--seed", type=int, metavar="S", help="of the sample")
-    add("--workers", type=int, default=1, metavar="N", help="processes that clean, default: %(default)s")
+        "--limit", type=optional(whole(1)), metavar="N",
+        help="only N rows of every split: the first ones, or with --seed a sample",
+    )  # fmt: skip
+    add("--seed", type=optional(whole(0, MAX_SEED)), metavar="S", help="of the sample")
+    add("--workers", type=whole(1, MAX_WORKERS), default=1, metavar="N", help="that clean, default: %(default)s")
+    add("--keep-leaks", action="store_true", help="keep training rows that a held-out split has too")
     add(
-        "--keep-leaks",
-        action="store_true",
-        help="keep training rows that a held-out split has too",
-    )
-    add(
-        "--allow-quarantined",
-        type=float,
-        default=MAX_SHARE,
-        metavar="SHARE",
+        "--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE",
         help="largest share of unusable rows that is no error, default: %(default)s",
-    )
+    )  # fmt: skip
     command.set_defaults(run=_geometry3k)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _names(word: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in word.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{word!r} has an empty name; write names with commas between them")
+    return names
 
 
-def _range(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    try:
-        return int(first), int(last or first)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number or a range such as 3-8") from error
+def _choices(word: str) -> int:
+    return 0 if word == "0" else whole(2, MAX_CHOICES)(word)
+
+
+def _people(word: str) -> tuple[int, int]:
+    """`A-B` or one number."""
+    first, dash, last = word.partition("-")
+    one = whole(*PEOPLE)
+    fewest, most = one(first), one(last if dash else first)
+    if fewest > most:
+        raise argparse.ArgumentTypeError(f"{word!r} has the larger number first; write {most}-{fewest}")
+    return fewest, most
 
 
 def _knights(arguments: argparse.Namespace) -> None:
@@ -141,6 +147,7 @@ def _knights(arguments: argparse.Namespace) -> None:
         test_rows=arguments.test_rows,
         seed=arguments.seed,
         people=arguments.people,
+        overwrite=arguments.overwrite,
     )
     _report(arguments.output, manifest)
 
@@ -156,6 +163,7 @@ def _synthetic(arguments: argparse.Namespace) -> None:
         level=arguments.level,
         styles=arguments.styles,
         choices=arguments.choices,
+        overwrite=arguments.overwrite,
     )
     _report(arguments.output, manifest)
 
@@ -169,6 +177,7 @@ def _geometry3k(arguments: argparse.Namespace) -> None:
         revision=arguments.revision,
         options=options,
         workers=arguments.workers,
+        overwrite=arguments.overwrite,
     )
     _report(arguments.output, manifest)
 
@@ -187,14 +196,16 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _report(output: Path, manifest: Manifest) -> None:
-    counts = ", ".join(f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"])
-    print(f"{output}: {counts} rows; look at it with `python -m data_prep inspect {output}`")
+    counts = ", ".join(
+        f"{split} {amount(manifest['counts'][split], 'row')}" for split in SPLITS if split in manifest["counts"]
+    )
+    print(f"{output}: {counts}; look at it with `python -m data_prep inspect {shlex.quote(str(output))}`")
     leaks, quarantined = manifest["leaks"], manifest["quarantined"]
     if leaks["found"]:
         print(
-            f"leaks: {leaks['found']} rows have the diagram and question of a row in another split; "
-            f"{leaks['dropped']} were dropped from train"
+            f"leaks: {amount(leaks['found'], 'row')} with the diagram and question of a row in another split; "
+            f"{leaks['dropped']} dropped from train"
         )
     if quarantined["rows"]:
         reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
-        print(f"quarantined: {quarantined['rows']} rows ({reasons}); see {output / QUARANTINE_NAME}")
+        print(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {output / QUARANTINE_NAME}")

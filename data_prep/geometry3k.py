@@ -14,11 +14,11 @@ from tqdm import tqdm
 from adora_vl.errors import UserError
 from data_prep.clean import PixelLimits, RawProblem
 from data_prep.cleaning import HELD_OUT, Intake, clean_one
-from data_prep.output import complete_or_absent, refuse_foreign, remove_prepared
+from data_prep.output import complete_or_absent, refuse_another, refuse_foreign, remove_report
 from data_prep.pixels import UNIT
 from data_prep.quarantine import MAX_SHARE, Quarantine
 from data_prep.sources import DATASET_ID, Source, open_source
-from data_prep.storage import Manifest, require, write_manifest, write_split
+from data_prep.storage import Manifest, read_manifest, require, write_manifest, write_split
 from data_prep.workers import Mapper, ordered_map
 
 MAX_WORKERS = 64
@@ -50,10 +50,12 @@ def prepare_geometry3k(
     revision: str | None = None,
     options: Options | None = None,
     workers: int = 1,
+    overwrite: bool = False,
 ) -> Manifest:
     """Prepare Geometry3K from `source` (`data_prep.sources.SOURCES`) at `location`, a dataset id or a path.
 
     `revision`: a branch, tag or commit of the hub. `workers`: processes that clean; the output does not depend on it.
+    `overwrite`: replace another prepared dataset at `output`; the same one is replaced in any case.
     Returns the manifest. Raises `UserError`, after writing `NAME.quarantine` beside `output` where too many rows were
     refused.
     """
@@ -69,7 +71,9 @@ def prepare_geometry3k(
         "revision": opened.revision,
         "arguments": asdict(options),
     }
-    with complete_or_absent(output) as folder:
+    if not overwrite:
+        refuse_another(output, description)
+    with complete_or_absent(output, description, overwrite=overwrite) as folder:
         quarantine = Quarantine(folder)
         intake = Intake(quarantine, keep_leaks=options.keep_leaks)
         with ordered_map(workers) as mapped:
@@ -83,7 +87,7 @@ def prepare_geometry3k(
             _publish(report, quarantine, description)
             raise
         manifest = write_manifest(folder, description, counts, quarantine.summary(), intake.leaks())
-    remove_prepared(report)  # of an earlier try
+    remove_report(report)
     return manifest
 
 
@@ -140,6 +144,9 @@ def _ended(problems: Iterator[Callable[[], RawProblem]], count: int) -> Iterator
 
 def _publish(report: Path, quarantine: Quarantine, description: dict[str, Any]) -> None:
     """Put what was refused beside the output that was not made."""
+    previous = read_manifest(report)
+    if previous is not None and previous["counts"]:
+        raise UserError(f"output: {str(report)!r} holds a dataset, where the refused rows should go; move it away")
     with complete_or_absent(report) as folder:
         quarantine.copy_to(folder)
         write_manifest(folder, description, {}, quarantine.summary(), None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from html import escape
 from pathlib import Path
 from string import ascii_uppercase
 
 from PIL import Image
 
+from adora_vl.commands import amount
 from adora_vl.errors import UserError
+from adora_vl.files import replace_file, written_to
 from data_prep.images import png_bytes
 from data_prep.inspection import Survey
 from data_prep.plots import plots
@@ -44,21 +45,16 @@ li.right { font-weight: 700; } pre { overflow-x: auto; background: var(--soft); 
 def write_page(found: Survey, path: Path) -> None:
     """Write the page. Raises `UserError` where `path` is a file that is not such a page, or cannot be written."""
     content = page(found)
-    try:
+    with written_to("html", path):
         if path.exists() and _GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
             raise UserError(f"html: {str(path)!r} is not a page of ours; choose another name with --html")
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(
-            f"html: {str(path)!r} cannot be written ({error.strerror}); choose another name with --html"
-        ) from error
+        replace_file(path, content)
 
 
 def page(found: Survey) -> str:
     """The whole document. Its policy forbids scripts and everything from elsewhere, whatever a row says."""
-    title = f"{found.folder.resolve().name}: {sum(f.counts['rows']['rows'] for f in found.splits.values())} rows"
+    rows = sum(f.counts["rows"]["rows"] for f in found.splits.values())
+    title = f"{found.folder.resolve().name}: {amount(rows, 'row')}"
     figures = "".join(
         f"<figure><figcaption>{escape(name)}</figcaption><img alt='{escape(name, quote=True)}' "
         f"src='{_data_uri(svg.encode(), 'svg+xml')}'></figure>"

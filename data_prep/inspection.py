@@ -14,7 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from adora_vl.errors import UserError
+from adora_vl.errors import UserError, in_one_line
+from adora_vl.rows import problem_with_row
 from data_prep.pixels import image_tokens
 from data_prep.schema import Row
 from data_prep.storage import read_manifest, row_count, split_files, stored_rows
@@ -97,13 +98,19 @@ def percentile(values: array[int], share: float) -> int:
 def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens) -> SplitFacts:
     facts = SplitFacts()
     for index, row in enumerate(stored_rows(folder, split)):
-        meta, counts = row.get("meta") or {}, facts.counts
+        where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
+        fault = problem_with_row(row)
+        if fault:
+            raise UserError(f"{where}: {fault}")
+        meta, counts = row.get("meta"), facts.counts
+        meta = meta if isinstance(meta, dict) else {}
+        shapes = meta.get("shapes")
         counts["rows"]["rows"] += 1
-        counts["source"][row.get("source") or "unknown"] += 1
-        counts["goal"][meta.get("goal") or "unknown"] += 1
-        counts["shape"].update(meta.get("shapes") or ["unknown"])
+        counts["source"][str(row.get("source") or "unknown")] += 1
+        counts["goal"][str(meta.get("goal") or "unknown")] += 1
+        counts["shape"].update([str(shape) for shape in shapes] if shapes and isinstance(shapes, list) else ["unknown"])
         counts["answer form"][answer_form(row["answer"])] += 1
-        sizes = [Image.open(io.BytesIO(image["bytes"])).size for image in row["images"]]
+        sizes = [_size(image, f"{where}: image {number}") for number, image in enumerate(row["images"])]
         counts["image size"].update(_size_class(max(size)) for size in sizes)
         facts.tokens.append(sum(_tokens(row, size) for size in sizes))
         facts.characters.append(len(row["problem"]))
@@ -118,6 +125,15 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens) -> S
             facts.gallery.append(row)
     facts.longest.sort(reverse=True)
     return facts
+
+
+def _size(image: Any, where: str) -> tuple[int, int]:
+    """Width and height of a stored picture, by its header."""
+    try:
+        with Image.open(io.BytesIO(image["bytes"])) as opened:
+            return opened.size
+    except Exception as error:  # Pillow raises nearly anything on broken bytes
+        raise UserError(f"{where} is not a stored picture ({in_one_line(error)}); prepare the dataset again") from error
 
 
 def _tokens(row: Row, size: tuple[int, int]) -> int:

@@ -23,6 +23,7 @@ QUESTION = (
     "On an island everyone is a knight, who always tells the truth, or a knave, who always lies. You meet {people}. "
     "{statements} Who is what? Put the answer in a box, like \\boxed{{{example}}}."
 )
+_MAX_REDRAWS = 20_000  # of one puzzle, before there are no more to be found
 _TEST_SHARE = 0.25  # of all puzzles, by a hash of their text, so that no split has a puzzle of another
 
 
@@ -122,9 +123,10 @@ def generate(rows: int, *, split: str = "train", seed: int = 0, people: tuple[in
     """
     fewest, most = people
     if not PEOPLE[0] <= fewest <= most <= PEOPLE[1]:
-        raise UserError(f"people: {fewest}-{most} must lie within {PEOPLE[0]}-{PEOPLE[1]}")
+        raise UserError(f"people: {fewest}-{most} is no range within {PEOPLE[0]}-{PEOPLE[1]}, the smaller number first")
     rng = random.Random(f"knights/{seed}/{split}")
     seen: set[str] = set()
+    redraws = 0
     while len(seen) < rows:
         count = fewest + len(seen) % (most - fewest + 1)
         names = tuple(rng.sample(NAMES, count))
@@ -134,4 +136,10 @@ def generate(rows: int, *, split: str = "train", seed: int = 0, people: tuple[in
         in_test = int(digest[:8], 16) < _TEST_SHARE * 2**32
         if in_test == (split == "test") and digest not in seen:
             seen.add(digest)
+            redraws = 0
             yield row
+        elif (redraws := redraws + 1) == _MAX_REDRAWS:
+            raise UserError(
+                f"rows: {rows} of split {split!r} are more than the {len(seen)} different puzzles that were found; "
+                "ask for fewer, or for more --people"
+            )

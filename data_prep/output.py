@@ -4,48 +4,105 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from adora_vl.errors import UserError
+from adora_vl.files import unwritable, written_to
 from data_prep.storage import MANIFEST_NAME, read_manifest
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
 
+# What of a manifest tells one prepared dataset from another: the same of it, and the same command makes it again.
+_IDENTITY = ("source", "input", "revision", "arguments")
+_DECIDES_NO_ROW = "allow_quarantined"  # an argument that the error about too many broken rows tells people to raise
+
+
 @contextmanager
-def complete_or_absent(output: Path) -> Iterator[Path]:
+def complete_or_absent(
+    output: Path, description: Mapping[str, Any] | None = None, *, overwrite: bool = True
+) -> Iterator[Path]:
     """A folder to write into, `.NAME.partial-*` beside `output`, that takes the place of `output` when the block ends.
 
     On any exception it is removed and `output` stays as it was; what a killed process left of it is removed by the next
-    preparation of the same output. Raises `UserError` where `output` holds anything that we did not prepare.
+    preparation of the same output. Raises `UserError` where `output` holds anything that we did not prepare, without
+    `overwrite` also where it holds another dataset than that of `description`, and where the disk is full.
     """
     output = output.resolve()
-    _recover(output)
-    refuse_foreign(output)
+    with written_to("output", output):
+        _recover(output)
+    _refuse(output, description, overwrite)
     partial, lock = _made(output)
     try:
         yield partial
-        refuse_foreign(output)  # again, since preparing takes long
-        _on_disk(partial)
-        _replace(output, partial)
+        _refuse(output, description, overwrite)  # again, since preparing takes long
+        with written_to("output", output):
+            _on_disk(partial)
+            _replace(output, partial)
+    except OSError as error:
+        if error.errno is None or (error.filename is not None and partial not in Path(str(error.filename)).parents):
+            raise  # something else than what is written here
+        raise unwritable("output", output, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # by now the old output, or nothing
         os.close(lock)
 
 
+def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool) -> None:
+    refuse_foreign(output)
+    if not overwrite:
+        assert description is not None, "without it no dataset is the same"
+        refuse_another(output, description)
+
+
+def refuse_another(output: Path, description: Mapping[str, Any]) -> None:
+    """Raise `UserError` where `output` is a prepared dataset with another `description`, which cannot be made again by
+    the command that would replace it.
+    """
+    manifest = read_manifest(output)
+    if manifest is None:
+        return
+    here, new = (_identity(found) for found in (manifest, json.loads(json.dumps(description))))
+    differing = next((key for key in _IDENTITY if here[key] != new[key]), None)
+    if differing:
+        raise UserError(
+            f"output: {str(output)!r} holds another prepared dataset ({_difference(differing, here, new)}); "
+            "choose another folder, or replace it with --overwrite"
+        )
+
+
+def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: description.get(key) for key in _IDENTITY}
+    if isinstance(found["arguments"], dict):
+        found["arguments"] = {key: value for key, value in found["arguments"].items() if key != _DECIDES_NO_ROW}
+    return found
+
+
+def _difference(key: str, here: dict[str, Any], new: dict[str, Any]) -> str:
+    """Where two descriptions part, in a few words."""
+    old, now = here[key], new[key]
+    if key == "arguments" and isinstance(old, dict):
+        key = next(name for name in (*now, *old) if now.get(name) != old.get(name))
+        old, now = old.get(key), now.get(key)
+    return f"{key} {old!r:.60}, this one {now!r:.60}"
+
+
 def refuse_foreign(output: Path) -> None:
     """Raise `UserError` unless `output` is absent, empty, or a prepared folder with nothing else in it."""
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise UserError(f"output: {str(output)!r} is a file; choose another folder")
-    if not any(output.iterdir()):
-        return
+    with written_to("output", output):
+        if not output.exists():
+            return
+        if not output.is_dir():
+            raise UserError(f"output: {str(output)!r} is a file; choose another folder")
+        if not any(output.iterdir()):
+            return
     manifest = read_manifest(output)
     if manifest is None:
         raise UserError(
@@ -65,9 +122,10 @@ def refuse_foreign(output: Path) -> None:
         )
 
 
-def remove_prepared(folder: Path) -> None:
-    """Delete a folder that we made and nobody added to; anything else stays."""
-    if read_manifest(folder) is None:
+def remove_report(folder: Path) -> None:
+    """Delete the report of an earlier try, to which nobody added; anything else stays."""
+    manifest = read_manifest(folder)
+    if manifest is None or manifest["counts"]:
         return
     with suppress(UserError):
         refuse_foreign(folder)
@@ -81,9 +139,7 @@ def _made(output: Path) -> tuple[Path, int]:
         try:
             partial.mkdir(parents=True)
         except OSError as error:
-            raise UserError(
-                f"output: {str(output)!r} cannot be made ({error.strerror}); choose another folder"
-            ) from error
+            raise unwritable("output", output, error) from error
         lock = _locked(partial)
         if lock is not None and partial.exists():  # else a clean-up got it before it was locked
             return partial, lock

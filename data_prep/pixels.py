@@ -7,6 +7,7 @@ from functools import lru_cache
 
 UNIT = 28  # pixels: one image token is 28 x 28 (14 of a patch, merged 2 x 2)
 MODEL_MIN_PIXELS, MODEL_MAX_PIXELS = 56 * 56, 16384 * UNIT**2  # of Qwen2.5-VL's published preprocessor_config.json
+MAX_PIXELS = 2**31  # of a limit; any image that can be decoded has fewer
 WIDEST = 200  # above this ratio of the sides the model's processor raises, in the middle of a training
 
 

@@ -23,7 +23,8 @@ from data_prep.synthetic.generate import generate
 
 DEFAULT_TEST_ROWS = 512
 DEFAULT_SIZE = 56
-_SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
+MAX_ROWS = 10_000_000
+SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
 
 
 def prepare_synthetic(
@@ -34,22 +35,23 @@ def prepare_synthetic(
     seed: int = 0,
     size: int = DEFAULT_SIZE,
     families: tuple[str, ...] = (),
+    overwrite: bool = False,
     **more: Any,
 ) -> Manifest:
     """Draw the splits train (`rows`) and test (`test_rows`). Returns the manifest. Raises `UserError`.
 
-    `more`: `level`, `styles` and `choices`, as of `generate`.
+    `overwrite`: replace another prepared dataset at `output`. `more`: `level`, `styles`, `choices`, as of `generate`.
     """
-    require("rows", rows, 1)
-    require("test_rows", test_rows, 0)
-    require("size", size, *_SIZES)
+    require("rows", rows, 1, MAX_ROWS)
+    require("test_rows", test_rows, 0, MAX_ROWS)
+    require("size", size, *SIZES)
     description = _synthetic_description(rows, test_rows, seed, size, families, **more)
     sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
     drawn = {
         split: generate(count, split=split, seed=seed, size=size, families=families, **more)
         for split, count in sizes.items()
     }
-    return _write(output, {split: _canonical(drawn[split]) for split in drawn}, sizes, description)
+    return _write(output, {split: _canonical(drawn[split]) for split in drawn}, sizes, description, overwrite)
 
 
 def ensure_synthetic(folder: Path, *, rows: int, test_rows: int, seed: int, size: int) -> Path:
@@ -59,7 +61,7 @@ def ensure_synthetic(folder: Path, *, rows: int, test_rows: int, seed: int, size
     something else than a synthetic dataset.
     """
     wanted = _synthetic_description(rows, test_rows, seed, size, ())
-    make = partial(prepare_synthetic, rows=rows, test_rows=test_rows, seed=seed, size=size)
+    make = partial(prepare_synthetic, rows=rows, test_rows=test_rows, seed=seed, size=size, overwrite=True)
     return _ensure(Path(folder), wanted, make)
 
 
@@ -81,20 +83,30 @@ def _ensure(folder: Path, wanted: Manifest, make: Callable[[Path], Manifest]) ->
 
 
 def prepare_knights(
-    output: Path, *, rows: int, test_rows: int = DEFAULT_TEST_ROWS, seed: int = 0, people: tuple[int, int] = PEOPLE
+    output: Path,
+    *,
+    rows: int,
+    test_rows: int = DEFAULT_TEST_ROWS,
+    seed: int = 0,
+    people: tuple[int, int] = PEOPLE,
+    overwrite: bool = False,
 ) -> Manifest:
-    """Write knights-and-knaves puzzles, splits train and test. Returns the manifest. Raises `UserError`."""
-    require("rows", rows, 1)
-    require("test_rows", test_rows, 0)
+    """Write knights-and-knaves puzzles, splits train and test. Returns the manifest. Raises `UserError`.
+
+    `overwrite`: replace another prepared dataset at `output`.
+    """
+    require("rows", rows, 1, MAX_ROWS)
+    require("test_rows", test_rows, 0, MAX_ROWS)
     sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
     puzzles = {split: knights.generate(count, split=split, seed=seed, people=people) for split, count in sizes.items()}
-    return _write(output, puzzles, sizes, _knights_description(rows, test_rows, seed, people))
+    return _write(output, puzzles, sizes, _knights_description(rows, test_rows, seed, people), overwrite)
 
 
 def ensure_knights(folder: Path, *, rows: int, test_rows: int, seed: int = 0, people: tuple[int, int] = (3, 3)) -> Path:
     """As `ensure_synthetic`, for puzzles."""
     wanted = _knights_description(rows, test_rows, seed, people)
-    return _ensure(folder, wanted, partial(prepare_knights, rows=rows, test_rows=test_rows, seed=seed, people=people))
+    make = partial(prepare_knights, rows=rows, test_rows=test_rows, seed=seed, people=people, overwrite=True)
+    return _ensure(folder, wanted, make)
 
 
 def _knights_description(rows: int, test_rows: int, seed: int, people: tuple[int, int]) -> Manifest:
@@ -135,10 +147,14 @@ def _plain(value: Any) -> Any:
 
 
 def _write(
-    output: Path, splits: Mapping[str, Iterable[Row]], sizes: Mapping[str, int], description: Mapping[str, Any]
+    output: Path,
+    splits: Mapping[str, Iterable[Row]],
+    sizes: Mapping[str, int],
+    description: Mapping[str, Any],
+    overwrite: bool,
 ) -> Manifest:
     """Write the splits and the manifest into `output`. Two equal preparations give equal bytes."""
-    with complete_or_absent(output) as folder:
+    with complete_or_absent(output, description, overwrite=overwrite) as folder:
         counts = {
             split: write_split(tqdm(rows, desc=split, total=sizes[split], unit="row", disable=None), folder, split)
             for split, rows in splits.items()

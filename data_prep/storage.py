@@ -119,9 +119,12 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
     """
     for path in _files_of(folder, split):
         with _parquet(path) as file:
-            _require_columns(file.schema_arrow.names, folder, split)
-            for batch in file.iter_batches(_BATCH_ROWS):
-                yield from batch.to_pylist()
+            _require_columns(file.schema_arrow, folder, split)
+            try:
+                for batch in file.iter_batches(_BATCH_ROWS):
+                    yield from batch.to_pylist()
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise UserError(f"dataset: {str(path)!r} cannot be read ({error}); prepare it again") from error
 
 
 def row_count(folder: Path, split: str) -> int:
@@ -135,16 +138,17 @@ def load_split(folder: str | Path, split: str) -> Dataset:
     Raises `UserError` where the folder, the split or a required column is missing.
     """
     folder = Path(folder)
-    files = [str(path) for path in _files_of(folder, split)]
-    dataset = load_dataset("parquet", data_files={split: files}, split=split)
-    _require_columns(dataset.column_names, folder, split)
-    return dataset
+    files = _files_of(folder, split)
+    for path in files:
+        with _parquet(path) as file:
+            _require_columns(file.schema_arrow, folder, split)
+    return load_dataset("parquet", data_files={split: [str(path) for path in files]}, split=split)
 
 
 def _parquet(path: Path) -> Any:
     try:
         return pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(f"dataset: {str(path)!r} is not a Parquet file ({error}); prepare the dataset again") from error
 
 
@@ -158,12 +162,19 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     return files[split]
 
 
-def _require_columns(present: list[str], folder: Path, split: str) -> None:
+def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
+    present = schema.names
     missing = [column for column in REQUIRED_COLUMNS if column not in present]
     if missing:
         raise UserError(
             f"dataset: {str(folder)!r} split {split!r} lacks the column {missing[0]!r}; "
             f"it has {', '.join(present)}; prepare it with `python -m data_prep`"
+        )
+    images = schema.field("images").type
+    if not pa.types.is_list(images) and not pa.types.is_large_list(images):
+        raise UserError(
+            f"dataset: the column 'images' of {str(folder)!r} split {split!r} is {str(images)!r:.80}, not a list of "
+            "images; prepare it with `python -m data_prep`"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
+from adora_vl.commands import amount
 from data_prep.inspection import PROPERTIES, SplitFacts, Survey, percentile
 
 _SHOWN_CHARACTERS = 100  # of a long problem
@@ -38,9 +39,9 @@ def what_was_left_out(found: Survey) -> list[str]:
     lines = []
     if quarantined.get("rows"):
         reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
-        lines.append(f"quarantined: {quarantined['rows']} rows ({reasons}), see quarantine.jsonl")
+        lines.append(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}), see quarantine.jsonl")
     if leaks.get("found"):
-        lines.append(f"also in another split: {leaks['found']} rows, {leaks['dropped']} of them dropped from train")
+        lines.append(f"also in another split: {amount(leaks['found'], 'row')}, {leaks['dropped']} dropped from train")
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +47,7 @@ def _end_with_parent() -> None:
     """A worker of a killed preparation would wait for its next row for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says what becomes of it
 
     def watch() -> None:
         parent.join()

@@ -101,6 +101,12 @@ class ChatProcessor:
         fallback = "bfloat16" if torch.cuda.is_available() else "float32"
         return str(own).removeprefix("torch.") if own is not None else fallback
 
+    def resolved(self, dtype: str) -> dict[str, Any]:
+        """What is the model's own where the user says nothing: the dtype, and the limits of an image in pixels."""
+        own = {} if self._image_processor is None else self._image_processor.size
+        limits = {"min_pixels": own["shortest_edge"], "max_pixels": own["longest_edge"]} if own else {}
+        return {"dtype": self.dtype(dtype), **limits, **self.pixel_limits}
+
     def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
         """A bound, in tokens, on prompt and answer (a byte is at most one token), at most the model's context."""
         image_tokens = 0

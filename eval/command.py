@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from adora_vl.commands import amount, exit_code_of
 from adora_vl.errors import UserError
+from adora_vl.files import check_folder, make_folder, written_to
 from eval.engines import EngineSettings, build_engine, check_model
 from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
 from eval.options import parse
@@ -53,21 +56,32 @@ class Benchmark:
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0 done, 2 the user's input is wrong."""
-    try:
+    """The command. Returns the exit code: 0 done, 2 the user's input is wrong, 130 after Ctrl-C."""
+
+    def command() -> None:
         options = parse(argv, benchmark.name, benchmark.split, benchmark.add_data_options, benchmark.add_score_options)
         if options.verb == "score":
-            _score(benchmark, options.predictions, options.output, options)
-            return 0
+            _score(benchmark, options.predictions, options)
+            return
+        _check_folder(options.output)
         processes = ranks()
         _infer(benchmark, options, processes)
         if options.verb == "run" and processes.rank == 0:
-            _score(benchmark, options.output / PREDICTIONS, options.output / SCORE, options)
-    except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
-    return 0
+            _score(benchmark, options.output / PREDICTIONS, options)
+
+    return exit_code_of(command, "what was answered is kept, and the same command goes on from there")
+
+
+def score_path(output: Path) -> Path:
+    """Where a score goes: into a file whose name ends in .json, else into the folder as score.json."""
+    return output if output.suffix == ".json" and not output.is_dir() else output / SCORE
+
+
+def _check_folder(output: Path) -> None:
+    """Before anything is loaded. Raises `UserError`."""
+    check_folder("output", output)
+    if not output.exists() and output.suffix == ".json":
+        raise UserError(f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending out")
 
 
 def settings_of(options: Namespace) -> EngineSettings:
@@ -89,10 +103,11 @@ def settings_of(options: Namespace) -> EngineSettings:
 def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     if options.samples > 1 and not options.temperature:
         raise UserError(f"samples: {options.samples} greedy answers are the same; give --temperature, such as 1.0")
+    if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
+        raise UserError(f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it")
     settings = settings_of(options)
-    problems, data_hash = benchmark.load(options)
-    if options.limit is not None:
-        problems = problems[: options.limit]
+    everything, data_hash = benchmark.load(options)
+    problems = everything[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
     fingerprint |= {"model_hash": model_hash(settings.model, settings.revision), "data_hash": data_hash}
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
@@ -104,35 +119,55 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
         system_prompt=options.system_prompt,
         build=build_engine,
         samples=options.samples,
+        in_data=len(everything),
         ranks=processes,
     )
     if processes.rank:
         return
-    failed = f", {summary.image_failed} images failed" if summary.image_failed else ""
+    failed = f", {amount(summary.image_failed, 'image')} failed" if summary.image_failed else ""
     print(
         f"{summary.asked} answered in {summary.seconds:.1f} s{failed} -> {options.output / PREDICTIONS}",
         file=sys.stderr,
     )
 
 
-def _score(benchmark: Benchmark, predictions: Path, output: Path, options: Namespace) -> None:
+def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:
+    output = score_path(options.output)
+    _refuse_foreign(output)  # before a judge is asked
+    make_folder("output", output.parent)
     score = score_file(benchmark, predictions, options)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(output, score)
+    with written_to("output", output):
+        write_json(output, score)
     print(table(score))
     print(f"-> {output}", file=sys.stderr)
+
+
+def _refuse_foreign(output: Path) -> None:
+    """Raise `UserError` where a file stands at `output` that is no score: it would be lost."""
+    if not output.exists():
+        return
+    try:
+        content = output.read_bytes()
+        is_score = not content or {"benchmark", "items"} <= json.loads(content).keys()
+    except (OSError, ValueError, AttributeError):
+        is_score = False
+    if not is_score:
+        raise UserError(f"output: {str(output)!r} is there and not a score file; choose another name")
 
 
 def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> Score:
     """The score of a predictions file, with the fingerprint that lies beside it (null where there is none)."""
     rows = read_predictions(predictions, benchmark.check)
-    fingerprint = predictions.parent / FILE_NAME
+    path = predictions.parent / FILE_NAME
+    fingerprint = read(path) if path.is_file() else None
+    asked = (fingerprint or {}).get("asked") or {}
     figures = benchmark.score(rows, options)
     items = figures.pop("items")
     return {
         "benchmark": benchmark.name,
         **figures,
+        "coverage": {"answers": len(rows), "asked": asked.get("answers"), "in_data": asked.get("in_data")},
         "versions": versions(),
-        "fingerprint": read(fingerprint) if fingerprint.is_file() else None,
+        "fingerprint": fingerprint,
         "items": items,
     }

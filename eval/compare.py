@@ -5,7 +5,6 @@ A, B are score files or folders of a `run`. Every run is tested against the firs
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adora_vl.commands import Parser, exit_code_of, text
+from adora_vl.comparability import cautions, missing_answers
 from adora_vl.errors import UserError
 from eval.published import PUBLISHED
 from eval.runner import SCORE
@@ -38,19 +39,25 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0 done, 2 the user's input is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m eval.compare", description="Scores side by side, with tests.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a score file, or the folder of a `run`")
-    parser.add_argument("--by", action="append", default=[], metavar="GROUP", help="also by group; may be repeated")
-    parser.add_argument("--no-published", action="store_true", help="leave the published rows out")
-    options = parser.parse_args(argv)
-    try:
+    """The command. Returns the exit code: 0 done, 2 the user's input is wrong, 130 after Ctrl-C."""
+    parser = build_parser()
+
+    def command() -> None:
+        options = parser.parse_args(argv)
         runs = [read_run(path) for path in options.runs]
         print("\n".join(comparison(runs, options.by, published=not options.no_published)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code_of(command, "nothing was written")
+
+
+def build_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser(prog="python -m eval.compare", description="Scores side by side, with tests.")
+    add = parser.add_argument
+    add("runs", nargs="+", type=text, metavar="RUN", help="a score file, or the folder of a `run`")
+    add("--by", action="append", type=text, default=[], metavar="GROUP", help="also by group; may be repeated")
+    add("--no-published", action="store_true", help="leave the published rows out")
+    return parser
 
 
 def read_run(path: str) -> Run:
@@ -63,8 +70,13 @@ def read_run(path: str) -> Run:
     missing = [key for key in _NEEDED if not isinstance(score, dict) or key not in score]
     if missing:
         raise UserError(f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a benchmark")
+    items = score["items"]
+    if not (
+        isinstance(items, list) and items and all(isinstance(i, dict) and {"pid", "verdict"} <= i.keys() for i in items)
+    ):
+        raise UserError(f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions again")
     verdicts: dict[str, list[bool]] = {}
-    for item in score["items"]:
+    for item in items:
         verdicts.setdefault(item["pid"], []).append(item["verdict"] == "correct")
     shares = {pid: sum(right) / len(right) for pid, right in verdicts.items()}
     return Run(path, score, shares, max(len(right) for right in verdicts.values()))
@@ -142,10 +154,10 @@ def _test(first: Run, other: Run) -> str:
 
 
 def _notes(runs: Sequence[Run], quoted: bool) -> list[str]:
-    notes = []
-    rules = {json.dumps(run.score["rules"], sort_keys=True) for run in runs}
-    if len(rules) > 1:
-        notes.append("warning: the runs were scored by different rules: " + " | ".join(sorted(rules)))
+    if len(runs) > 1:
+        notes = cautions([(run.name, run.score) for run in runs])
+    else:
+        notes = [f"warning: {line}" for line in [missing_answers(runs[0].score)] if line]
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):
         notes.append("warning: the runs do not have the same problems; the tests use the common ones, the table all")
     is_mathvista = runs[0].score["benchmark"] == "mathvista"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from PIL import Image
 
+from adora_vl.assets import resolve_model
 from adora_vl.errors import UserError
 from adora_vl.prompts import Message
 from eval.chat import ChatProcessor
@@ -78,7 +79,11 @@ def default_engine() -> EngineName:
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, or a hub id as it is. Raises `UserError` for anything else."""
+    """The absolute path of a model folder, or a hub id as it is; `tiny` and a LoRA run's folder are understood too.
+
+    Raises `UserError` for anything else.
+    """
+    model = resolve_model(model)
     folder = Path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -106,6 +111,7 @@ class VLLMEngine:
 
         self.batch_size = batch_size
         self._chat, self._llm, self._params = chat, llm, SamplingParams
+        self.resolved: dict[str, Any] = {}
         self._sampling: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -140,7 +146,9 @@ class VLLMEngine:
             seed=settings.seed,
         )
         batch_size, temperature = settings.batch_size or 256, settings.temperature
-        return cls(chat, llm, max_tokens=settings.max_tokens, temperature=temperature, batch_size=batch_size)
+        engine = cls(chat, llm, max_tokens=settings.max_tokens, temperature=temperature, batch_size=batch_size)
+        engine.resolved = chat.resolved(settings.dtype)
+        return engine
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         prompts: list[dict[str, Any]] = []
@@ -170,6 +178,7 @@ class TransformersEngine:
 
         self.batch_size = settings.batch_size or 64
         self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        self.resolved = self._chat.resolved(settings.dtype)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         kind: Any = AutoModelForCausalLM if self._chat.text_only else AutoModelForImageTextToText
         model: Any = kind.from_pretrained(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from adora_vl import __version__
 from adora_vl.errors import UserError
+from adora_vl.files import replace_file
 
 FILE_NAME = "fingerprint.json"
 Fields = dict[str, Any]
@@ -73,31 +73,45 @@ def digest(paths: Iterable[Path]) -> str:
     return sha.hexdigest()[:16]
 
 
-def settle(output: Path, fields: Fields, *, has_predictions: bool) -> None:
+def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields) -> None:
     """Write the fingerprint of a folder without predictions; else check that they were made with the same `fields`.
 
-    Raises `UserError` that names the first field that differs, or says that the predictions have no fingerprint.
+    `asked`: how many answers the run is for, which may grow from one run to the next. Raises `UserError` that names the
+    first field that differs, or says that the predictions have no fingerprint.
     """
     path = output / FILE_NAME
     if not has_predictions:
-        write_json(path, {"fields": fields, "versions": versions()})
+        write_json(path, {"fields": fields, "versions": versions(), "asked": asked})
         return
     if not path.is_file():
         raise UserError(f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output")
-    stored = read(path)["fields"]
+    whole = read(path)
+    stored = whole["fields"]
     for name in [*fields, *(name for name in stored if name not in fields)]:
         if stored.get(name) != fields.get(name):
             raise UserError(
                 f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, this run has "
                 f"{fields.get(name)!r}; set it back or use another --output"
             )
+    if whole.get("asked") != asked:
+        write_json(path, {**whole, "asked": asked})
+
+
+def note(output: Path, name: str, value: Fields) -> None:
+    """Put what is known only later into the fingerprint of a folder."""
+    path = output / FILE_NAME
+    write_json(path, {**read(path), name: value})
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A stored fingerprint: `fields` (compared on a resume) and `versions` (of the software, not compared)."""
+    """A stored fingerprint.
+
+    `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many answers were asked for.
+    `resolved`: settings as the engine had them, where what was given leaves them to the model.
+    """
     try:
         stored = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"fingerprint: {path} is not JSON ({error}); use another --output") from None
     if not (isinstance(stored, dict) and isinstance(stored.get("fields"), dict)):
         raise UserError(f"fingerprint: {path} has no object `fields`; use another --output")
@@ -107,16 +121,6 @@ def read(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON file that is never half there."""
     replace_file(path, json.dumps(value, indent=2) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file that is never half there: to a neighbour, to the disk, then renamed."""
-    neighbour = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with neighbour.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    neighbour.replace(path)
 
 
 def versions() -> dict[str, str]:

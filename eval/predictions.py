@@ -6,12 +6,14 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from adora_vl.commands import MistakesError
 from adora_vl.errors import UserError
-from eval.fingerprint import replace_file
+from adora_vl.files import replace_file, unwritable, written_to
 
 REQUIRED_FIELDS = ("pid", "answer", "response")
 IMAGE_FAILED = "image_failed"  # the finish reason of a problem that was never asked
@@ -33,12 +35,16 @@ def read_predictions(path: Path, check: Callable[[Prediction], str | None] | Non
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     rows: list[Prediction] = []
     earlier: dict[tuple[str, int], int] = {}
     wrong = Complaints(f"predictions: {path}")
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         row = _parsed(line)
-        fault = row if isinstance(row, str) else _fault(row) or (check(row) if check else None)
+        fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
         if fault is None and isinstance(row, dict):
             first = earlier.setdefault(key(row), number)
             if first == number:
@@ -55,20 +61,21 @@ def read_predictions(path: Path, check: Callable[[Prediction], str | None] | Non
 class Complaints:
     """What is wrong with the rows of a file: one line each, of the first few, raised together."""
 
-    _SHOWN = 20
+    _SHOWN, _LONGEST = 20, 300
 
     def __init__(self, where: str) -> None:
         self._where, self._lines = where, list[str]()
 
     def add(self, line: str) -> None:
-        self._lines.append(f"{self._where} {line}")
+        cut = line if len(line) <= self._LONGEST else f"{line[: self._LONGEST]}..."  # a value of the row may be huge
+        self._lines.append(f"{self._where} {cut}")
 
     def settle(self) -> None:
         """Raise `UserError` if there is anything."""
         more = len(self._lines) - self._SHOWN
         if self._lines:
-            shown = self._lines[: self._SHOWN] + ([f"{self._where}: {more} more rows are wrong"] if more > 0 else [])
-            raise UserError("\n".join(shown))
+            rest = "1 more row is wrong" if more == 1 else f"{more} more rows are wrong"
+            raise MistakesError(self._lines[: self._SHOWN] + ([f"{self._where}: {rest}"] if more > 0 else []))
 
 
 def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
@@ -84,7 +91,7 @@ def _parsed(line: bytes) -> Prediction | str:
     """The row, or what is wrong with its line."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"is not JSON ({error}); expected one object a line"
     if not isinstance(row, dict):
         return f"is a JSON {type(row).__name__}, expected an object"
@@ -97,22 +104,34 @@ def _parsed(line: bytes) -> Prediction | str:
     return row
 
 
-def _fault(row: Prediction) -> str | None:
+def row_fault(row: Prediction) -> str | None:
+    """What is wrong with the fields that every benchmark has; None where nothing is."""
     lacking = missing_fields(row, REQUIRED_FIELDS)
     if lacking:
         return lacking
     for field in REQUIRED_FIELDS:
         if not isinstance(row[field], str):
-            return f"has {field} = {row[field]!r}, expected a string"
+            return f"has {field} = {row[field]!r:.60}, expected a string"
     choices = row.get("choices")
     if choices is not None and not (isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)):
-        return f"has choices = {choices!r}, expected a list of strings or null"
+        return f"has choices = {choices!r:.60}, expected a list of strings or null"
     if not isinstance(row.get("metadata") or {}, dict):
-        return f"has metadata = {row['metadata']!r}, expected an object or null"
-    sample = row.get("sample", 0)
-    if not (isinstance(sample, int) and sample >= 0):
-        return f"has sample = {sample!r}, expected a whole number from 0 on"
+        return f"has metadata = {row['metadata']!r:.60}, expected an object or null"
+    for field in ("sample", "n_tokens"):
+        value = row.get(field, 0)
+        if not (_is_count(value) or (value is None and field == "n_tokens")):
+            return f"has {field} = {value!r:.60}, expected a whole number from 0 on"
+    for field in ("finish_reason", "error"):
+        if not isinstance(row.get(field) or "", str):
+            return f"has {field} = {row[field]!r:.60}, expected a string or null"
+    size = row.get("image_size")
+    if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(_is_count, size))):
+        return f"has image_size = {size!r:.60}, expected width and height"
     return None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class PredictionLog:
@@ -127,7 +146,9 @@ class PredictionLog:
         self.done: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Self:
-        self._file = self.path.open("a+b")
+        # Without a buffer: what a full disk refuses would else be written again when the file is closed.
+        with written_to("output", self.path):
+            self._file = self.path.open("a+b", buffering=0)
         try:
             self._lock()
             self._repair()
@@ -143,11 +164,18 @@ class PredictionLog:
         self._file.close()
 
     def append(self, rows: Iterable[Prediction]) -> None:
-        """Write `rows` and return when they are on the disk."""
+        """Write `rows` and return when they are on the disk; where it is full, none of them."""
         rows = list(rows)
-        self._file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        before = self._file.seek(0, os.SEEK_END)
+        left = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(before)
+            raise unwritable("output", self.path, error) from error
         self.done.update(key(row) for row in rows)
 
     def _lock(self) -> None:
@@ -192,4 +220,5 @@ def sort_rows(path: Path, order: Sequence[tuple[str, int]]) -> None:
     """Rewrite a predictions file in the order of `order`, at once."""
     rows = {key(row): row for row in read_rows(path)}
     text = "".join(json.dumps(rows[at]) + "\n" for at in order if at in rows)
-    replace_file(path, text)
+    with written_to("output", path):
+        replace_file(path, text)

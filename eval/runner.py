@@ -14,9 +14,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from adora_vl.errors import UserError
+from adora_vl.files import make_folder, written_to
 from adora_vl.prompts import conversation_with_images
 from eval.engines import Engine, EngineSettings, Request
-from eval.fingerprint import Fields, settle
+from eval.fingerprint import Fields, note, settle
 from eval.predictions import (
     IMAGE_FAILED,
     Prediction,
@@ -82,16 +83,19 @@ def infer(
     system_prompt: str | None,
     build: Callable[[EngineSettings], Engine],
     samples: int = 1,
+    in_data: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Summary:
     """Give each problem the answers that `output` has no row for yet. The engine is built only when there are any.
+
+    `in_data`: how many problems the data has, of which `problems` may be the first ones.
 
     Of several `ranks` each answers a slice into a part of its own; rank 0 merges them, in the order of the problems.
 
     Raises `UserError` where `output` holds predictions made with something else, or rows of problems not asked for now.
     """
     _check_unique(problems)
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
     work = _Work(asks, output, _bounded(settings, problems, system_prompt), system_prompt, build, ranks)
     if ranks.rank:
@@ -102,7 +106,9 @@ def infer(
         return Summary(len(asks), len(done), 0, 0, 0.0)
     with PredictionLog(output / PREDICTIONS) as log:
         absorbed = absorb_parts(output, log)
-        settle(output, fingerprint, has_predictions=bool(log.done))
+        asked = {"answers": len(asks), "in_data": samples * (in_data or len(problems))}
+        with written_to("output", output):
+            settle(output, fingerprint, has_predictions=bool(log.done), asked=asked)
         pending = sum(ask.key not in log.done for ask in asks)
         resumed = len(asks) - pending
         if len(log.done) > resumed:
@@ -154,6 +160,10 @@ class _Work:
         if resumed == len(asks):
             return 0.0
         engine = self.build(self.settings)
+        resolved = getattr(engine, "resolved", None)  # of the engines here; one that is lent says nothing
+        if resolved and self.ranks.rank == 0:
+            with written_to("output", self.output):
+                note(self.output, "resolved", resolved)
         start = time.perf_counter()
         # `disable=None`: no bar where stderr is not a terminal.
         with tqdm(total=len(asks), initial=resumed, unit="answer", disable=self.ranks.rank > 0 or None) as bar:

@@ -16,9 +16,10 @@ import pyarrow.parquet as pq  # pyarrow ships no types
 from PIL import Image
 
 from adora_vl.errors import UserError
+from adora_vl.rows import PLACEHOLDER, problem_with_row
 from eval.engines import HUB_ID
 from eval.fingerprint import digest
-from eval.predictions import Complaints, missing_fields
+from eval.predictions import Complaints, missing_fields, row_fault
 
 Row = dict[str, Any]
 Images = Callable[[], list[Image.Image]]
@@ -62,12 +63,29 @@ def load_rows(
 def _check(loaded: Rows, needed: Sequence[str], check: Callable[[Row], str | None]) -> None:
     wrong = Complaints(f"data: {loaded.origin}")
     for number, row in enumerate(loaded.rows, start=1):
-        fault = missing_fields(row, needed) or check(row)
+        fault = missing_fields(row, needed) or row_fault({**row, "pid": _pid(row), "response": ""}) or check(row)
         if fault:
             wrong.add(f"row {number} {fault}")
     wrong.settle()
     if not loaded.rows:
         raise UserError(f"data: {loaded.origin} has no rows")
+
+
+def _pid(row: Row) -> Any:
+    """The id of a row as `row_fault` wants it: a number is one too."""
+    found = row.get("pid", row.get("index"))
+    return str(found) if isinstance(found, int) and not isinstance(found, bool) else found
+
+
+def unaskable(prompt: Any, choices: Sequence[str] | None = None) -> str | None:
+    """What is wrong with the text that the model would be asked; None where nothing is.
+
+    A literal `<image>` is only text here: the placeholders of the images are put in by the chat template.
+    """
+    if not isinstance(prompt, str):
+        return f"has the question {prompt!r:.60}, expected a text"
+    text = prompt.replace(PLACEHOLDER, " ")
+    return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": [], "choices": choices})
 
 
 def _local(path: Path, split: str, image_columns: Sequence[str]) -> Rows:
@@ -98,9 +116,12 @@ def _tables(files: Iterable[Path]) -> pa.Table:
     for path in files:
         try:
             tables.append(pq.read_table(path))
-        except pa.ArrowInvalid as error:
-            raise UserError(f"data: {str(path)!r} is not a Parquet file ({error})") from None
-    return pa.concat_tables(tables)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"data: {str(path)!r} is not a readable Parquet file ({error})") from None
+    try:
+        return pa.concat_tables(tables)
+    except pa.ArrowException as error:
+        raise UserError(f"data: the files of one split have different columns ({error})") from None
 
 
 def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[str]) -> Rows:
@@ -119,7 +140,10 @@ def _from_table(table: pa.Table, image_columns: Sequence[str], data_hash: str, o
     columns = [column for column in image_columns if column in table.column_names]
     # A column of paths and texts stays with the rows too: the benchmarks' `image` may be either.
     binary = [column for column in columns if not pa.types.is_string(table.schema.field(column).type)]
-    rows = table.drop_columns(binary).to_pylist()
+    try:
+        rows = table.drop_columns(binary).to_pylist()
+    except UnicodeDecodeError as error:
+        raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
     for row in rows:
         row.update(dict.fromkeys(binary))
     folder = Path(origin) if Path(origin).is_dir() else Path(origin).parent
@@ -132,13 +156,13 @@ def _from_table(table: pa.Table, image_columns: Sequence[str], data_hash: str, o
 
 def _from_json(path: Path, image_columns: Sequence[str]) -> Rows:
     """A list, an object of rows by id (as MathVista's own file), or an object a line."""
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
         if path.suffix == ".jsonl":
             rows: Any = [json.loads(line) for line in content.splitlines() if line.strip()]
         else:
             rows = json.loads(content)
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"data: {str(path)!r} is not JSON ({error})") from None
     if isinstance(rows, dict):
         rows = [{"pid": pid, **row} if isinstance(row, dict) else row for pid, row in rows.items()]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from adora_vl.commands import amount
+from adora_vl.comparability import missing_answers
+
 Score = dict[str, Any]
 _MANY = 12  # values of a group; the longest are for the file
 
@@ -87,18 +90,25 @@ def _answers(score: Score) -> list[str]:
 
 def _warnings(score: Score) -> list[str]:
     lines = []
+    part, coverage = missing_answers(score), score.get("coverage") or {}
+    if part:
+        lines.append(f"warning: {part}")
+    if (coverage.get("asked") or 0) < (coverage.get("in_data") or 0):
+        lines.append(f"note: {coverage['asked']} of the {coverage['in_data']} answers to all the data (--limit)")
     if score["image_failed"]:
-        lines.append(f"warning: {score['image_failed']} problems were not asked (unreadable images) and count as wrong")
+        failed = amount(score["image_failed"], "problem")
+        lines.append(f"warning: {failed} not asked (unreadable images), counted as wrong")
     if score.get("extraction_failed"):
-        lines.append(f"warning: the judge failed on {score['extraction_failed']} answers, which count as wrong")
+        failed = amount(score["extraction_failed"], "answer")
+        lines.append(f"warning: the judge failed on {failed}, counted as wrong")
     if score.get("unusable_golds"):
-        lines.append(
-            f"warning: {score['unusable_golds']} golds cannot be graded against; see the items with a gold_ reason"
-        )
+        golds = amount(score["unusable_golds"], "gold")
+        lines.append(f"warning: {golds} cannot be graded against; see the items with a gold_ reason")
     if (score.get("samples") or {}).get("incomplete"):
-        lines.append(f"warning: {score['samples']['incomplete']} problems lack answers and are not in avg@k and pass@k")
+        lacking = amount(score["samples"]["incomplete"], "problem")
+        lines.append(f"warning: {lacking} without all answers, left out of avg@k and pass@k")
     if score["empty_responses"]:
-        lines.append(f"note: {score['empty_responses']} answers are empty")
+        lines.append(f"note: {amount(score['empty_responses'], 'empty answer')}")
     if score["truncated"] and score["truncated"]["count"]:
-        lines.append(f"note: {score['truncated']['count']} answers were cut off at the token limit")
+        lines.append(f"note: {amount(score['truncated']['count'], 'answer')} cut off at the token limit")
     return lines

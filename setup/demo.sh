@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM=false
 rm -rf "$out/before" "$out/after" "$out/adora" # of an earlier demo
 
 echo "== 1/5 Data: drawn geometry problems, 56 x 56 pixels"
-$py -m data_prep synthetic --output "$out/data" --rows 4096 --test-rows 600
+$py -m data_prep synthetic --output "$out/data" --rows 4096 --test-rows 600 --overwrite
 echo "== 2/5 Before: 600 held-out problems, greedy"
 $py -m eval.geometry3k run --model adora_vl/models/tiny/pretrained --data "$out/data" --output "$out/before" --max-tokens 48
 echo "== 3/5 Training: GRPO with ADORA attenuation, rollouts by vLLM"

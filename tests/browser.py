@@ -1,156 +1,123 @@
-"""A headless Chromium that a test clicks in, through the DevTools protocol over a pipe: nothing listens anywhere."""
+"""A page in a headless Chromium that a test clicks in: the machine's own Chromium, driven by Playwright."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import select
 import shutil
-import subprocess
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-_KEYS = {"Enter": ("Enter", 13, "\r"), "ArrowLeft": ("ArrowLeft", 37, ""), "ArrowRight": ("ArrowRight", 39, "")}
+# Chromium looks for updates, accounts and experiments on its own, and no test may reach for a network.
+_QUIET = [
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-quic",
+    "--disable-gpu",
+]
+
+
+def require_chromium() -> None:
+    """Skip the test where there is no Chromium; in CI, which has to bring one, fail."""
+    if CHROMIUM is not None:
+        return
+    if os.environ.get("CI") == "true":
+        pytest.fail("no Chromium on this machine, and CI has to have one (Debian: apt-get install chromium)")
+    pytest.skip("no Chromium on this machine to click in")
 
 
 class Browser:
     """One page at a time. `errors` are the page's uncaught exceptions and console errors, `requests` what it loaded."""
 
-    def __init__(self, home: Path) -> None:
-        assert CHROMIUM is not None
-        command_read, self._out = os.pipe()
-        self._in, answer_write = os.pipe()
-
-        def three_and_four() -> None:  # where Chromium reads commands and writes answers
-            a, b = os.dup(command_read), os.dup(answer_write)
-            for source, target in ((a, 3), (b, 4)):
-                os.dup2(source, target)
-
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--no-first-run",
-            f"--user-data-dir={home / 'profile'}",
-        ]
-        self._process = subprocess.Popen(
-            [CHROMIUM, *options, "--remote-debugging-pipe", "about:blank"],
-            preexec_fn=three_and_four,
-            close_fds=False,
-            env={**os.environ, "HOME": str(home)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(command_read)
-        os.close(answer_write)
-        self._buffer, self._number, self._session = b"", 0, ""
+    def __init__(self, context: Any) -> None:
         self.errors: list[str] = []
         self.requests: list[str] = []
-        (page,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-        self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a command; what happens meanwhile is noted."""
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters}
-        if self._session:
-            message["sessionId"] = self._session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._receive()
-            if answer.get("id") == self._number:
-                assert "error" not in answer, f"{method}: {answer['error']}"
-                return dict(answer["result"])
-
-    def _receive(self, seconds: float = 60) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            assert select.select([self._in], [], [], seconds)[0], "Chromium does not answer"
-            self._buffer += os.read(self._in, 1 << 20)
-        text, _, self._buffer = self._buffer.partition(b"\0")
-        answer: dict[str, Any] = json.loads(text)
-        self._note(answer.get("method", ""), answer.get("params", {}))
-        return answer
-
-    def _note(self, method: str, event: dict[str, Any]) -> None:
-        if method == "Runtime.exceptionThrown":
-            self.errors.append(str(event["exceptionDetails"].get("exception", {}).get("description")))
-        elif method == "Log.entryAdded" and event["entry"]["level"] == "error":
-            self.errors.append(event["entry"]["text"])
-        elif method == "Network.requestWillBeSent":
-            self.requests.append(event["request"]["url"])
+        self.page = context.new_page()
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("request", lambda request: self.requests.append(request.url))
 
     def open(self, path: Path, fragment: str = "") -> None:
         """Load a file and wait until its own script has shown all of it."""
+        self.page.goto("about:blank")
         self.errors.clear()
         self.requests.clear()
-        self.call("Page.navigate", url="about:blank")
-        self.call("Page.navigate", url=path.as_uri() + fragment)
+        self.page.goto(path.as_uri() + fragment)
         self.wait("document.readyState === 'complete' && !document.getElementById('status')")
 
-    def wait(self, condition: str, seconds: float = 30) -> None:
-        end = time.monotonic() + seconds
-        while not self.js(condition):
-            status = self.js("document.getElementById('status')?.textContent")
-            assert time.monotonic() < end, f"never came true: {condition}; status: {status}; errors: {self.errors}"
+    def wait(self, condition: str) -> None:
+        """Until the expression is true; asked from outside, since a strict page refuses to evaluate it by itself."""
+        for _ in range(600):
+            if self.js(condition):
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"never came true: {condition}; errors: {self.errors}")
+
+    def wait_for_error(self, text: str) -> None:
+        """Until the page has an error with these words; the page's console is told to us a moment later."""
+        for _ in range(600):
+            if any(text in error for error in self.errors):
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"no error with {text!r}: {self.errors}")
 
     def js(self, expression: str) -> Any:
         """The value of an expression in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        return self.page.evaluate(expression)
 
     def texts(self, selector: str) -> list[str]:
-        found: list[str] = self.js(f"[...document.querySelectorAll({json.dumps(selector)})].map(n => n.textContent)")
+        found: list[str] = self.page.locator(selector).evaluate_all("found => found.map(node => node.textContent)")
         return found
 
     def text(self, selector: str) -> str:
         return self.texts(selector)[0]
 
     def click(self, selector: str) -> None:
-        """A mouse click in the middle of an element, as a person does it."""
-        where = f"document.querySelector({json.dumps(selector)})"
-        self.js(f"{where}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        box = self.js(
-            f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({where}.getBoundingClientRect())"
-        )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+        """A mouse click in the middle of the first such element, as a person does it."""
+        self.page.locator(selector).first.click()
 
     def press(self, key: str) -> None:
         """A key, on whatever has the focus."""
-        name, code, text = _KEYS.get(key, (key, ord(key.upper()[0]), key))
-        common = {"key": name, "windowsVirtualKeyCode": code}
-        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **common)
+        self.page.keyboard.press(key)
 
     def put(self, selector: str, value: str) -> None:
         """Set a field and tell the page, as typing or choosing does."""
-        where = f"document.querySelector({json.dumps(selector)})"
-        events = "['input', 'change'].forEach(kind => n.dispatchEvent(new Event(kind, {bubbles: true})))"
-        self.js(f"(n => {{ n.value = {json.dumps(value)}; {events}; }})({where})")
+        field = self.page.locator(selector)
+        if field.evaluate("node => node.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
 
     def look(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", features=features)
+        self.page.set_viewport_size({"width": width, "height": height})
+        self.page.emulate_media(color_scheme="dark" if dark else "light")
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
+        self.page.screenshot(path=path, full_page=whole)
 
-    def close(self) -> None:
-        """As a person quits it, so that nothing of it still writes into its profile."""
-        self._session = ""
+
+@contextmanager
+def chromium(home: Path) -> Iterator[Browser]:
+    """A page of a Chromium whose profile and home are under `home`; it quits at the end."""
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM is not None, "no Chromium on this machine"
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            home / "profile",
+            executable_path=CHROMIUM,
+            chromium_sandbox=os.geteuid() != 0,  # Chromium's own sandbox refuses root
+            args=_QUIET,
+            env={**os.environ, "HOME": str(home)},
+            offline=True,  # a page's attempts still count as requests
+        )
         try:
-            self.call("Browser.close")
-            self._process.wait(timeout=20)
+            yield Browser(context)
         finally:
-            self._process.kill()
-            self._process.wait()
-            os.close(self._in)
-            os.close(self._out)
+            context.close()

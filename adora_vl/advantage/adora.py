@@ -1,7 +1,9 @@
 """ADORA's weight of a prompt, from the criteria: attenuation for weak policies, amplification for strong ones.
 
 The weight is one positive scalar a group, so the sign and the ranking of advantages inside a group never change.
-Source: arXiv 2602.10019 and the reference code (ShadeCloak/ADORA, VLM branch).
+Source: arXiv 2602.10019 and the reference code (ShadeCloak/ADORA): `weight_func` of its VLM half, in
+`ADORA_VL/openrlhf/trainer/ppo_utils/experience_maker_vl.py`, and `compute_grpo_outcome_advantage_ADORA` of its LLM
+half, in `ADORA/verl/trainer/ppo/core_algos.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ MODES = ("attenuation", "amplification", "off")
 CRITERIA = ("length", "difficulty")
 COMBINATIONS = ("any", "all")
 EMPTY_WRONG = ("attenuate", "keep")
+NO_CORRECT = ("keep", "attenuate")
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,10 @@ def _check(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
 
 
-def _check_arguments(
-    rewards: Tensor, lengths: Tensor, mode: str, factor: float, criteria: Sequence[str], combine: str, empty_wrong: str
-) -> None:
+def _check_arguments(rewards: Tensor, lengths: Tensor, mode: str, factor: float, criteria: Sequence[str]) -> None:
     if rewards.ndim != 2 or rewards.shape != lengths.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and lengths {tuple(lengths.shape)} must both be (P, G)")
     _check("mode", mode, MODES)
-    _check("combine", combine, COMBINATIONS)
-    _check("empty_wrong", empty_wrong, EMPTY_WRONG)
     if not criteria or isinstance(criteria, str):
         raise ValueError(f"criteria: expected one or both of {', '.join(CRITERIA)}, got {criteria!r}")
     for name in criteria:
@@ -64,10 +63,15 @@ def weigh_groups(
     correct_above: float = 0.5,
     truncated_at: float | None = None,
     empty_wrong: str = "attenuate",
+    no_correct: str = "keep",
+    difficulty_needs_correct: bool = False,
     truncated: Tensor | None = None,
 ) -> AdoraWeighting:
     """As `adora_weights`, with the reasons. `truncated` (bool, (P, G)) may replace the threshold `truncated_at`."""
-    _check_arguments(rewards, lengths, mode, factor, criteria, combine, empty_wrong)
+    _check_arguments(rewards, lengths, mode, factor, criteria)
+    _check("combine", combine, COMBINATIONS)
+    _check("empty_wrong", empty_wrong, EMPTY_WRONG)
+    _check("no_correct", no_correct, NO_CORRECT)
     truncated_PG = torch.zeros_like(rewards, dtype=torch.bool)
     if truncated_at is not None:
         truncated_PG = truncated_PG | (lengths >= truncated_at)
@@ -76,12 +80,11 @@ def weigh_groups(
     facts = group_facts(rewards, lengths, correct_above, truncated_PG)
     verdicts = {
         "length": lambda: length_advantage(facts, empty_wrong),
-        "difficulty": lambda: difficulty_advantage(facts, tau),
+        "difficulty": lambda: difficulty_advantage(facts, tau, difficulty_needs_correct),
     }
     votes = torch.stack([verdicts[name]() for name in criteria])
     tas_P = votes.any(dim=0) if combine == "any" else votes.all(dim=0)
-    tas_P = tas_P & facts.any_correct_P
-    tds_P = ~tas_P & facts.any_correct_P
+    tds_P = ~tas_P if no_correct == "attenuate" else ~tas_P & facts.any_correct_P
     marked_P = tds_P if mode == "attenuation" else tas_P
     ones_P = torch.ones(len(rewards), dtype=torch.float32, device=rewards.device)
     weights_P = ones_P if mode == "off" else torch.where(marked_P, factor, ones_P)
@@ -100,6 +103,8 @@ def adora_weights(
     correct_above: float = 0.5,
     truncated_at: float | None = None,
     empty_wrong: str = "attenuate",
+    no_correct: str = "keep",
+    difficulty_needs_correct: bool = False,
 ) -> Tensor:
     """The weight that multiplies the group-normalised advantages of each prompt.
 
@@ -110,15 +115,17 @@ def adora_weights(
         factor: the reference's attenuation uses 0.1.
         criteria: `"length"` and/or `"difficulty"`.
         combine: a group is TAS if `"any"` or `"all"` of the criteria hold.
-        tau: the pass rate up to which the difficulty criterion holds.
+        tau: the pass rate up to which the difficulty criterion holds, 0 included (paper, Eq. 6).
         correct_above: a rollout is correct if its reward is above this.
         truncated_at: tokens from which a rollout counts as truncated; None for none.
         empty_wrong: the length criterion where no wrong rollout is untruncated: `"attenuate"` as the VLM reference
             (the group is TDS), or `"keep"` (it is TAS).
+        no_correct: a group without a correct rollout that no criterion makes TAS, and whose rewards can still differ
+            (0.0 and 0.1): `"keep"` as the VLM reference (it is not TDS), or `"attenuate"` as the LLM reference (it is).
+        difficulty_needs_correct: the difficulty criterion does not hold at a pass rate of 0.
 
     Returns:
-        (P,), float32. A group without a correct rollout is neither TAS nor TDS and always gets 1: its rewards can
-        still differ (0.0 and 0.1), so it can carry signal.
+        (P,), float32.
 
     Raises:
         ValueError: an unknown name, shapes that differ, or a factor on the wrong side of 1.
@@ -134,4 +141,6 @@ def adora_weights(
         correct_above=correct_above,
         truncated_at=truncated_at,
         empty_wrong=empty_wrong,
+        no_correct=no_correct,
+        difficulty_needs_correct=difficulty_needs_correct,
     ).weights_P

@@ -29,6 +29,10 @@ class GroupFacts:
         return self.finished_wrong_PG.any(dim=1)
 
     @property
+    def any_scored_P(self) -> Tensor:
+        return (self.correct_PG | self.wrong_PG).any(dim=1)
+
+    @property
     def pass_rate_P(self) -> Tensor:
         """Share of correct among the scored rollouts; 0 where none was scored."""
         scored_P = (self.correct_PG | self.wrong_PG).sum(dim=1)
@@ -56,9 +60,11 @@ def length_advantage(facts: GroupFacts, empty_wrong: str) -> Tensor:
     return longest_P > torch.where(count_P > 0, mean_P, nothing)
 
 
-def difficulty_advantage(facts: GroupFacts, tau: float) -> Tensor:
-    """TAS where the pass rate is above 0 and at most `tau`: hard now, yet solvable. Bool, (P,).
+def difficulty_advantage(facts: GroupFacts, tau: float, needs_correct: bool = False) -> Tensor:
+    """TAS where the pass rate is at most `tau`, 0 included (paper, Eq. 6). Bool, (P,).
 
-    The paper names the criterion and its threshold without printing the formula; this is our reading.
+    `needs_correct` leaves the pass rate of 0 out: hard now, yet solvable. A group without a scored rollout has no pass
+    rate, so it is not TAS.
     """
-    return (facts.pass_rate_P > 0) & (facts.pass_rate_P <= tau)
+    counted_P = facts.any_correct_P if needs_correct else facts.any_scored_P
+    return counted_P & (facts.pass_rate_P <= tau)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from adora_vl.advantage.adora import COMBINATIONS, CRITERIA, EMPTY_WRONG, MODES
+from adora_vl.advantage.adora import COMBINATIONS, CRITERIA, EMPTY_WRONG, MODES, NO_CORRECT
 from adora_vl.advantage.daro import MEASURES
 from adora_vl.advantage.mc_grpo import CENTRES, SPREADS
 from adora_vl.advantage.schedule import Schedule, within
@@ -31,12 +31,15 @@ class AdoraOptions:
     combine: str = "any"
     tau: Schedule = field(default_factory=lambda: Schedule(0.5))
     empty_wrong: str = "attenuate"
+    no_correct: str = "keep"
+    difficulty_needs_correct: bool = False
     steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
         _one_of("combine", self.combine, COMBINATIONS)
         _one_of("empty_wrong", self.empty_wrong, EMPTY_WRONG)
+        _one_of("no_correct", self.no_correct, NO_CORRECT)
         for name in self.criteria:
             _one_of("criteria", name, CRITERIA)
         low, high = min(self.factor.values), max(self.factor.values)
@@ -59,6 +62,8 @@ class AdoraOptions:
             "combine": self.combine,
             "tau": self.tau.at(step),
             "empty_wrong": self.empty_wrong,
+            "no_correct": self.no_correct,
+            "difficulty_needs_correct": self.difficulty_needs_correct,
         }
 
 

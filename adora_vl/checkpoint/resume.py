@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from filelock import FileLock, Timeout
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
-from adora_vl.checkpoint.store import checkpoints, clear_staging, facts_of, newest_valid, problem_of
+from adora_vl.checkpoint.set_aside import ASIDE, holds_a_run
+from adora_vl.checkpoint.store import clear_staging, facts_of, newest_valid, problem_of
 from adora_vl.checkpoint.universal import shards_of
 from adora_vl.errors import UserError
 
-_ANEW = "--overwrite_output_dir true starts anew (and deletes its checkpoints)"
+_ANEW = "--overwrite_output_dir true starts anew (its checkpoints go when the first new one is whole)"
 
 
 def hold(output_dir: Path) -> FileLock:
     """A lock on `output_dir` for as long as this process lives: two runs in one folder would delete each other's work.
 
-    Raises `UserError` where another process has it.
+    Raises `UserError` where another process has it, or where there can be no such folder.
     """
-    output_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(output_dir / ".lock", is_singleton=True)
     try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(output_dir / ".lock", is_singleton=True)
         lock.acquire(blocking=False)
     except Timeout as error:
         raise UserError(
             f"output_dir: another run is writing to {str(output_dir)!r}; wait for it, end it, or choose another folder"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"output_dir: {str(output_dir)!r} cannot be made or written to ({error.strerror}); choose another folder"
         ) from error
     return lock
 
@@ -38,6 +43,7 @@ class Start:
 
     checkpoint: str | None
     notes: list[str]
+    replaces: bool = False  # the run that is in `output_dir`, which is put aside when this one begins
 
 
 def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerprint) -> Start:
@@ -47,14 +53,12 @@ def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerp
     `UserError` for a run that is another one, and for a checkpoint that is not whole. One process calls this.
     """
     clear_staging(output_dir)
-    if overwrite:
-        for checkpoint in checkpoints(output_dir):
-            shutil.rmtree(checkpoint)
-        shutil.rmtree(output_dir / "completions", ignore_errors=True)
-        return Start(None, [])
     word = str(wanted).lower()
-    if wanted is not None and word not in ("auto", "true", "false"):
-        return _start_at(Path(str(wanted)), now)
+    named = None if wanted is None or word in ("auto", "true", "false") else Path(str(wanted))
+    if overwrite:
+        return _start_over(output_dir, named, word, now)
+    if named is not None:
+        return _start_at(named, now)
     found = newest_valid(output_dir)
     skipped = [f"skipped {path}: {reason}" for path, reason in found.skipped]
     if found.checkpoint is None:
@@ -62,6 +66,8 @@ def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerp
             raise UserError(f"output_dir: no checkpoint in {str(output_dir)!r} is whole; {skipped[0]}; {_ANEW}")
         if word == "true":
             raise UserError(f"resume_from_checkpoint: true, but {str(output_dir)!r} holds no checkpoint-N folder")
+        if holds_a_run(output_dir):
+            raise UserError(f"output_dir: {str(output_dir)!r} holds a finished run; choose another, or {_ANEW}")
         return Start(None, [])
     if word == "false":
         raise UserError(
@@ -77,6 +83,20 @@ def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerp
             f"another output_dir, or {_ANEW}"
         )
     return Start(str(found.checkpoint), [*skipped, f"going on from {found.checkpoint}"])
+
+
+def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> Start:
+    """With `overwrite_output_dir`. A checkpoint that the user named is used or refused, and never deleted."""
+    if word == "true" or (named is not None and named.resolve().parent == output_dir.resolve()):
+        raise UserError(
+            f"resume_from_checkpoint: {word if named is None else str(named)!r} is of the run that "
+            "overwrite_output_dir: true replaces; leave out one of the two, or choose another output_dir"
+        )
+    start = Start(None, []) if named is None else _start_at(named, now)
+    if not holds_a_run(output_dir):
+        return start
+    note = f"the run in {output_dir} is put aside, into {output_dir / ASIDE}, until this one has its first checkpoint"
+    return Start(start.checkpoint, [*start.notes, note], replaces=True)
 
 
 def _start_at(checkpoint: Path, now: Fingerprint) -> Start:
@@ -99,10 +119,11 @@ def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprin
     if was["sharding"] not in (None, is_now["sharding"]):
         raise UserError(
             f"{where} with sharding {was['sharding']} and this run has {is_now['sharding']}; launch it as before, or "
-            f"begin anew from its weights: python -m adora_vl.export {checkpoint} OUT, then --model_name_or_path OUT"
+            f"begin anew from its weights: python -m adora_vl.export {quote(str(checkpoint))} OUT, then "
+            "--model_name_or_path OUT"
         )
     if shards_of(checkpoint) is not None and was["processes"] not in (None, is_now["processes"]):
         raise UserError(
             f"{where} by {was['processes']} processes and this run has {is_now['processes']}; convert it: python -m "
-            f"adora_vl.export {checkpoint} OUT --universal, then --resume_from_checkpoint OUT"
+            f"adora_vl.export {quote(str(checkpoint))} OUT --universal, then --resume_from_checkpoint OUT"
         )

@@ -1,11 +1,13 @@
-"""SIGTERM and Ctrl-C: save at the next safe point, and say so with an exit code of its own."""
+"""SIGTERM, SIGHUP and Ctrl-C: save at the next safe point, and say so with an exit code of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +18,13 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from adora_vl.checkpoint.launcher import TOO_SHORT, kills_too_early, under_elastic
+from adora_vl.checkpoint.outputs import mute_lost_outputs
+
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
 STOPPED_FILE = "stopped.json"  # in output_dir, as long as this is true: launchers replace the exit code by their own
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+REPEAT_S = 10.0  # a signal to everybody comes once more from the launcher, and within this time counts as the same
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def mark_stopped(output_dir: Path, step: int) -> None:
@@ -28,15 +34,17 @@ def mark_stopped(output_dir: Path, step: int) -> None:
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The first signal to any rank saves and ends the run after the current generation; a second one ends it at once.
+    """The first signal to any rank saves and ends the run after the current optimizer step. One that comes `REPEAT_S`
+    later ends it at once, unless it is SIGHUP: nobody who closes a terminal asks for that.
 
-    `cycle_steps`: optimizer steps that one generation lasts, since a checkpoint inside one could not go on exactly.
+    `cycle_steps`: stop on multiples of so many optimizer steps only.
     """
 
     def __init__(self, cycle_steps: int) -> None:
         self.cycle_steps = max(1, cycle_steps)
         self.received: int | None = None
         self.stopped = False
+        self._received_at = 0.0
         self._before: dict[int, Any] = {}
         self._failed = False
 
@@ -51,15 +59,25 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for number in _SIGNALS:
+            # nohup has it ignored; torch's launcher does not keep to that and kills processes that outlast a SIGHUP
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN and not under_elastic():
+                continue
             self._before[number] = signal.signal(number, self._handle)
+        if state.is_world_process_zero and kills_too_early():
+            print(TOO_SHORT, file=sys.stderr, flush=True)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def release(self) -> None:
+        """When all ranks have written what is to be written. A signal that comes now must not change the exit code
+        of a stopped run: the launcher sends one to the other ranks as soon as the first has ended.
+        """
+        ends = self.stopped or self.received is not None
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ends else handler)
         self._before.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """All ranks agree, since a signal may reach them in different steps."""
+        mute_lost_outputs()  # before anything is logged; a closed terminal is gone before its SIGHUP is handed on
         if state.global_step % self.cycle_steps:
             return
         mine = torch.tensor([int(self.received is not None)], device=PartialState().device)
@@ -68,11 +86,15 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
             control.should_save = control.should_training_stop = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
+        mute_lost_outputs()
         if self.received is not None:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            if number != signal.SIGHUP and time.monotonic() - self._received_at >= REPEAT_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
-        self.received = number
+        self.received, self._received_at = number, time.monotonic()
         if not self._failed:
-            print(f"{name}: saving after this step; a second one stops at once", file=sys.stderr, flush=True)
+            line = f"{signal.Signals(number).name}: saving after this generation; "
+            line += f"another signal, {REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode())  # a handler may not print: it may have interrupted a print

@@ -10,35 +10,37 @@ from typing import Any
 from accelerate import Accelerator
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from adora_vl.checkpoint.set_aside import delete_aside
 from adora_vl.checkpoint.store import STAGING, publish, rotate
 from adora_vl.errors import RunError
 
-Facts = Callable[[], dict[str, Any]]
+Save = Callable[[Path], dict[str, Any]]  # writes into this folder, and returns what the manifest says of it
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one run. Every method but `where_to_go_on` is called by all ranks together."""
 
-    def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator, facts: Facts) -> None:
-        """`keep`: TRL's `save_total_limit`. `facts`: what the manifest of a checkpoint says of its step."""
+    def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
+        """`keep`: TRL's `save_total_limit`."""
         self.output_dir, self.keep = output_dir, keep
-        self.accelerator, self.facts = accelerator, facts
+        self.accelerator = accelerator
         self.saved_at: int | None = None  # the step of this run's newest checkpoint
         self.began_at: str | None = None  # the checkpoint that this process started from
         self.staging: Path | None = None  # where TRL writes `checkpoint-N`, while it does
 
-    def write(self, step: int, save: Callable[[], None]) -> None:
-        """`save` writes the files, the checkpoint appears when all of them are there, and then older ones go.
+    def write(self, step: int, save: Save) -> None:
+        """`save` writes the files; the checkpoint appears when all of them are there, and then older ones go.
 
         Raises `RunError` where a file cannot be written; older checkpoints are then as they were.
         """
         name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
         self.staging = staging = self.output_dir / STAGING
         try:
-            save()
+            facts = save(staging / name)
             self.accelerator.wait_for_everyone()
             if self.accelerator.is_main_process:
-                publish(staging / name, self.output_dir / name, {**self.facts(), "step": step})
+                publish(staging / name, self.output_dir / name, {**facts, "step": step})
+                delete_aside(self.output_dir)
                 rotate(self.output_dir, self.keep)
         except Exception as error:  # torch and safetensors have their own for a full disk
             shutil.rmtree(staging / name, ignore_errors=True)
@@ -49,9 +51,9 @@ class CheckpointWriter:
         self.saved_at = step
 
     def at(self, step: int, save: Callable[[], None]) -> Path:
-        """The checkpoint of the present step, written unless it is there already."""
+        """The checkpoint of the present step; `save` has it written unless it is there already."""
         if self.saved_at != step:
-            self.write(step, save)
+            save()
         # The first rank to raise ends the others, and one of them may still be writing.
         self.accelerator.wait_for_everyone()
         return self.output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"

@@ -87,6 +87,10 @@ class Banks:
             bank.features_due = True
         return bank
 
+    def of_training(self) -> ImageBank | None:
+        """The training batch's; None before the first one."""
+        return self._banks.get("train")
+
     def of(self, reference: int) -> ImageBank:
         """The bank that holds this patch."""
         for bank in self._banks.values():

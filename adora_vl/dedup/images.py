@@ -42,6 +42,7 @@ class DistinctImages:
         the batch before are let go. `mode`: `train` or `eval`.
         """
         self.vision.share = self._switches.adora_share_vision
+        self.vision.batch_windows(self._switches.adora_batch_windows)
         bank = self.banks.more() if further else None
         if bank is None:
             bank = self.banks.new(mode)

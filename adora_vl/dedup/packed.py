@@ -25,7 +25,7 @@ MASKABLE = ("sdpa", "eager")
 
 def bound_of(dtype: torch.dtype) -> float:
     """How far packed and separate log-probabilities may be apart on average, in nats: rounding in the model's dtype."""
-    return 1e-5 if dtype == torch.float32 else 0.05
+    return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
 def takes_mask(attention: str) -> bool:
@@ -185,8 +185,9 @@ def _in_form(packed: Packed, plain: Any) -> Tensor | None:
     """The mask as the attention implementation wants it."""
     if packed.mask_N1SS is None or plain.config.get_text_config()._attn_implementation == "sdpa":
         return packed.mask_N1SS
-    dtype = plain.dtype
-    return torch.zeros((), dtype=dtype).masked_fill(~packed.mask_N1SS, torch.finfo(dtype).min)
+    mask, dtype = packed.mask_N1SS, plain.dtype
+    # CUDA refuses to fill a scalar of the CPU by a mask of the GPU
+    return mask.new_zeros((), dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _images_of_rows(inputs: dict[str, Any], rows: int) -> list[tuple[Tensor, Tensor] | None]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adora_vl.dedup.image_bank import Banks, ImageBank
+from adora_vl.dedup.windows import batch_windows
 
 
 def vision_model(model: nn.Module) -> Any | None:
@@ -28,6 +29,7 @@ class SharedVision:
         self.banks = banks
         self.share = True
         self.seen = 0
+        self._towers: list[Any] = []
 
     def install(self, model: nn.Module) -> bool:
         """Take references in `model` from now on. False where it has no vision tower of a known kind.
@@ -46,7 +48,13 @@ class SharedVision:
             return self._features(inner, original, pixel_values, image_grid_thw, kwargs)
 
         inner.get_image_features = get_image_features
+        self._towers.append(inner.visual)
         return True
+
+    def batch_windows(self, on: bool) -> None:
+        """Whether the towers attend to all windows of one size at once (`adora_vl.dedup.windows`)."""
+        for tower in self._towers:
+            batch_windows(tower, on)
 
     def _features(self, inner: Any, original: Any, references: Tensor, grids: Tensor, kwargs: dict[str, Any]) -> Any:
         rows = grids.prod(dim=-1)

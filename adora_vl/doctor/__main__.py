@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.commands import EXIT_INTERRUPTED
 from adora_vl.doctor.result import Check, as_json, failed, is_healthy, table
 from adora_vl.errors import UserError
 from adora_vl.rollout.environment import find_cpu_build, prepare_engine_environment
@@ -37,10 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
     if speaks:
         print(table(checks), flush=True)
         if options.json is not None:
-            options.json.write_text(json.dumps(as_json(checks), indent=2), encoding="utf-8")
+            try:
+                options.json.write_text(json.dumps(as_json(checks), indent=2), encoding="utf-8")
+            except OSError as error:
+                print(f"error: --json: {str(options.json)!r} cannot be written ({error.strerror})", file=sys.stderr)
+                return 2
     return 0 if is_healthy(checks) else 1
 
 

@@ -10,9 +10,11 @@ import torch
 from accelerate.utils import gather_object
 
 from adora_vl.doctor.change import SCALES, Change, changed, choose_parameter
-from adora_vl.doctor.probe import Prompts, Rollouts, agreement_bound, difference, sample, score
-from adora_vl.doctor.result import Check, Status, failed, passed, skipped
+from adora_vl.doctor.distant import far_prompts, head
+from adora_vl.doctor.probe import Prompts, Rollouts, agreement_bound, difference, distant_bound, sample, score
+from adora_vl.doctor.result import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.errors import RolloutError
+from adora_vl.models.precision import REMEDY, wrong_in
 from adora_vl.replaced import replaced
 from adora_vl.rollout.drift import Drift
 from adora_vl.rollout.tokens import PromptMismatchError, never_sampled_ids
@@ -20,9 +22,11 @@ from adora_vl.rollout.tokens import PromptMismatchError, never_sampled_ids
 TOKENS = 24  # of a probing rollout
 LEAST_MOVE = 0.1  # nats: a change that moves the policy by less proves nothing
 
+BUFFERS = "constants are as in float32"
 PROMPTS = "engine reads the trainer's prompts"
 FEATURES = "image tokens equal image features"
 COLD = "agreement, cold"
+DISTANT = "agreement, far from the start"
 LANGUAGE = "agreement, language model changed"
 VISION = "agreement, vision changed"
 SLEEP = "agreement, after sleep and wake"
@@ -35,6 +39,10 @@ PIXELS = (
 DTYPE = (
     "set adora_vllm_dtype: auto (or the policy's own dtype); then compare tokenizer, template and pixel limits in the "
     "model folder with the trainer's"
+)
+POSITIONS = (
+    "the rotary angles of engine and trainer differ, by more with each token: compare rope_parameters in the model "
+    "folder with the trainer's and look for a cast of buffers in code of your own; report it with this table"
 )
 SYNC = (
     "weights do not reach the engine: check the versions above, LoRA's kind (plain LoRA is merged for the engine) and "
@@ -83,6 +91,12 @@ def judge(name: str, drift: Drift, bound: float, remedy: str, more: str = "") ->
     """A line from a difference in nats."""
     detail = f"{drift.mean:.2g} nats a token, at most {drift.largest:.2g} (bound {bound:g}){more}"
     return passed(name, detail) if drift.mean <= bound else failed(name, detail, remedy)
+
+
+def check_buffers(trainer: Any) -> Check:
+    """Rotary frequencies and whatever else is computed from the config, in policy and reference."""
+    wrong = wrong_in(trainer)
+    return failed(BUFFERS, "; ".join(wrong), REMEDY) if wrong else passed(BUFFERS, "rotary frequencies in float32")
 
 
 @dataclass
@@ -134,8 +148,22 @@ class Examination:
         return [read, judge(COLD, drift, self.bound, DTYPE)]
 
     def cold_on_all_ranks(self) -> list[Check]:
-        """The same on every rank: a failure on any of them is everybody's."""
-        return _worst_of_all_ranks(self.cold())
+        """The same on every rank, near and far: a failure on any of them is everybody's."""
+        checks = _worst_of_all_ranks(self.cold())
+        return [*checks, *_worst_of_all_ranks([self.distant()])] if is_healthy(checks) else checks
+
+    def distant(self) -> Check:
+        """As `cold`, without a sync, with some prompts moved back to about position 2,000, or as far as there is room.
+
+        Where the same weights agree near the start and not there, the positions differ.
+        """
+        far = far_prompts(self.trainer, self.prompts, self.tokens)
+        if far is None:
+            return skipped(DISTANT, "model and engine take no longer prompts (vllm_max_model_length)")
+        with replaced(self, "prompts", far):
+            drift, _, _ = self.drift("far")
+        begin = min(gather_object([len(ids) for ids in far.ids]))
+        return judge(DISTANT, drift, distant_bound(self.trainer), POSITIONS, f", answers from position {begin} on")
 
     def after_change(self, *, vision: bool) -> Check:
         """A weight is changed and synced: the engine has to follow. The weight is put back, and synced."""
@@ -203,18 +231,10 @@ class Examination:
     def _least_likely(self, banned: Sequence[int]) -> int:
         """The allowed token of the lowest logit after the first prompt."""
         trainer = self.trainer
-        ids = torch.tensor([self.prompts.ids[0]], device=trainer.accelerator.device)
-        fields = dict(self.prompts.fields)
-        if self.prompts.num_images is not None:
-            images = self.prompts.num_images[0]
-            grid = fields["image_grid_thw"][:images]
-            fields = {
-                "image_grid_thw": grid,
-                "pixel_values": fields["pixel_values"][: int(grid.prod(dim=-1).sum())],
-                "mm_token_type_ids": fields["mm_token_type_ids"][:1, -ids.size(1) :],
-            }
+        first = head(self.prompts, 1)
+        ids = torch.tensor(first.ids, device=trainer.accelerator.device)
         with torch.no_grad(), trainer.accelerator.autocast():
-            output = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=1, **fields)
+            output = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=1, **first.fields)
         logits = output.logits[0, -1].float()
         logits[list(banned)] = torch.inf
         logits[len(trainer._tokenizer) :] = torch.inf  # rows of the embedding that no token has
@@ -227,10 +247,13 @@ def examine(examination: Examination, merge: int) -> list[Check]:
     if not trainer.use_vllm or trainer.vllm_mode != "colocate":
         why = "vllm_mode: server is not examined" if trainer.use_vllm else "use_vllm: false, the policy samples itself"
         features = check_features(examination.prompts, _image_token(trainer), merge)
-        return [features, *(skipped(name, why) for name in (PROMPTS, COLD, LANGUAGE, VISION, SLEEP, BANNED))]
+        unseen = (PROMPTS, COLD, DISTANT, LANGUAGE, VISION, SLEEP, BANNED)
+        return [features, check_buffers(trainer), *(skipped(name, why) for name in unseen)]
     steps: list[tuple[tuple[str, ...], Callable[[], list[Check]]]] = [
         ((FEATURES,), lambda: [check_features(examination.prompts, _image_token(trainer), merge)]),
+        ((BUFFERS,), lambda: [check_buffers(trainer)]),
         ((PROMPTS, COLD), examination.cold),
+        ((DISTANT,), lambda: [examination.distant()]),
         ((LANGUAGE,), lambda: [examination.after_change(vision=False)]),
         ((VISION,), lambda: [examination.after_change(vision=True)]),
         ((SLEEP,), lambda: [examination.after_sleep()]),
@@ -247,7 +270,10 @@ def examine(examination: Examination, merge: int) -> list[Check]:
 
 
 _RAISED = "stopped: "
-_REMEDIES = {FEATURES: PIXELS, PROMPTS: PIXELS, LANGUAGE: SYNC, VISION: CACHES, SLEEP: WAKING, BANNED: BANS}
+_REMEDIES = {
+    BUFFERS: REMEDY, FEATURES: PIXELS, PROMPTS: PIXELS, DISTANT: POSITIONS, LANGUAGE: SYNC, VISION: CACHES,
+    SLEEP: WAKING, BANNED: BANS,
+}  # fmt: skip
 
 
 def _guarded(names: Sequence[str], step: Callable[[], list[Check]]) -> list[Check]:

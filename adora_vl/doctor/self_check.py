@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from adora_vl.doctor.engine import COLD, Examination
+from adora_vl.doctor.engine import COLD, DISTANT, Examination
 from adora_vl.doctor.probe import read_prompts
 from adora_vl.doctor.result import Check, Status
 from adora_vl.errors import RolloutError
@@ -37,8 +37,9 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
             return
         checks = Examination(trainer, read_prompts(trainer, rows), tokens=TOKENS).cold_on_all_ranks()
         if trainer.accelerator.is_main_process:
-            for agreement in (check for check in checks if check.name == COLD and check.status is Status.PASSED):
-                tqdm.write(f"Self-check: engine and trainer differ by {agreement.detail}")  # above the progress bar
+            for agreement in checks:
+                if agreement.name in (COLD, DISTANT) and agreement.status is Status.PASSED:
+                    tqdm.write(f"Self-check: engine and trainer differ by {agreement.detail}")  # above the progress bar
         problems = [check for check in checks if check.status is Status.FAILED]
         if problems:
             raise RolloutError(refusal(problems))

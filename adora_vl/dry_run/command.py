@@ -14,7 +14,8 @@ from adora_vl.cli import given_keys
 from adora_vl.dry_run.lengths import quantile
 from adora_vl.dry_run.options import take_options
 from adora_vl.dry_run.planning import Plan, make_plan
-from adora_vl.dry_run.words import changed_keys, default_of, report
+from adora_vl.dry_run.schedule import learning_rates, schedule_name
+from adora_vl.dry_run.words import changed_keys, default_of, report, steps_of
 from adora_vl.memory.predict import fits, largest_batch, largest_image_tokens, predict
 from adora_vl.rollout.environment import prepare_engine_environment
 
@@ -61,9 +62,12 @@ def _is_plain(value: Any) -> bool:
 def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
     """The same as the report, for a program."""
     prediction = predict(plan.setup, plan.card)
+    epoch, total = steps_of(plan)
     return {
         "changed": changed_keys(plan, given),
         "batches": asdict(plan.batches),
+        "updates": {"a_generation": plan.batches.updates_per_generation, "an_epoch": epoch, "total": total},
+        "learning_rate": {"schedule": schedule_name(plan.config), **(learning_rates(plan.config, total) or {})},
         "rows": plan.lengths.rows,
         "prompt_tokens": _spread(plan.lengths.prompt),
         "image_tokens": _spread(plan.lengths.image),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +53,8 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
     found, rest = parser.parse_known_args(list(arguments))
     for name in ("card_gib", "processes", "rows"):
         value = getattr(found, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')}: {value} must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')}: {value} must be above 0 and finite")
     return (
         DryRunOptions(
             found.card_gib, found.accelerate_config, found.processes, found.rows, found.write_config, found.json

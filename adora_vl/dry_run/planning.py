@@ -22,9 +22,11 @@ from adora_vl.memory import GIB
 from adora_vl.memory.activations import MicroBatch
 from adora_vl.memory.engine import Engine
 from adora_vl.memory.model import ModelShape, config_for_planning, describe
-from adora_vl.memory.predict import Setup
+from adora_vl.memory.predict import Setup, Sharing
 from adora_vl.memory.sharding import Sharding, from_environment, from_file
 from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.options.device import NoGPUError
+from adora_vl.options.speed import regroup_obstacle
 from adora_vl.preflight import check_run
 from adora_vl.replaced import replaced
 from adora_vl.rollout import sync
@@ -76,15 +78,15 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
 def _parse_for_any_machine(arguments: Sequence[str]) -> tuple[Any, bool]:
     """The three dataclasses, and whether they are for another machine: a GPU's config is read on a laptop too.
 
-    Transformers refuses `bf16` where there is no GPU; it is put back after the check.
+    bf16 and fp16 are refused where there is no GPU; they are put back after the check.
     """
     try:
         return parse(arguments), False
-    except UserError as error:
-        if "bf16/gpu" not in str(error):
-            raise
-    parsed = parse([*arguments, "--use_cpu", "true", "--bf16", "false"])
-    parsed[1].use_cpu, parsed[1].bf16 = False, True
+    except NoGPUError as error:
+        key = error.key
+    parsed = parse([*arguments, "--use_cpu", "true", "--bf16", "false", "--fp16", "false"])
+    parsed[1].use_cpu = False
+    setattr(parsed[1], key, True)
     return parsed, True
 
 
@@ -180,11 +182,19 @@ def make_setup(
             cpu_cache=int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB) if config.use_cpu else None,
         )
     flash = "flash" in str(model.attn_implementation or "")
+    regrouped = not regroup_obstacle(config)  # else the rollouts of a group lie in any micro-batch
+    sharing = Sharing(
+        images=config.adora_cache_images,
+        vision=config.adora_cache_images and config.adora_share_vision and regrouped,
+        prompts=config.adora_cache_images and config.adora_share_prompt and regrouped,
+    )
     return Setup(
         shape=shape,
         sharding=sharding,
         batch=MicroBatch(sequences, prompt, config.max_completion_length, image if shape.vision else 0),
         generation=generation,
+        generations=config.num_generations,
+        sharing=sharing,
         compute_bytes=2 if mixed else shape.weight_bytes,
         mixed=mixed,
         checkpointing=config.gradient_checkpointing,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any
 
+from adora_vl.batching.micro_batches import unit_size
 from adora_vl.dry_run.lengths import Lengths, quantile
 from adora_vl.dry_run.planning import Plan
+from adora_vl.dry_run.schedule import learning_rate_line
 from adora_vl.memory import GIB
 from adora_vl.memory.disk import checkpoint_bytes, run_bytes
 from adora_vl.memory.engine import cache_bytes_per_token
-from adora_vl.memory.predict import MOST, fits, largest_batch, largest_image_tokens, predict
+from adora_vl.memory.predict import Sharing, fits, largest_batch, largest_image_tokens, predict
 
 
 def default_of(field: Field[Any]) -> Any:
@@ -66,8 +68,8 @@ def batch_lines(plan: Plan) -> list[str]:
         f"They are learned from in micro-batches of {local} sequences on each of {processes} "
         f"process{'' if processes == 1 else 'es'} ({batches.global_batch} over all).",
         f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are {batches.optimizer_batch} "
-        f"sequences. Optimizer steps a generation: "
-        f"{batches.cycle_micro_batches / config.gradient_accumulation_steps:g}.",
+        f"sequences. Optimizer steps a generation: {batches.updates_per_generation:g}.",
+        other_processes_line(plan),
     ]
     epoch, total = steps_of(plan)
     rows = plan.lengths.rows
@@ -79,9 +81,21 @@ def batch_lines(plan: Plan) -> list[str]:
         dropped = f"; {left} rows wait for another epoch's order" if left else ""
         lines.append(f"{rows} rows make {epoch} optimizer steps an epoch{dropped}.")
         lines.append(f"The run takes {total} optimizer steps, {(total or 0) / epoch:.3g} epochs.")
+    lines.append(learning_rate_line(config, total))
     if config.save_strategy == "steps":
         lines.append(f"A checkpoint is saved every {int(config.save_steps)} optimizer steps.")
     return _section("Batches", lines)
+
+
+def other_processes_line(plan: Plan) -> str:
+    """What the same keys make of the batches on another number of processes."""
+    batches, own = plan.batches, plan.setup.sharding.processes
+    sizes = [
+        f"{count}: {batches.generation_batch * count // own} rollouts and {batches.optimizer_batch * count // own}"
+        for count in (1, 2, 4, 8)
+        if count != own
+    ]
+    return f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}."
 
 
 def _spread(name: str, values: Sequence[int]) -> str:
@@ -150,8 +164,34 @@ def memory_lines(plan: Plan) -> list[str]:
     if prediction.states.host_optimizer:
         host = prediction.states.host_optimizer * setup.sharding.processes
         lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of all processes on one host.")
-    lines += ["", *engine_lines(plan), *verdict_lines(plan), _honesty(setup.accelerator)]
+    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), _honesty(setup.accelerator)]
     return _section(f"Memory, predicted, on {plan.card_name}", lines)
+
+
+def sharing_lines(plan: Plan) -> list[str]:
+    """What the rollouts of a group have in common in a micro-batch, and what that saves."""
+    setup, phase = plan.setup, "forward and backward"
+    batch, group = setup.micro_batch, setup.generations
+    if not (setup.sharing.vision or setup.sharing.prompts):
+        return []
+    ours, alone = (
+        sum(predict(one, plan.card).phases[phase].values()) for one in (setup, replace(setup, sharing=Sharing()))
+    )
+    shared = ["the image"] if batch.image_tokens and setup.sharing.images and batch.unit > 1 else []
+    shared += ["the prompt"] if batch.packed else []
+    lines = []
+    if shared:
+        lines = [
+            f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. With one for each "
+            f"{phase} would take {alone / GIB:.3g} GiB instead of {ours / GIB:.3g}."
+        ]
+    unit = unit_size(batch.sequences, group)
+    if unit < group:
+        lines.append(
+            f"per_device_train_batch_size: {batch.sequences} splits a group into {group // unit} parts, and each "
+            f"computes image and prompt anew; a multiple of num_generations: {group} does not."
+        )
+    return lines
 
 
 def _honesty(accelerator: bool) -> str:
@@ -196,10 +236,10 @@ def verdict_lines(plan: Plan) -> list[str]:
             "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
         ]
     batch, tokens = largest_batch(setup, card), largest_image_tokens(setup, card)
-    most = f"{batch} or more" if batch == MOST else batch or "none"
+    most = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
     lines.append(
-        f"Largest per_device_train_batch_size that fits: {most} (keep its product with gradient_accumulation_steps and "
-        "processes)."
+        f"Largest per_device_train_batch_size that fits, of those that keep groups of {setup.generations} whole or "
+        f"split them evenly: {most} (keep its product with gradient_accumulation_steps and processes)."
     )
     if setup.shape.vision is not None:
         pixels = tokens * setup.shape.image_token_pixels

@@ -31,17 +31,25 @@ class MicroBatch:
     prompt_tokens: int  # with the image tokens
     completion_tokens: int
     image_tokens: int = 0  # a sequence
+    unit: int = 1  # sequences of one problem, for which its image is looked at once
+    packed: bool = False  # and which are one row, with their prompt once (`adora_vl.dedup.prefix`)
+
+    @property
+    def rows(self) -> int:
+        return self.sequences // self.unit if self.packed else self.sequences
 
     @property
     def length(self) -> int:
+        if self.packed:
+            return self.prompt_tokens - 1 + self.unit * self.completion_tokens
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.length
+        return self.rows * self.length
 
     def patches(self, merge: int) -> int:
-        return self.sequences * self.image_tokens * merge**2
+        return self.sequences // self.unit * self.image_tokens * merge**2
 
 
 def _norms(width: int, dtypes: Dtypes) -> int:
@@ -63,8 +71,19 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
     queries = tower.heads * tower.head_size
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
     attention = 2 * (queries + keys) * dtypes.compute + tower.heads * _FLOAT  # q, out, k, v, logsumexp
-    mask = batch.sequences * batch.length**2 * dtypes.compute if masked else 0
+    mask = batch.rows * batch.length**2 * dtypes.compute if masked else 0
     return batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)) + mask
+
+
+def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
+    """A dense mask beside what the layers save of it: the boolean one, which lasts as long as the pass, and on a GPU
+    the numbers of the present layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
+
+    While it is made there are four of its size (`adora_vl.dedup.prefix._mask`), but before any layer saves anything.
+    """
+    pairs = batch.rows * batch.length**2
+    aligned = batch.rows * batch.length * (-(-batch.length // 16) * 16)
+    return pairs + (aligned * dtypes.compute if accelerator else 0)
 
 
 def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
@@ -144,4 +163,4 @@ def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, comp
 
 
 def _scored(batch: MicroBatch, compact: bool) -> int:
-    return batch.sequences * (batch.completion_tokens if compact else batch.length - 1)
+    return batch.sequences * batch.completion_tokens if compact else batch.rows * (batch.length - 1)

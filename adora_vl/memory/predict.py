@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from adora_vl.batching.micro_batches import unit_size
+from adora_vl.dedup.prefix import packing_pays
 from adora_vl.memory import GIB
-from adora_vl.memory.activations import Dtypes, MicroBatch, head_saved, head_transient, saved
+from adora_vl.memory.activations import Dtypes, MicroBatch, head_saved, head_transient, mask_bytes, saved
 from adora_vl.memory.engine import ASLEEP, Engine, EngineMemory, engine_memory
 from adora_vl.memory.model import ModelShape
 from adora_vl.memory.sharding import Sharding
@@ -15,8 +17,16 @@ from adora_vl.memory.states import States, states
 CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
 FRAGMENTS = 0.05  # assumed: share of all else that the allocator cannot use
 _ENGINE = ("engine weights", "engine workspace", "engine asleep", "KV cache")  # vLLM stays within its share
-MOST = 1024  # sequences of a micro-batch that are tried
 _PIXEL = 4  # pixel_values are float32
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a step does once for the rollouts of a group (docs/speed.md)."""
+
+    images: bool = False  # their pixels are held once
+    vision: bool = False  # and looked at once
+    prompts: bool = False  # and their prompt is computed once, where that is less work
 
 
 @dataclass(frozen=True)
@@ -25,8 +35,10 @@ class Setup:
 
     shape: ModelShape
     sharding: Sharding
-    batch: MicroBatch
+    batch: MicroBatch  # as if every sequence had an image and a prompt of its own
     generation: int  # sequences of one rank in one generation: their pixels stay on the card until all are learned from
+    generations: int = 1  # sequences of a group
+    sharing: Sharing = Sharing()
     compute_bytes: int = 2
     mixed: bool = True  # bf16 or fp16
     checkpointing: bool = True
@@ -34,6 +46,22 @@ class Setup:
     reference: bool = False
     engine: Engine | None = None
     accelerator: bool = True  # a GPU: its context, its kernels
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The batch as it is computed: by the trainer's own rules, what belongs to one problem once."""
+        batch, text = self.batch, self.shape.text
+        unit = unit_size(batch.sequences, self.generations)
+        completions = [[batch.completion_tokens] * unit] * (batch.sequences // unit)
+        prompts = [batch.prompt_tokens] * len(completions)
+        pays = unit > 1 and packing_pays(prompts, completions, text.width, text.mlp_width)
+        packed = self.sharing.prompts and self.masked and pays
+        return replace(batch, unit=unit if self.sharing.vision or packed else 1, packed=packed)
+
+    @property
+    def images(self) -> int:
+        """Images of one rank in one generation."""
+        return -(-self.generation // self.generations) if self.sharing.images else self.generation
 
     @property
     def dtypes(self) -> Dtypes:
@@ -65,8 +93,7 @@ def predict(setup: Setup, card: int) -> Prediction:
     engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
     resident = {"weights": held.weights, "optimizer": held.optimizer, "reference model": held.reference}
     awake, asleep = _engine_parts(setup, engine)
-    pixels = setup.generation * setup.batch.patches(setup.shape.merge) // max(setup.batch.sequences, 1)
-    pixels *= setup.shape.patch_values * _PIXEL
+    pixels = setup.images * setup.batch.image_tokens * setup.shape.merge**2 * setup.shape.patch_values * _PIXEL
     synced = setup.shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
     standing = held.gradients if setup.sharding.stage is not None else 0
@@ -85,12 +112,13 @@ def predict(setup: Setup, card: int) -> Prediction:
 
 def _learning(setup: Setup) -> dict[str, int]:
     """Activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
-    shape, batch, dtypes = setup.shape, setup.batch, setup.dtypes
+    shape, batch, dtypes = setup.shape, setup.micro_batch, setup.dtypes
     kept = saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=setup.masked)
     head = head_transient(shape, batch, dtypes, compact=setup.accelerator)
     layer = kept.recomputed + kept.layer_gradients
     return {
         "activations": kept.text + head_saved(shape, batch, dtypes, compact=setup.accelerator),
+        "attention mask": mask_bytes(batch, dtypes, accelerator=setup.accelerator) if setup.masked else 0,
         "vision": kept.vision,
         "logits": head if head >= layer else 0,
         "one layer going back": layer if layer > head else 0,
@@ -121,13 +149,22 @@ def fits(setup: Setup, card: int) -> bool:
     return prediction.peak <= card and (prediction.engine is None or prediction.engine.concurrent >= 1)
 
 
-def largest_batch(setup: Setup, card: int, limit: int = MOST) -> int:
-    """The largest per_device_train_batch_size that fits, 0 if none does. The rollouts of a generation stay as many."""
+def batch_sizes(setup: Setup) -> list[int]:
+    """Values of per_device_train_batch_size that keep groups whole, or split them evenly, and divide a generation."""
+    group, generation = setup.generations, setup.generation
+    sizes = [size for size in range(1, generation + 1) if generation % size == 0]
+    return [size for size in sizes if size % group == 0 or group % size == 0]
 
-    def with_sequences(number: int) -> Setup:
-        return replace(setup, batch=replace(setup.batch, sequences=number))
 
-    return _largest(lambda number: fits(with_sequences(number), card), limit)
+def largest_batch(setup: Setup, card: int) -> int:
+    """The largest of `batch_sizes` that fits, 0 if none does. The rollouts of a generation stay as many."""
+    sizes = batch_sizes(setup)
+
+    def good(number: int) -> bool:
+        return fits(replace(setup, batch=replace(setup.batch, sequences=sizes[number - 1])), card)
+
+    number = _largest(good, len(sizes))
+    return sizes[number - 1] if number else 0
 
 
 def largest_image_tokens(setup: Setup, card: int, limit: int = 16384) -> int:

@@ -43,6 +43,8 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
     everything, trained = shape.total * byte, shape.trained
     over = {level: ranks if sharding.stage >= level else 1 for level in (1, 2, 3)}
     optimizer = trained * (_ADAM * _FLOAT + (_FLOAT if mixed else 0)) // over[1]
+    # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever the model has
+    on_host = trained * ((_ADAM + 2) * _FLOAT + byte) // over[1]
     gradients = trained * byte // over[2]
     bucket = BUCKET * byte if sharding.stage >= 2 else 0
     part = trained // over[1]
@@ -53,7 +55,7 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
         reference=everything // over[3] if reference and not shape.adapters else 0,
         gathered=min(shape.total, LIVE_PARAMETERS) * byte if sharding.stage == 3 and ranks > 1 else 0,
         step=0 if sharding.offload_optimizer or not mixed else _FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
-        host_optimizer=optimizer + gradients if sharding.offload_optimizer else 0,
+        host_optimizer=on_host if sharding.offload_optimizer else 0,
     )
 
 

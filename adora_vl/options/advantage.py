@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -107,6 +108,8 @@ def _convert(key: str, value: Any, wanted: Any) -> Any:
             raise UserError(f"adora_method_options: {key}: {value!r} must be a list{count}")
         return tuple(_convert(key, item, inner[0]) for item in value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and not math.isfinite(value):  # JSON and YAML both have words for such numbers
+        raise UserError(f"adora_method_options: {key}: {value!r} is not a finite number")
     if wanted is float and number:
         return float(value)
     if type(value) is wanted:
@@ -124,6 +127,8 @@ def _from_keys(config: Any) -> dict[str, Any]:
         "combine": config.adora_combine,
         "tau": Schedule(config.adora_tau),
         "empty_wrong": config.adora_empty_wrong,
+        "no_correct": config.adora_no_correct,
+        "difficulty_needs_correct": config.adora_difficulty_needs_correct,
     }
 
 

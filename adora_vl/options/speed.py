@@ -30,6 +30,10 @@ class SpeedOptions:
         default=True,
         metadata={"help": "One vision pass a distinct image; once a generation batch where vision is frozen."},
     )
+    adora_batch_windows: bool = field(
+        default=True,
+        metadata={"help": "Attend to all windows of one size at once in the vision tower, with sdpa attention."},
+    )
     adora_share_prompt: bool = field(
         default=True,
         metadata={"help": "Compute a group's prompt once and let its rollouts attend to it, where that is less work."},
@@ -74,13 +78,7 @@ def regroup_obstacle(config: Any) -> str:
 
 def check_speed(config: Any) -> None:
     """Raises `UserError`."""
-    if config.adora_image_cache_mb < 0:
-        raise UserError(
-            f"adora_image_cache_mb: {config.adora_image_cache_mb} is below 0; adora_cache_images: false is off"
-        )
     tries, rows = config.adora_dynamic_sampling, config.per_device_train_batch_size * config.steps_per_generation
-    if tries < 0:
-        raise UserError(f"adora_dynamic_sampling: {tries} must be 0 (none) or how many further batches at most")
     if tries and rows % config.num_generations:
         raise UserError(
             f"adora_dynamic_sampling: {tries} needs whole groups on every process, but one samples {rows} rollouts at "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from adora_vl.commands import Parser, number, path, whole
 from adora_vl.errors import UserError
 from adora_vl.report.page import build_page, write_page
 from adora_vl.report.run import RunView, image_uris, load_run
@@ -26,14 +26,14 @@ def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_m
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m adora_vl.report", description=__doc__)
+    parser = Parser(prog="python -m adora_vl.report", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run")
-    parser.add_argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the first RUN")
-    parser.add_argument("--max-rollouts", type=int, default=20_000, help="of each run; beyond it steps are left out")
-    parser.add_argument("--max-image-mb", type=float, default=30, help="of diagrams in the page")
-    options = parser.parse_args(arguments)
-    output = options.output or options.runs[0] / "report.html"
+    parser.add_argument("--output", type=path, metavar="FILE.html", help="default: report.html in the first RUN")
+    parser.add_argument("--max-rollouts", type=whole(1), default=20_000, help="of each run; beyond it steps go")
+    parser.add_argument("--max-image-mb", type=number(0, 1e6), default=30, help="of diagrams in the page")
     try:
+        options = parser.parse_args(arguments)
+        output = options.output or options.runs[0] / "report.html"
         views = report(options.runs, output, max_rollouts=options.max_rollouts, max_image_mb=options.max_image_mb)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

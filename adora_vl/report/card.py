@@ -16,8 +16,9 @@ Card = Callable[[list[dict[str, Any]], int], str]  # from the log and the step
 # Keys of the recipe that a reader looks for first, in this order
 _RECIPE = (
     "adora_mode", "adora_factor", "adora_criteria", "adora_combine", "adora_tau", "adora_truncation",
-    "adora_empty_wrong", "adora_reward", "num_generations", "learning_rate", "lr_scheduler_type", "beta", "loss_type",
-    "scale_rewards", "temperature", "max_completion_length", "min_pixels", "max_pixels", "use_peft", "seed",
+    "adora_empty_wrong", "adora_no_correct", "adora_difficulty_needs_correct", "adora_reward", "num_generations",
+    "learning_rate", "lr_scheduler_type", "beta", "loss_type", "scale_rewards", "temperature", "max_completion_length",
+    "min_pixels", "max_pixels", "use_peft", "seed",
 )  # fmt: skip
 
 _LOAD = """```python

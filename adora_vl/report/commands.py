@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +18,22 @@ def launch_command(arguments: Sequence[str], parent: Path | None = None) -> str:
     """
     words = _accelerate(Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent)
     if words is None or "-m" not in words:  # another script of the user's
-        words = ["python", "-m", "adora_vl.train", *arguments]
+        words = [interpreter(), "-m", "adora_vl.train", *arguments]
     return shlex.join(_without_secrets(words))
+
+
+def interpreter() -> str:
+    """This Python as a person calls it from the folder that the run was started in."""
+    return as_called(sys.executable)
+
+
+def as_called(program: str) -> str:
+    """`.venv/bin/python` for a program below the present folder, else its name alone: other paths are the machine's."""
+    path = Path(program)
+    if not path.is_absolute():
+        return program
+    below = path.is_relative_to(Path.cwd())
+    return str(path.relative_to(Path.cwd())) if below else path.name
 
 
 def _accelerate(cmdline: Path) -> list[str] | None:
@@ -28,9 +43,9 @@ def _accelerate(cmdline: Path) -> list[str] | None:
         return None
     for at, word in enumerate(words):
         if Path(word).name == "accelerate" and words[at + 1 : at + 2] == ["launch"]:
-            return ["accelerate", *words[at + 1 :]]
+            return [as_called(word), *words[at + 1 :]]
         if word == "accelerate.commands.launch":
-            return ["accelerate", "launch", *words[at + 1 :]]
+            return [as_called(str(Path(sys.executable).with_name("accelerate"))), "launch", *words[at + 1 :]]
     return None
 
 
@@ -52,8 +67,14 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
     manifest = Path(data) / "manifest.json"
     source = json.loads(manifest.read_text()).get("source") if manifest.is_file() else None
     benchmark = "eval.knights" if source == "knights" else "eval.geometry3k"
-    return shlex.join(["python", "-m", benchmark, "run", *words])
+    return shlex.join([interpreter(), "-m", benchmark, "run", *words])
+
+
+def evaluate_any_command(model: Path, output: Path) -> str:
+    """The evaluation of `model` on a dataset that is still to be named."""
+    words = ["--model", str(model), "--data", "DATA", "--output", str(output)]
+    return shlex.join([interpreter(), "-m", "eval.geometry3k", "run", *words])
 
 
 def view_command(*runs: Path) -> str:
-    return shlex.join(["python", "-m", "adora_vl.report", *map(str, runs)])
+    return shlex.join([interpreter(), "-m", "adora_vl.report", *map(str, runs)])

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from adora_vl.errors import RunError
 from adora_vl.report.commands import SECRET, launch_command
 
 MANIFEST = "manifest.json"
@@ -55,14 +56,23 @@ def run_manifest(
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:
-    """In one step, with the starts that the folder's manifest has where this run goes on. One process calls this."""
+    """In one step, with the starts that the folder's manifest has where this run goes on. One process calls this.
+
+    Raises `RunError` where the disk refuses.
+    """
     path = output_dir / MANIFEST
     if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:
         manifest["starts"] = [*read_manifest(output_dir).get("starts", []), *manifest["starts"]]
-    output_dir.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(manifest, indent=2, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(manifest, indent=2, default=str) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        reason = error.strerror or error
+        raise RunError(f"output_dir: {str(path)!r} cannot be written ({reason}); make room there") from None
 
 
 def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) -> None:
@@ -79,7 +89,8 @@ def failure_noted(manifest: Manifest, output_dir: Path, steps: Callable[[], int]
     except Exception as error:
         if is_main:
             manifest["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            end_manifest(manifest, output_dir, "failed", steps())
+            with suppress(RunError):  # a disk that is full is what the first error says
+                end_manifest(manifest, output_dir, "failed", steps())
         raise
 
 

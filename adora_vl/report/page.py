@@ -73,7 +73,10 @@ def write_page(page: str, path: Path) -> None:
         if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
             raise UserError(f"--output: {str(path)!r} is not a page of ours; choose another name")
         partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(page, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"--output: {str(path)!r} cannot be written ({error.strerror}); choose another name") from error

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.report.commands import evaluate_command, view_command
-from adora_vl.rollout_log.metrics_file import METRICS
+from adora_vl.report.commands import evaluate_any_command, evaluate_command, view_command
+from adora_vl.rollout_log.metrics_file import METRICS, kind_of
 from adora_vl.rollout_log.parts import ROLLOUTS
 
 # Title, key of the log history, format
@@ -27,20 +28,15 @@ FIGURES = (
 )
 
 
-def _mean(entries: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [entry[key] for entry in entries if entry.get(key) is not None]
-    return sum(values) / len(values) if values else None
-
-
 def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Title, and the mean over the first and the last fifth of the logged steps, as text."""
-    entries = [entry for entry in history if "reward" in entry]
-    fifth = max(1, len(entries) // 5)
+    """Title, and the mean over the first and the last fifth of the logged steps that have it, as text."""
+    entries = [entry for entry in history if kind_of(entry) == "train"]
     rows = []
     for title, key, form in FIGURES:
-        first, last = _mean(entries[:fifth], key), _mean(entries[-fifth:], key)
-        if first is not None and last is not None:
-            rows.append((title, form.format(first), form.format(last)))
+        values = [entry[key] for entry in entries if entry.get(key) is not None]
+        fifth = max(1, len(values) // 5)
+        if values:
+            rows.append((title, form.format(fmean(values[:fifth])), form.format(fmean(values[-fifth:]))))
     return rows
 
 
@@ -58,7 +54,7 @@ def summary_lines(
     `model` is the folder that transformers and vLLM can load, `data` that of the dataset, `command` the one that
     started the run.
     """
-    entries = [entry for entry in history if "reward" in entry]
+    entries = [entry for entry in history if kind_of(entry) == "train"]
     lines = ["", f"Trained {entries[-1]['step'] if entries else 0} steps in {seconds / 60:.1f} min."]
     rows = figure_rows(history)
     if rows:
@@ -72,8 +68,7 @@ def summary_lines(
     evaluation = evaluate_command(model, data, folder / "eval", config.max_completion_length)
     steps = {
         "View it": view_command(folder),
-        "Evaluate it": evaluation
-        or f"python -m eval.geometry3k run --model {model} --data DATA --output {folder / 'eval'}",
+        "Evaluate it": evaluation or evaluate_any_command(model, folder / "eval"),
         "Train longer": _longer(config, command),
     }
     return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]

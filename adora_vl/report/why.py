@@ -30,15 +30,23 @@ def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 def _verdict(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """What the criteria call the group, and why."""
-    if not group["pass_rate"]:
-        return "neither TAS nor TDS, since no rollout is right"
     sayings = {"length": _length, "difficulty": _difficulty}
-    reasons = [sayings[name](group, settings) for name in settings.get("adora_criteria", ()) if name in sayings]
-    return ", ".join(["TDS" if group["tds"] else "TAS", *reasons])
+    criteria = [name for name in settings.get("adora_criteria", ()) if name in sayings]
+    if not group["pass_rate"] and not group["tds"] and not _hard_is_enough(criteria, settings):
+        return "neither TAS nor TDS, since no rollout is right"
+    return ", ".join(["TDS" if group["tds"] else "TAS", *(sayings[name](group, settings) for name in criteria)])
+
+
+def _hard_is_enough(criteria: list[str], settings: Mapping[str, Any]) -> bool:
+    """Whether a group is TAS without a right rollout, where no length can be compared."""
+    alone = criteria == ["difficulty"] or settings.get("adora_combine") == "any"
+    return "difficulty" in criteria and alone and not settings.get("adora_difficulty_needs_correct")
 
 
 def _length(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     longest, mean = group["longest_right"], group["mean_wrong"]
+    if longest is None:
+        return "no rollout is right"
     if mean is None:
         nothing = "all rollouts are right" if group["pass_rate"] == 1 else "every wrong rollout was cut off"
         holds = "holding" if settings.get("adora_empty_wrong") == "keep" else "failing"
@@ -52,5 +60,7 @@ def _length(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 def _difficulty(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     tau = settings.get("adora_tau", 0.5)
+    if not group["pass_rate"] and settings.get("adora_difficulty_needs_correct"):
+        return "a pass rate of 0% does not count as difficult"
     relation = "at most" if group["pass_rate"] <= tau else "above"
     return f"the pass rate {group['pass_rate']:.0%} is {relation} tau {tau:.0%}"

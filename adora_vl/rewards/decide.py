@@ -70,6 +70,8 @@ def _compared(answer: Form, gold: Form, rounding: bool) -> Decision:
         return "correct", "same_text"
     if answer.kind == "never_right":
         return "wrong", answer.reason
+    if (answer.kind == "percentage") != (gold.kind == "percentage") and answer.kind != "unreadable":
+        return "wrong", "percentage" if answer.kind == "percentage" else "different_text"
     if answer.number and answer.number.unevaluated and not (gold.number and gold.number.unevaluated):
         return "wrong", "unevaluated"
     if answer.number and gold.number:
@@ -96,7 +98,7 @@ def _left_to_sympy(answer: Tree, gold: Tree) -> Decision:
 
 def _same_text_only(form: Form) -> bool:
     """Whether the form can be equal to the same text though it is no number: `rhombus`, `3x+1`, `12%`, `3:4`."""
-    return form.kind in {"text", "expression"} or form.reason in {"percentage", "not_read"}
+    return form.kind in {"text", "expression", "percentage"} or form.reason == "not_read"
 
 
 def _unspaced(text: str) -> str:

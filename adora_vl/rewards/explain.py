@@ -19,9 +19,9 @@ from adora_vl.rewards.presets import PRESETS, reward
 
 # What the reasons of a grade mean, for both sides: `gold_x` is `x` found in the gold.
 RULES = {
-    "same_number": "both are numbers, and equal to within 1e-6 relative (integers exactly)",
+    "same_number": "both are numbers, or both percentages, and equal to within 1e-6 relative (integers exactly)",
     "same_value": "sympy finds the same value (at several points where there are unknowns)",
-    "same_text": "not numbers, but the same text",
+    "same_text": "no plain numbers, but the same text",
     "letter": "the letter of the right choice",
     "rounded": "the gold rounded to as many places as the answer has (--rounding)",
     "different_number": "both are numbers, and not equal",
@@ -34,7 +34,7 @@ RULES = {
     "enumeration": "several answers, or a set, or a plus-minus",
     "interval": "an interval, a pair or a vector",
     "relation": "an inequality, an approximation or a membership",
-    "percentage": "a percentage",
+    "percentage": "a percentage that is not the gold",
     "equation": "an equation with more than a name before it",
     "not_finite": "not a finite number",
     "empty_box": "nothing in the box",
@@ -83,9 +83,10 @@ def _described(form: Form) -> str:
     """The canonical text with its kind, and its value where it is a number."""
     text = _shown(form.text) if form.text or form.kind != "unreadable" else "-"
     if form.number:
-        return f"{text}  [number, {float(form.number.value):.9g}]"
+        return f"{text}  [{form.kind}, {float(form.number.value):.9g}]"
     kind = form.kind.replace("_", " ")
-    return f"{text}  [{kind}]" if form.kind in {"text", "expression"} else f"{text}  [{kind}: {form.reason}]"
+    sound = form.kind in {"text", "expression", "percentage"}
+    return f"{text}  [{kind}]" if sound else f"{text}  [{kind}: {form.reason}]"
 
 
 def _shown(text: str) -> str:

@@ -1,4 +1,4 @@
-r"""What kind of thing an answer is: a number, a text, one of the forms that are never right, or nothing readable.
+r"""What kind of thing an answer is: a number, a percentage, a text, a form that is never right, or unreadable.
 
 Source: the grading policy, points 6 and 7.
 """
@@ -14,19 +14,20 @@ from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
 from adora_vl.rewards.numbers import Number, number_of
 
 # An expression has a tree, but no number that `numbers` can find: an unknown, a logarithm, a sine of a sum.
-Kind = Literal["number", "expression", "text", "never_right", "unreadable"]
+Kind = Literal["number", "percentage", "expression", "text", "never_right", "unreadable"]
 
 # The first that matches names the answer. All run on canonical text, which is short and has no line breaks.
 _NEVER_RIGHT = (
     ("empty_box", re.compile(r"^[{}() ]*$")),
     ("not_finite", re.compile(r"(?i)\bnan\b|\binf(?:inity|ty)?\b|\\infty|∞")),
-    ("percentage", re.compile(r"%|\bpercent|(?<=[0-9])percent")),
     ("relation", re.compile(r"[<>≤≥≠≈∈]|\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?|approx|sim|in)(?![A-Za-z])")),
     ("interval", re.compile(r"^[(\[].*,.*[)\]]$|^\[.*\]$")),
     ("enumeration", re.compile(r"[,;&±∓…]|\.\.|\\(?:pm|mp|cup|cap|[lc]?dots)(?![A-Za-z])|\\\{|\\\\")),
     ("enumeration", re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|[0-9.] [0-9.]")),
     ("equation", re.compile(r"=|≡|\\equiv")),
+    ("percentage", re.compile(r"%|\bpercent|(?<=[0-9])percent")),  # but for one quantity in per cent
 )
+_PER_CENT = re.compile(r"(.+?) ?(?:\\?%|percent)")
 # Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and unknown commands are
 # not.
 _READABLE = re.compile(
@@ -41,7 +42,8 @@ _RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
 class Form:
     """One side of a comparison: its canonical text, its kind, and its number, or the rule that named it.
 
-    `tree`: numbers and expressions, as `grammar` reads them.
+    `tree`: numbers and expressions, as `grammar` reads them. A percentage has the number before its sign, and is right
+    for no plain number: only for the same percentage.
     """
 
     text: str
@@ -57,6 +59,10 @@ def read(raw: str) -> Form:
         text = canonical(raw)
     except UncanonicalError as error:
         return Form("", "unreadable", error.reason)
+    per_cent = _PER_CENT.fullmatch(text)
+    of = read(per_cent[1]) if per_cent else None
+    if of is not None and of.kind in {"number", "expression"}:
+        return Form(f"{of.text}%", "percentage", "percentage", number=of.number)
     for reason, pattern in _NEVER_RIGHT:
         if pattern.search(text):
             return Form(text, "never_right", reason)

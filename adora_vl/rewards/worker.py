@@ -24,7 +24,8 @@ _CPU_SLACK_S = 1  # beyond the deadline; the pool kills by the clock, this is fo
 def main(arguments: list[str]) -> int:
     """Announce readiness, then answer one job after the other until standard input closes."""
     parent, memory = (int(argument) for argument in arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; it ends its workers itself
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a stop is the trainer's; it ends its workers itself
+        signal.signal(number, signal.SIG_IGN)
     output = os.dup(1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)  # whatever a library prints must not get between the messages

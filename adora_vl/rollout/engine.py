@@ -81,6 +81,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
         if banned:
             generation_kwargs["logit_bias"] = {**(generation_kwargs.get("logit_bias") or {}), **banned}
+        # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them text is made.
+        if kwargs.get("mode", "colocate") == "colocate" and not generation_kwargs.get("stop"):
+            generation_kwargs.setdefault("detokenize", False)
         super().__init__(*args, **{**kwargs, "generation_kwargs": generation_kwargs})
 
     def _init_vllm(self) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a batch that are the same problem, read and decoded once."""
+"""Rows that are the same problem, read and decoded once."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ def kept(image: Any) -> Any:
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
-    """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its images."""
+    """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its images.
+
+    TRL's sampler asks for the rows of a generation once for each of its micro-batches, and Transformers holds those of
+    an optimizer step at the same time. So the rows of the batch before are kept, and given again where they come again.
+    A worker process of the loader (`dataloader_num_workers`) has a copy of this, and reads once for itself.
+    """
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
+        self._last: dict[int, dict[str, Any]] = {}  # of the batch before, by index
         self.share = True  # false: a read for every copy, as stock TRL does
 
     def __len__(self) -> int:
@@ -41,8 +47,9 @@ class DistinctRows(Dataset[dict[str, Any]]):
         """What torch's loader calls with the indices of a whole batch."""
         if not self.share:
             return [dict(self._rows[index]) for index in indices]
-        read = {index: self._read(index) for index in dict.fromkeys(indices)}
-        return [dict(read[index]) for index in indices]
+        before, wanted = self._last, dict.fromkeys(indices)
+        self._last = {index: before[index] if index in before else self._read(index) for index in wanted}
+        return [dict(self._last[index]) for index in indices]
 
     def _read(self, index: int) -> dict[str, Any]:
         row = dict(self._rows[index])

@@ -20,11 +20,17 @@ METRICS = "metrics.jsonl"
 Line = dict[str, Any]
 
 
+def kind_of(logs: Mapping[str, Any]) -> str:
+    """`end` for the run's last entry, `eval` for an evaluation, else `train`, also where nothing was sampled."""
+    if "train_runtime" in logs:
+        return "end"
+    return "eval" if any(key.startswith("eval_") for key in logs) else "train"
+
+
 def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
     """The object of one log entry."""
-    kind = "end" if "train_runtime" in logs else "train" if "reward" in logs else "eval"
     figures = {key: _finite(value) for key, value in logs.items() if key != "step"}
-    return {"step": step, "kind": kind, "time": now, **figures}
+    return {"step": step, "kind": kind_of(logs), "time": now, **figures}
 
 
 def _finite(value: Any) -> Any:

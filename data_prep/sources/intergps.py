@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adora_vl.errors import UserError
 from data_prep.clean import RawProblem, RowError
 from data_prep.sources.latex import readable
 from data_prep.sources.places import Place, places
@@ -18,19 +17,15 @@ _SPLITS = {"train": "train", "validation": "val", "test": "test"}  # ours: their
 
 
 class InterGPS:
-    """The three folders or zip files. Raises `UserError` where none of them holds a problem."""
+    """Folders or zip files. Raises `UserError` where none of them holds a problem."""
 
     revision: str | None = None
 
     def __init__(self, root: Path, diagram: str = "plain") -> None:
         self._diagram = DIAGRAMS[diagram]
-        self._places = {split: places(root, name) for split, name in _SPLITS.items()}
-        self.sizes = {split: len(found) for split, found in self._places.items() if found}
-        if not self.sizes:
-            raise UserError(
-                f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, nor train.zip with one; "
-                f"give the folder that holds {', '.join(_SPLITS.values())}"
-            )
+        found = places(root)
+        self._places = {split: found[name] for split, name in _SPLITS.items() if name in found}
+        self.sizes = {split: len(held) for split, held in self._places.items()}
 
     def problems(self, split: str) -> Iterator[Callable[[], RawProblem]]:
         """The problems in the order of their numbers."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from adora_vl.errors import UserError
 
 MAX_FILE_BYTES = 64 * 1024**2  # of one file: a small zip file can unpack to terabytes
-_NUMBERED = re.compile(r"(?:.*/)?(?:(train|val|test)/)?(\d+)/[^/]*")
+_NUMBERED = re.compile(r"(?:(?:.*/)?(train|val|test)/|.*/)?(\d+)/[^/]*")
+_SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,42 @@ class Place:
             raise OSError(5, str(error), member) from error
 
 
-def places(root: Path, split: str) -> list[Place]:
-    """The problems of the authors' split `train`, `val` or `test`, by number, from folders and zip files.
+def places(root: Path) -> dict[str, list[Place]]:
+    """The problems of the authors' splits `train`, `val` and `test`, by number; a split without any is left out.
 
-    `root`: the folder that holds `train/` or `train.zip`, or one zip file. Raises `UserError` for a bad zip file.
+    `root`: one zip file, or a folder with folders `train/` ... or zip files of any name, whose splits are those of the
+    folders inside. A split is read from its folder, else from the zip file of its name, else from the only one that has
+    it. Raises `UserError` for a bad zip file, for two that have one split, and where `root` holds no problem.
     """
     if root.is_file():
-        found = _zipped(root, split)
+        found = _zipped(root)
+    elif root.is_dir():
+        found = {split: folders for split in _SPLITS if (folders := _folders(root / split))}
+        if len(found) < len(_SPLITS):
+            found = _from_zips(sorted(root.glob("*.zip"))) | found
     else:
-        found = _folders(root / split) or (_zipped(path, split) if (path := root / f"{split}.zip").is_file() else [])
-    return sorted(found, key=lambda place: (place.number, str(place)))
+        raise UserError(f"input: there is no file or folder {str(root)!r}")
+    if not found:
+        raise UserError(
+            f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, and no zip file with one; "
+            f"give the folder that holds {', '.join(_SPLITS)}, or a zip file of it"
+        )
+    return {split: sorted(found[split], key=lambda place: (place.number, str(place))) for split in found}
+
+
+def _from_zips(paths: list[Path]) -> dict[str, list[Place]]:
+    """The problems of several zip files."""
+    held = {path: _zipped(path) for path in paths}
+    found = {}
+    for split in _SPLITS:
+        having = [path for path in paths if split in held[path]]
+        named = [path for path in having if path.stem == split] or having
+        if len(named) > 1:
+            names = " and ".join(repr(str(path)) for path in named[:2])
+            raise UserError(f"input: {names} both hold problems of {split!r}; give one of them with --input")
+        if named:
+            found[split] = held[named[0]][split]
+    return found
 
 
 def _folders(folder: Path) -> list[Place]:
@@ -66,18 +93,30 @@ def _folders(folder: Path) -> list[Place]:
     return [Place(path) for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
 
 
-def _zipped(path: Path, split: str) -> list[Place]:
-    """The numbered folders of a zip file, below `split/` or, in `split.zip`, at the top."""
+def _zipped(path: Path) -> dict[str, list[Place]]:
+    """The numbered folders of a zip file by the split folder above them; where none has one, by the file's own name."""
     try:
         names = _archive(path).namelist()
     except (zipfile.BadZipFile, OSError) as error:
         raise UserError(f"input: {str(path)!r} is not a readable zip file ({error}); download it again") from error
-    folders = set()
+    folders: dict[str, str | None] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
-        if match and not name.startswith("__MACOSX/") and (match[1] or path.stem) == split:
-            folders.add(name[: name.rindex("/") + 1])
-    return [Place(path, folder) for folder in folders]
+        if match and not name.startswith("__MACOSX/"):
+            folders[name[: name.rindex("/") + 1]] = match[1]
+    within = {folder: split for folder, split in folders.items() if split}
+    if not within and folders:
+        if path.stem not in _SPLITS:
+            raise UserError(
+                f"input: the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}; "
+                "call the file after its split, such as train.zip"
+            )
+        within = dict.fromkeys(folders, path.stem)
+    return {
+        split: [Place(path, folder) for folder, its in within.items() if its == split]
+        for split in _SPLITS
+        if split in within.values()
+    }
 
 
 @lru_cache(maxsize=4)

@@ -13,11 +13,12 @@ import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
 from datasets import Features, Image
 
+from adora_vl.commands import amount
 from adora_vl.errors import UserError, nearest
+from adora_vl.rows import PLACEHOLDER
 from data_prep.clean import RawProblem, RowError
 from data_prep.storage import SPLITS
 
-_PLACEHOLDER = "<image>"
 _COLUMNS = ("images", "problem", "answer")  # `id` and `choices` are read too where a table has them
 _LETTER = re.compile("[A-Z]")
 _BATCH_ROWS = 64  # in memory at a time
@@ -40,7 +41,7 @@ class Table:
                 index, row = next(rows)
             except StopIteration:
                 return
-            except (pa.ArrowException, OSError) as error:
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
                 raise UserError(
                     f"input: split {split!r} of {self.location!r} cannot be read ({error}); download it again"
                 ) from error
@@ -74,6 +75,8 @@ def from_parquet(path: Path) -> Table:
         for name in names:
             _check_columns(name, split, str(path))
     sizes = {split: sum(_rows_of(file) for file in by_split[split]) for split in SPLITS if split in by_split}
+    if not any(sizes.values()):
+        raise UserError(f"input: {str(path)!r} has no rows; give the files that have some")
     return Table(str(path), sizes, by_split)
 
 
@@ -120,9 +123,13 @@ def _read(row: Mapping[str, Any], split: str, index: int, origin: str) -> RawPro
             wrong = f"image {number} has no bytes but {image!r:.60}"
             raise refuse("no_image", wrong, f"put the picture itself into {origin}")
     problem = _without_placeholders(row["problem"])
-    if _PLACEHOLDER in problem:
-        wrong = f"'problem' has {_PLACEHOLDER} in the middle of the text ({row['problem']!r:.60})"
-        raise refuse("placeholder", wrong, f"put every {_PLACEHOLDER} first in {origin}")
+    if PLACEHOLDER in problem:
+        wrong = f"'problem' has {PLACEHOLDER} in the middle of the text ({row['problem']!r:.60})"
+        raise refuse("placeholder", wrong, f"put every {PLACEHOLDER} first in {origin}")
+    asked = row["problem"].count(PLACEHOLDER)
+    if asked and images and asked != len(images):
+        wrong = f"'problem' has {asked} {PLACEHOLDER} and the row {amount(len(images), 'image')}"
+        raise refuse("placeholder", wrong, f"give as many {PLACEHOLDER} as images, or none, in {origin}")
     choices = row.get("choices")
     if choices is not None and not (isinstance(choices, list) and all(isinstance(item, str) for item in choices)):
         raise refuse("field_type", f"'choices' is {choices!r:.60}", f"make it a list of texts in {origin}")
@@ -157,6 +164,6 @@ def _is_plain(value: Any) -> bool:
 def _without_placeholders(problem: str) -> str:
     """The text without its leading placeholders; training puts the images there itself."""
     text = problem.strip()
-    while text.startswith(_PLACEHOLDER):
-        text = text.removeprefix(_PLACEHOLDER).lstrip()
+    while text.startswith(PLACEHOLDER):
+        text = text.removeprefix(PLACEHOLDER).lstrip()
     return text

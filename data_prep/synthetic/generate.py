@@ -24,7 +24,8 @@ SPLITS = ("train", "test")
 LEVELS = (1, 2, 3)
 KNOWN = {**FAMILIES, **LETTERED}
 _MIN_SIZE_OF_LEVELS = 112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
-_MAX_CHOICES = 8
+MAX_CHOICES = 8
+_MAX_REDRAWS = 5000  # of one row; at least one diagram in five is new for as long as the family has many
 _TEST_SHARE = 0.25  # of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
 
 
@@ -82,9 +83,14 @@ def generate(
     for index in range(rows):
         name = names[index % len(names)]
         style = STYLES[styles[index // len(names) % len(styles)]]
-        problem = KNOWN[name](rng, size, level, style)
-        while split_of(problem.image) != split or _short_hash(problem.image) in seen:
-            problem = KNOWN[name](rng, size, level, style)
+        drawn = (KNOWN[name](rng, size, level, style) for _ in range(_MAX_REDRAWS))
+        found = (p for p in drawn if split_of(p.image) == split and _short_hash(p.image) not in seen)
+        problem = next(found, None)
+        if problem is None:
+            raise UserError(
+                f"rows: {rows} of split {split!r} are more than the {index} that there are different diagrams for; "
+                "ask for fewer, or for more families, styles or pixels"
+            )
         seen.add(_short_hash(problem.image))
         yield _row(replace(problem, family=name), split, index, seed, choices)
 
@@ -111,5 +117,5 @@ def _check(names: tuple[str, ...], split: str, size: int, level: int, styles: tu
         raise UserError(
             f"size: {size} is too small for the numbers of level {level}; give {_MIN_SIZE_OF_LEVELS} or more"
         )
-    if choices and not 2 <= choices <= _MAX_CHOICES:
-        raise UserError(f"choices: {choices} is neither 0 nor between 2 and {_MAX_CHOICES}")
+    if choices and not 2 <= choices <= MAX_CHOICES:
+        raise UserError(f"choices: {choices} is neither 0 nor between 2 and {MAX_CHOICES}")

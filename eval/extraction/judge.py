@@ -23,7 +23,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from adora_vl.commands import amount
 from adora_vl.errors import UserError
+from adora_vl.files import written_to
 from eval.extraction.rules import quick_extract
 from eval.extraction.text import MAX_CHARS, Extraction
 from eval.predictions import IMAGE_FAILED, Prediction
@@ -76,7 +78,8 @@ def judge_of(options: Namespace) -> Judge:
         raise UserError(
             f"judge_url: {options.judge_url!r} is no http address; give one such as http://localhost:8000/v1"
         )
-    beside = options.output if options.verb == "run" else options.output.parent
+    named = options.verb == "score" and options.output.suffix == ".json" and not options.output.is_dir()
+    beside = options.output.parent if named else options.output
     return Judge(
         options.judge_url,
         options.judge_model,
@@ -95,7 +98,10 @@ def judged(rows: Sequence[Prediction], judge: Judge) -> list[Extraction]:
         extractions = list(tqdm(found, total=len(rows), unit="row", desc="judge", disable=None))
     failures = [extraction.text for extraction in extractions if extraction.how == JUDGE_FAILED]
     if failures:
-        print(f"warning: the judge failed on {len(failures)} rows, the first time: {failures[0]}", file=sys.stderr)
+        print(
+            f"warning: the judge failed on {amount(len(failures), 'row')}, the first time: {failures[0]}",
+            file=sys.stderr,
+        )
     return [Extraction(None, JUDGE_FAILED) if found.how == JUDGE_FAILED else found for found in extractions]
 
 
@@ -181,8 +187,10 @@ class _Cache:
 
     def __init__(self, judge: Judge) -> None:
         self._judge, self._answers = judge, dict[str, str]()
-        judge.cache.parent.mkdir(parents=True, exist_ok=True)
-        lines = judge.cache.read_text().splitlines() if judge.cache.is_file() else []
+        with written_to("judge_cache", judge.cache):
+            judge.cache.parent.mkdir(parents=True, exist_ok=True)
+            content = judge.cache.read_text(encoding="utf-8", errors="replace") if judge.cache.exists() else ""
+        lines = content.splitlines()
         for line in lines:
             try:
                 entry = json.loads(line)
@@ -198,5 +206,8 @@ class _Cache:
 
     def put(self, key: str, answer: str) -> None:
         self._answers[key] = answer
-        with self._judge.cache.open("a") as file:  # one write of a short line: whole, whichever thread is first
+        with (
+            written_to("judge_cache", self._judge.cache),
+            self._judge.cache.open("a", encoding="utf-8") as file,
+        ):  # one write of a short line: whole, whichever thread is first
             file.write(json.dumps({"key": key, "answer": answer}) + "\n")

@@ -11,18 +11,30 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image
 
+from adora_vl.rows import problem_with_row, rows_without_pixels
 from data_prep.storage import load_split
 from eval.command import Benchmark
 from eval.fingerprint import data_hash
 from eval.geometry3k.scoring import score
+from eval.predictions import Complaints
 from eval.runner import Problem
 
 _TRAINING_TEXTS = ("solution", "slip")  # of `meta`; what the warm start of the tiny model learns from
 
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
-    """The problems of a split of a prepared dataset folder, and a hash of it."""
-    return problems(load_split(options.data, options.split)), data_hash(Path(options.data), options.split)
+    """The problems of a split of a prepared dataset folder, and a hash of it.
+
+    Raises `UserError` with a line for each row that cannot be asked about.
+    """
+    dataset = load_split(options.data, options.split)
+    wrong = Complaints(f"data: {options.data}, split {options.split!r},")
+    for index, row in enumerate(rows_without_pixels(dataset.with_format("arrow")[:])):
+        fault = problem_with_row(row)
+        if fault:
+            wrong.add(f"row {row.get('id') or f'number {index}'}: {fault}")
+    wrong.settle()
+    return problems(dataset), data_hash(Path(options.data), options.split)
 
 
 def problems(dataset: Dataset) -> list[Problem]:

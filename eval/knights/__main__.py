@@ -2,8 +2,10 @@
 
 import sys
 
-from eval.command import main
-from eval.knights.benchmark import BENCHMARK
+from adora_vl.commands import imports
 
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
+        from eval.knights.benchmark import BENCHMARK
     sys.exit(main(BENCHMARK))

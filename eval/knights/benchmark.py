@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from adora_vl.rewards.knights import knights_verdict
+from adora_vl.rewards.knights import knights_verdict, roles_in
 from eval.command import Benchmark
 from eval.geometry3k.benchmark import load
 from eval.predictions import Prediction
@@ -15,8 +15,17 @@ from eval.scoring import Graded, Score, aggregate, answers, common_groups
 def score(rows: Sequence[Prediction], options: Namespace) -> Score:
     """The score of predictions; there are no options."""
     graded = [_grade(row) for row in rows]
-    items = [{"pid": item.pid, "verdict": item.verdict, "extracted": item.extracted} for item in graded]
-    return {**aggregate(graded), **answers(rows, graded), "items": items}
+    items = [
+        {
+            "pid": item.pid,
+            **({"sample": item.sample} if item.sample else {}),
+            "verdict": item.verdict,
+            "extracted": item.extracted,
+            "reason": item.reason,
+        }
+        for item in graded
+    ]
+    return {**aggregate(graded), **answers(rows, graded), "rules": {"rules": "everyone's kind"}, "items": items}
 
 
 def _grade(row: Prediction) -> Graded:
@@ -31,4 +40,10 @@ def _no_options(parser: ArgumentParser) -> None:
     """Nothing to choose."""
 
 
-BENCHMARK = Benchmark("knights", "test", load, score, _no_options)
+def _check(row: Prediction) -> str | None:
+    if not roles_in(row["answer"]):
+        return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
+    return None
+
+
+BENCHMARK = Benchmark("knights", "test", load, score, _no_options, check=_check)

@@ -23,6 +23,7 @@ ID_OOD = (
     "inferred from its figures; because of the double count the intervals are a little too narrow."
 )
 _QUESTION_TYPES, _ANSWER_TYPES = ("multi_choice", "free_form"), ("text", "integer", "float", "list")
+_MOST_PLACES = 15  # what a float holds
 _NEEDED = ("pid", "question", "question_type", "answer_type", "precision", "choices", "answer", "metadata", "response")
 
 
@@ -36,8 +37,11 @@ def check(row: Prediction) -> str | None:
             return f"has {field} = {row[field]!r}, expected one of {', '.join(known)}"
     if row["question_type"] == "multi_choice" and not 1 <= len(row["choices"] or []) <= 26:
         return f"is multiple choice with choices = {row['choices']!r}, expected 1 to 26 of them"
-    if row["answer_type"] == "float" and not isinstance(row["precision"], int | float):
-        return f"has precision = {row['precision']!r}, expected a number for a float answer"
+    precision = row["precision"]
+    if row["answer_type"] == "float" and not (isinstance(precision, int | float) and 0 <= precision <= _MOST_PLACES):
+        return f"has precision = {precision!r}, expected a number from 0 to {_MOST_PLACES} for a float answer"
+    if not isinstance(row["question"], str):
+        return f"has question = {row['question']!r:.60}, expected a string"
     return None
 
 

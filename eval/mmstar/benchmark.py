@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from adora_vl.commands import optional, path, text
 from eval.command import Benchmark
 from eval.mmstar.scoring import RULE_SETS, check, score
-from eval.options import optional
 from eval.runner import Problem
-from eval.sources import load_rows
+from eval.sources import load_rows, unaskable
 
 _NEEDED = ("index", "question", "answer", "category", "l2_category")
 _KEPT = (*_NEEDED, "meta_info")
@@ -33,7 +32,7 @@ def _none() -> list[Image.Image]:
 
 
 def _fault(row: dict[str, Any]) -> str | None:
-    return check({**row, "pid": "", "response": ""})
+    return check({**row, "pid": "", "response": ""}) or unaskable(row["question"])
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--data-revision", type=optional(str), metavar="NAME", help="of the data on the hub")
+    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
     # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a no.
     parser.add_argument("--no-image", action="store_true", help="ask without the image, for the leakage metrics")
 
@@ -49,8 +48,8 @@ def _data_options(parser: ArgumentParser) -> None:
 def _score_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--rules", choices=RULE_SETS, default="letter", help="official is made for answers that start with the letter")
-    add("--without-image", type=optional(Path), metavar="FILE.jsonl", help="predictions made with --no-image")
-    add("--text-only", type=optional(Path), metavar="FILE.jsonl", help="predictions of the language backbone")
+    add("--without-image", type=optional(path), metavar="FILE.jsonl", help="predictions made with --no-image")
+    add("--text-only", type=optional(path), metavar="FILE.jsonl", help="predictions of the language backbone")
 
 
 BENCHMARK = Benchmark("mmstar", "val", load, score, _score_options, _data_options, check, ("data_revision", "no_image"))

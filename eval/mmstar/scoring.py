@@ -25,6 +25,9 @@ def check(row: Prediction) -> str | None:
     lacking = missing_fields(row, _NEEDED)
     if lacking:
         return lacking
+    for field in ("question", "category", "l2_category"):
+        if not isinstance(row[field], str):
+            return f"has {field} = {row[field]!r:.60}, expected a string"
     if not re.fullmatch(r"\s*[A-Za-z]\s*", row["answer"]):
         return f"has answer = {row['answer']!r}, expected a letter"
     return None

@@ -11,6 +11,7 @@ import json
 import pickle
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch  # noqa: E402
 
 from adora_vl.doctor import __main__ as command  # noqa: E402
 from adora_vl.doctor import before_step_one  # noqa: E402
-from adora_vl.doctor.engine import Examination, examine  # noqa: E402
+from adora_vl.doctor.engine import Examination, check_buffers, examine  # noqa: E402
 from adora_vl.doctor.probe import read_prompts  # noqa: E402
 from adora_vl.doctor.result import Check, as_json  # noqa: E402
 from adora_vl.doctor.self_check import SelfCheck  # noqa: E402
@@ -90,6 +91,18 @@ def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
     examination.prompts = read_prompts(trainer, rows_of(examination))
 
 
+@contextmanager
+def rounded(examination: Examination) -> Iterator[None]:
+    """The policy's rotary frequencies as ZeRO-3 with bfloat16 makes them; the engine's are right."""
+    buffers = [b for name, b in examination.trainer.model.named_buffers() if "inv_freq" in name]
+    right = [buffer.data for buffer in buffers]
+    for buffer in buffers:
+        buffer.data = buffer.data.bfloat16()
+    yield
+    for buffer, data in zip(buffers, right, strict=True):
+        buffer.data = data
+
+
 def rows_of(examination: Examination) -> list[dict[str, Any]]:
     return [examination.trainer.train_dataset[number] for number in range(len(examination.prompts.names))]
 
@@ -99,8 +112,9 @@ STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
     "no_sync": (no_sync, lambda e: [e.after_change(vision=False)]),
     "pixel_limits": (pixel_limits, lambda e: examine(e, 2)),
     "unbanned": (unbanned, lambda e: [e.banned()]),
+    "rounded": (rounded, lambda e: [check_buffers(e.trainer), *e.cold(), e.distant()]),
     "doubled": (doubled_in_the_trainer, lambda e: examine(e, 2)[:1]),
-    "healthy_again": (lambda e: replaced(e, "tokens", 8), lambda e: e.cold()),
+    "healthy_again": (lambda e: replaced(e, "tokens", 8), lambda e: [*e.cold(), e.distant()]),
     "stale_encoder_cache": (stale_encoder_cache, lambda e: [e.after_change(vision=True)]),  # may break the engine
 }
 
@@ -142,7 +156,7 @@ def main() -> int:
         results["examined_unchanged"] = fingerprint(trainer) == before
         refusals = {"healthy": self_check(trainer)}
         results["self_check_unchanged"] = fingerprint(trainer) == before
-        for name in ("expanded", "pixel_limits"):
+        for name in ("expanded", "pixel_limits", "rounded"):
             with STEPS[name][0](examination):
                 refusals[name] = self_check(trainer)
         results["refusals"] = refusals
@@ -152,7 +166,7 @@ def main() -> int:
                 with sabotage(examination):
                     results[name] = as_json(step(examination))
             except Exception as error:  # a cache that misses says so itself on a CPU
-                results[name] = [{"raised": str(error)}]
+                results[name] = [{"raised": "".join(traceback.format_exception(error))}]
         output.write_text(json.dumps(results))
         return checks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -33,14 +34,38 @@ def launch(config: str, *arguments: str, **options: Any) -> subprocess.Completed
     return run([accelerate, "launch", "--config_file", str(file), *arguments], **options)
 
 
+# Where vLLM 0.31 (V1) asks for an image's features: the scheduler's books say that it has them, the runner has them not
+# ("Encoder cache miss"), has others (an assertion without words), or as many as there are not places for.
+_FEATURES = re.compile(
+    r'^\s*File "[^"]*/vllm/.*, in (_gather_mm_embeddings|gather_mm_embeddings|_try_schedule_encoder_inputs|'
+    r"check_and_update_cache|can_allocate|allocate|free_encoder_input|_merge_multimodal_embeddings)$"
+    r"|^\S*(Error|Exception)\b.*encoder cache miss",
+    re.MULTILINE | re.IGNORECASE,
+)
+
+
+def lost_image_features(output: str) -> bool:
+    """Whether the engine ended with an error about its cache of image features, in whatever words."""
+    return _FEATURES.search(re.sub(r"^\[rank\d+\]: ?", "", output, flags=re.MULTILINE)) is not None
+
+
+def pids_with(mark: str) -> list[int]:
+    """The processes that inherited `mark` in their environment, graders' workers among them; none that have ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
 def processes_with(mark: str) -> list[str]:
-    """The command lines of the processes that inherited `mark`, graders' workers among them; they may take a moment."""
+    """The command lines of the processes that inherited `mark`; they may take a moment to end."""
     for _ in range(50):
         found = []
-        for folder in Path("/proc").glob("[0-9]*"):
+        for pid in pids_with(mark):
             with contextlib.suppress(OSError):
-                if mark.encode() in (folder / "environ").read_bytes():
-                    found.append((folder / "cmdline").read_text().replace("\0", " "))
+                found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
         if not found:
             break
         time.sleep(0.2)

@@ -59,11 +59,13 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
             ["--per_device_train_batch_size", "168", "--num_generations", "8"],
             "20 rows do not fill one generation of 21",
         ),
-        ([*BATCH, "--steps_per_generation", "4", "--save_steps", "3"], "save_steps: 3 is not a multiple of the 4"),
-        ([*BATCH, "--adora_criteria", "lenght"], "unknown criterion 'lenght'; did you mean 'length'?"),
+        (
+            [*BATCH, "--adora_criteria", "lenght"],
+            "'lenght' is not one of length, difficulty; did you mean 'length'?",
+        ),
         ([*BATCH, "--adora_factor", "3"], "adora_factor: 3.0 with adora_mode: attenuation"),
-        ([*BATCH, "--adora_tau", "0"], "adora_tau: 0.0"),
-        ([*BATCH, "--adora_max_drift", "-1"], "adora_max_drift: -1.0"),
+        ([*BATCH, "--adora_tau", "0"], "adora_tau: 0 is not"),
+        ([*BATCH, "--adora_max_drift", "-1"], "adora_max_drift: -1 is not"),
         ([*BATCH, "--adora_reward", "adorra"], "adorra"),
         (
             [*BATCH, "--adora_reward", "accuracy", "format", "--reward_weights", "1"],

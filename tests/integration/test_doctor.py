@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from adora_vl.doctor.engine import BANNED, COLD, FEATURES, LANGUAGE, PROMPTS, SLEEP, VISION
-from tests.integration.support import REPOSITORY, run
+from adora_vl.doctor.engine import BANNED, BUFFERS, COLD, DISTANT, FEATURES, LANGUAGE, PROMPTS, SLEEP, VISION
+from tests.integration.support import REPOSITORY, lost_image_features, run
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("doctor_run.py"))
@@ -23,6 +23,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words = [
         "--config", str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"), "--output_dir", str(folder / "run"),
         "--per_device_train_batch_size", "8", "--num_generations", "4", "--adora_synthetic_rows", "64",
+        "--vllm_max_model_length", "2048",  # of which the far prompts take 2,000
     ]  # fmt: skip
     done = run([sys.executable, SCRIPT, str(output), *words])
     return {
@@ -41,10 +42,22 @@ def line(checks: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def test_a_healthy_run_passes_every_line(examined):
     assert [check for check in examined["table"] if check["status"] == "failed"] == []
     status = {check["name"]: check["status"] for check in examined["table"]}
-    for name in (FEATURES, PROMPTS, COLD, LANGUAGE, VISION, BANNED, "grader on 8 golds", "output folder has room"):
+    for name in (
+        FEATURES,
+        BUFFERS,
+        PROMPTS,
+        COLD,
+        DISTANT,
+        LANGUAGE,
+        VISION,
+        BANNED,
+        "grader on 8 golds",
+        "output folder has room",
+    ):
         assert status[name] == "passed", name
     assert status[SLEEP] == "skipped" and "vllm_enable_sleep_mode: false" in line(examined["table"], SLEEP)["detail"]
     assert "moved the policy by" in line(examined["table"], LANGUAGE)["detail"]
+    assert "answers from position 19" in line(examined["table"], DISTANT)["detail"]
     assert "0 failed" in examined["stdout"]
 
 
@@ -68,7 +81,7 @@ def test_nothing_of_the_run_is_changed(examined):
 def test_without_a_correction_its_line_fails_with_the_remedy(examined, sabotage, name, remedy):
     checks = examined[sabotage]
     if "raised" in checks[0]:
-        assert sabotage == "stale_encoder_cache" and "ncoder cache miss" in checks[0]["raised"]
+        assert sabotage == "stale_encoder_cache" and lost_image_features(checks[0]["raised"]), checks[0]
         return
     found = line(checks, name)
     assert found["status"] == "failed", found
@@ -79,6 +92,13 @@ def test_expanded_prompts_also_show_in_the_log_probabilities(examined):
     assert line(examined["expanded"], COLD)["status"] == "failed"
 
 
+def test_rounded_rotary_frequencies_show_far_from_the_start_and_not_near_it(examined):
+    checks = examined["rounded"]
+    assert "inv_freq is bfloat16, not float32" in line(checks, BUFFERS)["detail"]
+    assert line(checks, PROMPTS)["status"] == line(checks, COLD)["status"] == "passed"
+    assert line(checks, DISTANT)["status"] == "failed"
+
+
 def test_the_engine_is_healthy_again_after_each(examined):
     assert {check["status"] for check in examined["healthy_again"]} == {"passed"}
 
@@ -86,6 +106,6 @@ def test_the_engine_is_healthy_again_after_each(examined):
 def test_training_refuses_to_start(examined):
     refusals = examined["refusals"]
     assert refusals["healthy"] == ""
-    for name in ("expanded", "pixel_limits"):
+    for name in ("expanded", "pixel_limits", "rounded"):
         assert refusals[name].startswith("before the first step:")
         assert "--adora_self_check false" in refusals[name] and "adora_vl.doctor" in refusals[name]

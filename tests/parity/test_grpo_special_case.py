@@ -45,27 +45,27 @@ def reward_with_a_constant_group(completions: list[Any], answer: list[str], **co
 def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, Any]:
     """Two optimizer steps of two micro-batches with `transformers` generation; everything is decided by the seed."""
     processor = load_processor(str(PRETRAINED))
-    args = AdoraGRPOConfig(
-        output_dir=str(tmp_path / "run"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=2,
-        num_generations=8,
-        max_completion_length=28,
-        max_steps=2,
-        learning_rate=1e-4,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=2,
+    own: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 8,
+        "max_completion_length": 28,
+        "max_steps": 2,
+        "learning_rate": 1e-4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 2,
         # what ours adds by itself, so that the same tokens are sampled
-        generation_kwargs={"suppress_tokens": never_sampled_ids(processor.tokenizer)},
+        "generation_kwargs": {"suppress_tokens": never_sampled_ids(processor.tokenizer)},
         **stock_work(),
-        **settings,
-    )
+    }
+    args = AdoraGRPOConfig(**{**own, **settings})
     rows = list(generate(16, seed=6))
     dataset = Dataset.from_list(rows, features=FEATURES)
     dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
@@ -110,7 +110,7 @@ def assert_same(ours, stock):
     for our_batch, stock_batch in zip(ours["batches"], stock["batches"], strict=True):
         assert torch.equal(our_batch["completion_ids"], stock_batch["completion_ids"])
         assert torch.equal(our_batch["advantages"], stock_batch["advantages"])
-    assert len(ours["gradients"]) == len(stock["gradients"]) == 2
+    assert len(ours["gradients"]) == len(stock["gradients"]) == len(stock["losses"])
     for our_step, stock_step in zip(ours["gradients"], stock["gradients"], strict=True):
         assert our_step.keys() == stock_step.keys()
         assert all(torch.equal(our_step[name], stock_step[name]) for name in stock_step)
@@ -121,6 +121,19 @@ def assert_same(ours, stock):
 )
 def test_with_weights_of_one_the_step_is_stock_grpo(tmp_path, stock, settings):
     assert_same(two_steps(AdoraGRPOTrainer, tmp_path, **settings), stock)
+
+
+# Four optimizer steps a generation, then one of the next; the rate is high enough for ratios to leave the clip range.
+SEVERAL = {"steps_per_generation": 8, "max_steps": 5, "learning_rate": 1e-3, "beta": 0.01}
+
+
+def test_several_steps_a_generation_are_stock_grpos(tmp_path):
+    stock = two_steps(GRPOTrainer, tmp_path / "stock", **SEVERAL)
+    ours = two_steps(AdoraGRPOTrainer, tmp_path / "ours", adora_mode="off", **SEVERAL)
+    assert len(stock["batches"]) == 2
+    assert_same(ours, stock)
+    clipped = [[entry["clip_ratio/region_mean"] for entry in run["log"] if "loss" in entry] for run in (ours, stock)]
+    assert clipped[0] == clipped[1] and clipped[0][0] == clipped[0][4] == 0 < max(clipped[0])
 
 
 def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, stock):

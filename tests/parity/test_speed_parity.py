@@ -12,8 +12,17 @@ from tests.integration.support import launch
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("speed_run.py"))
-# Relative to each gradient's norm. Rounding alone, from another order of the same micro-batches, gives 5e-7.
-BOUNDS = {"vision": 1e-5, "prompt": 1e-5, "all": 1e-5, "padding": 5e-6, "end to end": 1e-5}
+# Of a policy in float64, relative to each gradient's norm: 5e-14 at most was measured. No processor is 20,000 times
+# worse, and a factor of 1 + 1e-8 that one of the switches forgets is still found.
+BOUND = 1e-9
+# Of a policy in float32: DeepSpeed's ZeRO-3 takes no float64 ("allowed values are [torch.half, torch.bfloat16,
+# torch.float]"). No parameter's gradient was further off than 1.3e-5 of its norm on any processor, so the norm of all
+# is not either; 3e-7 was measured. The loss is a mean of products of advantages below 2.5 and ratios that are as exact
+# as log-probabilities, 1e-6; 8e-9 was measured. What the processes might weigh wrongly changes both by a tenth or more.
+NORM_FLOAT32, LOSS_FLOAT32 = 1e-4, 3e-6
+# Nats on average between the policy and the engine, which is float32; 3e-7 was measured. Another row's tokens, or the
+# same ones a position further on, are 0.2 and more.
+DRIFT = 1e-4
 # Four micro-batches of half a group on each process
 TWO_PROCESSES = (
     "per_device_train_batch_size=4",
@@ -41,18 +50,18 @@ def each(result: dict[str, Any], figure: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "refill"}
 
 
-def assert_equal_steps(result: dict[str, Any]) -> None:
+def assert_equal_steps(result: dict[str, Any], loss_bound: float = 1e-12) -> None:
     assert all(result["same"]), "the rollouts were not the same"
     for name, loss in each(result, "losses").items():
-        assert loss == pytest.approx(result["losses"][0], rel=1e-6, abs=2e-7), name
-    assert max(result["drift"]) < 1e-5
+        assert loss == pytest.approx(result["losses"][0], abs=loss_bound, rel=0), name
+    assert max(result["drift"]) < DRIFT
 
 
 def test_every_switch_keeps_the_loss_and_every_gradient(one_process):
     assert_equal_steps(one_process)
     assert one_process["norms"][0] > 0.05
     for name, distance in each(one_process, "distances").items():
-        assert distance <= BOUNDS.get(name, 1e-6), name
+        assert distance <= BOUND, name
 
 
 def test_a_reference_model_is_asked_the_same(tmp_path):
@@ -60,8 +69,9 @@ def test_a_reference_model_is_asked_the_same(tmp_path):
     only = "off,cache,vision,prompt,old pass,padding,end to end,all"
     result = speed(tmp_path, "cpu", "beta=0.1", "max_completion_length=12", "--only", only)
     assert_equal_steps(result)
-    assert result["packed"] > 0 and not result["refused"] and max(result["kl"]) < 1e-8
-    assert max(result["distances"]) < 1e-5
+    assert result["packed"] > 0 and not result["refused"]
+    assert max(result["kl"]) < 1e-14, "log-probabilities are 1.4e-7 nats apart or more"
+    assert max(result["distances"]) <= BOUND
 
 
 def test_the_work_is_really_saved(one_process):
@@ -83,7 +93,7 @@ def test_the_work_is_really_saved(one_process):
 def test_groups_of_a_further_batch_bring_all_that_is_theirs(one_process):
     """Were a token, an image or a log-probability another row's, engine and policy would differ on it."""
     assert one_process["steps"][-1] == "refill" and one_process["refilled"] > 0
-    assert one_process["drift"][-1] < 1e-5
+    assert one_process["drift"][-1] < DRIFT
     assert one_process["distances"][-1] > 1e-2, "nothing else was learned from"
 
 
@@ -92,7 +102,7 @@ def test_micro_batches_of_half_a_group(tmp_path):
     words = ("per_device_train_batch_size=4", "gradient_accumulation_steps=8")
     result = speed(tmp_path, "cpu", *words, "--only", "off,vision,zero signal,padding,all")
     assert_equal_steps(result)
-    assert max(result["distances"]) < 2e-5  # vision once for half a group instead of once a rollout: 1.04e-5
+    assert max(result["distances"]) <= BOUND
     run = each(result, "micro_batches")
     assert run["off"] == run["padding"] == 8 and run["zero signal"] == run["all"] == 4
 
@@ -108,10 +118,11 @@ def test_faults_are_noticed(tmp_path):
 
 
 def test_two_zero3_processes_with_groups_without_signal(tmp_path):
-    result = speed(tmp_path, "cpu_zero3", *TWO_PROCESSES, "--only", "off,prompt,zero signal,spread,all,refill")
-    assert_equal_steps(result)
+    only = "off,prompt,zero signal,spread,all,refill"
+    result = speed(tmp_path, "cpu_zero3", "--float32", *TWO_PROCESSES, "--only", only)
+    assert_equal_steps(result, LOSS_FLOAT32)
     for norm in each(result, "norms").values():
-        assert norm == pytest.approx(result["norms"][0], rel=1e-5)
+        assert norm == pytest.approx(result["norms"][0], rel=NORM_FLOAT32)
     skipped, moved = each(result, "skipped"), each(result, "moved")
     # the silent problems are the first process's: alone, it would look on while the other takes all of its own
     assert skipped["zero signal"] == 0 and skipped["spread"] == skipped["all"] == 0.5

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 
 from adora_vl.advantage import METHODS, Groups, MethodRun, group_advantages
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """New tensors are float64, so that no bound of rounding depends on the processor."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def batch(rewards, lengths=None, surprisal=None, **facts) -> Groups:

@@ -55,15 +55,70 @@ def test_amplification_multiplies_the_advantageous_groups_only():
     assert adora_weights(rewards, lengths, factor=1.0).tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("pass_count", "tau", "weight"),
-    [(0, 0.5, 1.0), (1, 0.5, 1.0), (2, 0.5, 1.0), (3, 0.5, 0.1), (4, 0.5, 0.1), (1, 0.2, 0.1)],
-)
-def test_difficulty_is_a_pass_rate_above_zero_and_at_most_tau(pass_count, tau, weight):
-    rewards = torch.tensor([[1.0] * pass_count + [0.1] * (4 - pass_count)])
+# right of four, tau, weights (attenuation to 0.1, amplification to 2), and those where a pass rate of 0 does not count
+DIFFICULTY = [
+    (0, 0.5, (1.0, 2.0), (1.0, 1.0)),
+    (1, 0.5, (1.0, 2.0), (1.0, 2.0)),
+    (2, 0.5, (1.0, 2.0), (1.0, 2.0)),
+    (3, 0.5, (0.1, 1.0), (0.1, 1.0)),
+    (4, 0.5, (0.1, 1.0), (0.1, 1.0)),
+    (1, 0.2, (0.1, 1.0), (0.1, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("right", "tau", "published", "needing_one"), DIFFICULTY)
+def test_difficulty_is_a_pass_rate_of_at_most_tau(right, tau, published, needing_one):
+    rewards = torch.tensor([([1.0] * right + [0.1] * 3 + [0.0])[:4]])
     lengths = torch.tensor([[10] * 4])
-    result = adora_weights(rewards, lengths, criteria=("difficulty",), tau=tau)
-    assert result.tolist() == [pytest.approx(weight)]
+    for needs_correct, weights in ((False, published), (True, needing_one)):
+        own = {"criteria": ("difficulty",), "tau": tau, "difficulty_needs_correct": needs_correct}
+        assert adora_weights(rewards, lengths, **own).tolist() == [pytest.approx(weights[0])]
+        amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **own)
+        assert amplified.tolist() == [pytest.approx(weights[1])]
+
+
+def test_a_group_that_nothing_scored_has_no_pass_rate():
+    rewards, lengths = torch.full((1, 4), NAN), torch.full((1, 4), 10)
+    assert adora_weights(rewards, lengths, mode="amplification", factor=2.0, criteria=("difficulty",)).item() == 1.0
+
+
+# criteria, combine, weight of a group without a correct rollout with no_correct="keep", with "attenuate"
+NO_CORRECT = [
+    (("length",), "any", 1.0, 0.1),
+    (("difficulty",), "any", 1.0, 1.0),  # TAS: 0 is at most tau
+    (("length", "difficulty"), "any", 1.0, 1.0),
+    (("length", "difficulty"), "all", 1.0, 0.1),
+]
+
+
+@pytest.mark.parametrize(("criteria", "combine", "keep", "attenuate"), NO_CORRECT)
+def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(criteria, combine, keep, attenuate):
+    group = torch.tensor([[0.0, 0.1, 0.1, 0.0]]), torch.tensor([[5, 6, 70, 8]])
+    own = {"criteria": criteria, "combine": combine}
+    assert adora_weights(*group, **own).item() == keep
+    assert adora_weights(*group, **own, no_correct="attenuate").item() == pytest.approx(attenuate)
+
+
+@pytest.mark.parametrize(
+    "neutral", [{"mode": "off"}, {"factor": 1.0}, {"mode": "amplification", "factor": 1.0}], ids=str
+)
+@pytest.mark.parametrize("needs_correct", [False, True])
+def test_every_option_is_grpo_to_the_bit_with_a_weight_of_one(neutral, needs_correct):
+    rewards, lengths = _random_groups()
+    own = {"criteria": ("length", "difficulty"), "no_correct": "attenuate", "difficulty_needs_correct": needs_correct}
+    raw = group_advantages(rewards)
+    assert torch.equal(raw * adora_weights(rewards, lengths, **own, **neutral)[:, None], raw)
+
+
+def test_with_both_options_the_length_criterion_is_the_llm_references():
+    """`compute_grpo_outcome_advantage_ADORA` written out: a maximum or a mean over nothing is -inf."""
+    rewards, lengths = _random_groups(prompts=400, generations=5)
+    weights = adora_weights(rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate")
+    for reward, length, weight in zip(rewards, lengths, weights, strict=True):
+        right, wrong = length[reward > 0.5], length[(reward <= 0.5) & (length < 60)]
+        longest = right.max().item() if len(right) else float("-inf")
+        mean = wrong.float().mean().item() if len(wrong) else float("-inf")
+        assert weight.item() == pytest.approx(1.0 if longest > mean else 0.1)
 
 
 def test_criteria_combine():
@@ -82,7 +137,9 @@ def _random_groups(seed=0, prompts=64, generations=8):
     return rewards, torch.randint(1, 110, (prompts, generations), generator=generator)
 
 
-@pytest.mark.parametrize("options", [{}, {"criteria": ("length", "difficulty"), "combine": "all"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"criteria": ("length", "difficulty"), "combine": "all"}, {"no_correct": "attenuate"}], ids=str
+)
 def test_permuting_the_rollouts_of_a_group_changes_nothing(options):
     rewards, lengths = _random_groups()
     weights = adora_weights(rewards, lengths, truncated_at=100, **options)
@@ -116,6 +173,7 @@ def test_a_weight_keeps_sign_and_ranking_inside_the_group():
         ({"criteria": ()}, "criteria"),
         ({"combine": "or"}, "combine"),
         ({"empty_wrong": "drop"}, "empty_wrong"),
+        ({"no_correct": "drop"}, "no_correct"),
         ({"factor": 1.5}, "factor"),
         ({"factor": 0.0}, "factor"),
         ({"mode": "amplification", "factor": 0.5}, "factor"),

@@ -1,10 +1,10 @@
-"""Batches, groups and saves."""
+"""Batches and groups."""
 
 from __future__ import annotations
 
 import pytest
 
-from adora_vl.arithmetic import check_rows, check_saves, plan_batches
+from adora_vl.arithmetic import check_rows, plan_batches
 from adora_vl.errors import UserError
 
 
@@ -47,23 +47,12 @@ def test_what_does_not_divide_is_named(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("changes", "save_steps", "right"),
-    [
-        ({}, 1, True),  # one generation lasts one optimizer step
-        ({"steps_per_generation": 8}, 2, True),  # two steps
-        ({"steps_per_generation": 8}, 3, False),
-        ({"num_iterations": 3}, 3, True),
-        ({"num_iterations": 3}, 4, False),
-        ({"steps_per_generation": 6}, 3, True),  # a generation lasts one and a half steps
-        ({"steps_per_generation": 6}, 2, False),
-    ],
+    ("changes", "updates"),
+    [({}, 1), ({"steps_per_generation": 32}, 8), ({"num_iterations": 3}, 3), ({"steps_per_generation": 6}, 1.5)],
 )
-def test_a_save_falls_between_two_generations(changes, save_steps, right):
-    if right:
-        check_saves(plan(**changes), save_steps)
-    else:
-        with pytest.raises(UserError, match=f"save_steps: {save_steps}"):
-            check_saves(plan(**changes), save_steps)
+def test_how_many_optimizer_steps_learn_from_a_generation(changes, updates):
+    assert plan(**changes).updates_per_generation == updates
+    assert f"{updates} optimizer steps a generation" in plan(**changes).describe()
 
 
 def test_too_few_rows_are_an_error_and_not_a_run_of_zero_steps():

@@ -77,8 +77,8 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
     (make(tmp_path, 10) / MARK).unlink()
     with pytest.raises(UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"):
         choose_start(tmp_path, "auto", False, RUN)
-    assert choose_start(tmp_path, "auto", True, RUN).checkpoint is None
-    assert checkpoints(tmp_path) == []
+    start = choose_start(tmp_path, "auto", True, RUN)
+    assert start.checkpoint is None and start.replaces
 
 
 def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_path):

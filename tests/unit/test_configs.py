@@ -51,16 +51,22 @@ def test_that_check_would_notice_a_dataset_that_is_too_small(monkeypatch):
         check_run(config, model, Qwen2_5_VLConfig(), 100, num_processes=8)
 
 
-def test_the_papers_recipe_samples_128_prompts_of_8():
-    content = read_yaml(CONFIGS / "train" / "adora_7b_geo3k.yaml")
-    plan = plan_batches(
-        per_device_train_batch_size=content["per_device_train_batch_size"],
-        num_processes=8,
-        num_generations=content["num_generations"],
-        gradient_accumulation_steps=content["gradient_accumulation_steps"],
-    )
-    assert plan.prompts_per_generation == 128
-    assert plan.generation_batch == plan.optimizer_batch == 1024
+BATCH_KEYS = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps", "steps_per_generation")
+
+
+@pytest.mark.parametrize("name", ["adora_7b_geo3k", "grpo_7b_geo3k"])
+def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps(name):
+    content = read_yaml(CONFIGS / "train" / f"{name}.yaml")
+    plan = plan_batches(num_processes=8, **{key: content[key] for key in BATCH_KEYS})
+    assert (plan.prompts_per_generation, plan.generation_batch, plan.optimizer_batch) == (128, 1024, 128)
+    assert plan.updates_per_generation == 8
+    assert content["save_steps"] == 2101 // 128 * 8, "once an epoch"
+
+
+@pytest.mark.parametrize("name", ["adora_7b_geo3k", "grpo_7b_geo3k", "adora_3b_1gpu_lora"])
+def test_a_micro_batch_of_a_gpu_recipe_has_whole_groups(name):
+    content = read_yaml(CONFIGS / "train" / f"{name}.yaml")
+    assert content["per_device_train_batch_size"] % content["num_generations"] == 0
 
 
 def test_the_baseline_differs_from_the_recipe_in_its_mode_only():
@@ -80,6 +86,20 @@ def test_an_accelerate_config_is_one_that_accelerate_reads(path):
     assert (config.distributed_type.value == "DEEPSPEED") == ("zero" in path.stem)
     if "zero3" in path.stem:
         assert config.deepspeed_config["zero_stage"] == 3
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "accelerate").glob("*zero*.yaml")), ids=lambda p: p.stem)
+def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(path, monkeypatch):
+    """Down to what torch's launcher makes of it, since accelerate hands the key on without knowing it."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import _filter_args
+    from torch.distributed import run
+
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    given = launch_command_parser().parse_args(["--config_file", str(path), "-m", "adora_vl.train"])
+    own = ["--training_script", given.training_script, "--training_script_args", given.training_script_args]
+    words = _filter_args(_validate_launch_command(given)[0], run.get_args_parser(), own)
+    assert run.config_from_args(words)[0].shutdown_timeout == 3600
 
 
 @pytest.mark.parametrize(

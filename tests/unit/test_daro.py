@@ -10,6 +10,7 @@ import torch
 from adora_vl.advantage import Groups, MethodRun, group_advantages
 from adora_vl.advantage.daro import OUTSIDE, DaroWeights, bin_losses, bins_of, daro
 from adora_vl.advantage.options import DaroOptions
+from tests.unit.methods_support import float64  # noqa: F401
 
 
 def test_bins_are_the_pass_rates_that_carry_a_gradient():

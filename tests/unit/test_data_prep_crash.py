@@ -31,6 +31,7 @@ def _synthetic(output: Path, rows: int) -> list[str]:
         str(rows),
         "--test-rows",
         "0",
+        "--overwrite",
     ]
 
 
@@ -144,6 +145,7 @@ Path.rename = dying
 main(sys.argv[1:])
 """
     command = [sys.executable, "-c", script, "synthetic", "--output", str(output), "--rows", "3", "--test-rows", "0"]
+    command.append("--overwrite")
     done = subprocess.run(command, cwd=REPOSITORY, check=False)
     assert done.returncode == -signal.SIGKILL
     assert output.exists() == (killed_after == "new is in") and _partials(output)

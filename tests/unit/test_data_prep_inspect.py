@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from data_prep.inspection import percentile, survey
 from data_prep.pixels import image_tokens
 from data_prep.storage import stored_rows, write_manifest, write_split
 from data_prep.synthetic.generate import generate
+from tests.browser import Browser, chromium, require_chromium
 from tests.unit.data_prep_support import encoded, prepare, problem_folder
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ATTACK = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "</p></article><iframe src='javascript:parent.document.title=`owned`'></iframe>'\">"
@@ -139,32 +137,33 @@ def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> N
     assert not re.search(r"https?://(?!www\.w3\.org)", attacked.read_text())
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to render the page with")
-def test_nothing_runs_in_a_real_browser(attacked: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    require_chromium()
+    with chromium(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+def test_nothing_runs_in_a_real_browser(attacked: Path, browser: Browser, tmp_path: Path) -> None:
     """A page that would run it says so in its title; without escaping and policy the same rows do exactly that."""
     unsafe = tmp_path / "unsafe.html"
     unsafe.write_text(f"<!doctype html><title>fine</title><p>{ATTACK}</p>")
-    assert "<title>owned</title>" in _rendered(unsafe, tmp_path)
-    rendered = _rendered(attacked, tmp_path)
-    assert "<title>data: 6 rows</title>" in rendered and "owned</title>" not in rendered
+    browser.open(unsafe)
+    browser.wait("document.title === 'owned'")
+    browser.open(attacked)
+    rendered = browser.page.content()
+    assert browser.js("document.title") == "data: 6 rows" and "owned</title>" not in rendered
     assert rendered.count("<article>") == 6 and "<script" not in rendered and "<iframe" not in rendered
+    assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))] == []
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to render the page with")
-def test_the_policy_alone_stops_what_would_not_be_escaped(attacked: Path, tmp_path: Path) -> None:
+def test_the_policy_alone_stops_what_would_not_be_escaped(attacked: Path, browser: Browser) -> None:
     forgotten = attacked.with_name("forgotten.html")
     forgotten.write_text(attacked.read_text().replace("</h1>", f"</h1>{ATTACK}"))
-    assert "<title>data: 6 rows</title>" in _rendered(forgotten, tmp_path)
-
-
-def _rendered(path: Path, tmp_path: Path) -> str:
-    """The document after its scripts, if it had any, have run."""
-    assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += ["--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
-    return done.stdout
+    browser.open(forgotten)
+    browser.wait_for_error("Content Security Policy")
+    assert browser.js("document.title") == "data: 6 rows"
 
 
 def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
@@ -198,5 +197,5 @@ def test_the_page_tells_what_was_left_out(tmp_path: Path) -> None:
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.5") == 0
     assert main(["inspect", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out.html").read_text()
-    assert "quarantined: 1 rows (letter_without_choice 1)" in page
+    assert "quarantined: 1 row (letter_without_choice 1)" in page
     assert page.count("<li class=right>5 \\sqrt { 3 }</li>") == 3 == len(list(stored_rows(tmp_path / "out", "train")))

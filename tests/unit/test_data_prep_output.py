@@ -27,8 +27,8 @@ from data_prep.storage import file_hashes, load_split, read_manifest, split_file
 from data_prep.synthetic.generate import generate
 
 
-def _prepare(output: Path, rows: int = 3) -> int:
-    return main(["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2"])
+def _prepare(output: Path, rows: int = 3, *more: str) -> int:
+    return main(["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *more])
 
 
 def _bytes(folder: Path) -> dict[str, bytes]:
@@ -47,8 +47,7 @@ def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
 
 def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fail_at_row(monkeypatch, 70)  # a batch of 64 rows is on the disk by then
-    with pytest.raises(KeyboardInterrupt):
-        _prepare(tmp_path / "out", 100)
+    assert _prepare(tmp_path / "out", 100) == 130
     assert not list(tmp_path.iterdir())
 
 
@@ -58,14 +57,13 @@ def test_an_interrupted_preparation_leaves_the_old_dataset_as_it_was(
     assert _prepare(tmp_path / "out") == 0
     before = _bytes(tmp_path / "out")
     _fail_at_row(monkeypatch, 2)
-    with pytest.raises(KeyboardInterrupt):
-        _prepare(tmp_path / "out", 5)
+    assert _prepare(tmp_path / "out", 5, "--overwrite") == 130
     assert _bytes(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_old_dataset_comes_back_when_the_new_one_cannot_take_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _prepare(tmp_path / "out") == 0
     before = _bytes(tmp_path / "out")
@@ -78,8 +76,8 @@ def test_the_old_dataset_comes_back_when_the_new_one_cannot_take_its_place(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing_rename)
-    with pytest.raises(OSError, match="disk gone"):
-        _prepare(tmp_path / "out", 5)
+    assert _prepare(tmp_path / "out", 5, "--overwrite") == 2
+    assert "disk gone" in capsys.readouterr().err
     assert _bytes(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -92,10 +90,33 @@ def test_the_old_dataset_stands_until_the_new_one_is_complete(tmp_path: Path) ->
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
 
 
-def test_a_prepared_folder_is_replaced_and_an_empty_one_filled(tmp_path: Path) -> None:
+def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert _prepare(tmp_path / "out") == 0
-    assert _prepare(tmp_path / "out", 5) == 0
+    before = _bytes(tmp_path / "out")
+    assert _prepare(tmp_path / "out") == 0
+    assert _bytes(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_dataset_is_replaced_only_where_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _prepare(tmp_path / "out") == 0
+    before = _bytes(tmp_path / "out")
+    others = {
+        "rows 3, this one 5": ["synthetic", "--rows", "5", "--test-rows", "2"],
+        "seed 0, this one 1": ["synthetic", "--rows", "3", "--test-rows", "2", "--seed", "1"],
+        "size 56, this one 112": ["synthetic", "--rows", "3", "--test-rows", "2", "--level", "2", "--size", "112"],
+        "source 'synthetic', this one 'knights'": ["knights", "--rows", "3", "--test-rows", "2"],
+    }
+    for difference, words in others.items():
+        capsys.readouterr()
+        assert main([*words, "--output", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert difference in error and "--overwrite" in error and error.count("\n") == 1
+        assert _bytes(tmp_path / "out") == before
+    assert _prepare(tmp_path / "out", 5, "--overwrite") == 0
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None and manifest["counts"] == {"train": 5, "test": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -10,6 +10,7 @@ import pytest
 from datasets import Features, Value, disable_progress_bars
 from PIL import Image
 
+from data_prep.sources.intergps import InterGPS
 from data_prep.storage import read_manifest, stored_rows
 from tests.unit.data_prep_support import (
     HUB_FEATURES,
@@ -92,11 +93,11 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
     ("options", "expected"),
     [
         (("--seed", "3"), "seed: 3 has nothing to choose without --limit"),
-        (("--limit", "0"), "limit: 0 is not at least 1"),
-        (("--max-pixels", "100"), "max_pixels: 100 is not at least 784"),
+        (("--limit", "0"), "--limit: '0' is not a whole number from 1 on"),
+        (("--max-pixels", "100"), "--max-pixels: '100' is not a whole number from 784 to"),
         (("--min-pixels", "9000", "--max-pixels", "800"), "min_pixels: 9000 is over max_pixels, 800"),
-        (("--workers", "0"), "workers: 0 is not between 1 and"),
-        (("--allow-quarantined", "2"), "allow_quarantined: 2.0 is not between 0 and 1"),
+        (("--workers", "0"), "--workers: '0' is not a whole number from 1 to 64"),
+        (("--allow-quarantined", "2"), "--allow-quarantined: '2' is not a number from 0 to 1"),
         (("--revision", "main"), "revision: 'main' is for --source hub alone"),
     ],
 )
@@ -139,3 +140,34 @@ def test_the_real_data_set_has_the_rows_that_it_is_known_for(source: str, tmp_pa
         broken[line["split"]] += 1
     read = {split: manifest["counts"][split] + broken[split] for split in broken}
     assert read == {"train": 2101, "validation": 300, "test": 601}
+
+
+def _zip(path: Path, folders: list[str], tmp_path: Path) -> None:
+    problem = problem_folder(tmp_path / "one", number=len(list((tmp_path / "one" / "train").glob("*"))) + 1)
+    with zipfile.ZipFile(path, "w") as archive:
+        for folder in folders:
+            for file in problem.iterdir():
+                archive.write(file, f"{folder}/{file.name}")
+
+
+@pytest.mark.parametrize("name", ["geometry3k.zip", "train.zip", "val.zip", "anything at all.zip"])
+@pytest.mark.parametrize("above", ["", "geometry3k/", "data/geometry3k/"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_splits_of_a_zip_are_those_of_its_folders(name: str, above: str, whole: bool, tmp_path: Path) -> None:
+    root = tmp_path / "raw"
+    root.mkdir()
+    _zip(root / name, [f"{above}train/1", f"{above}train/2", f"{above}val/3", f"{above}test/4"], tmp_path)
+    opened = InterGPS(root if whole else root / name)
+    assert opened.sizes == {"train": 2, "validation": 1, "test": 1}
+
+
+def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _zip(tmp_path / "val.zip", ["5"], tmp_path)
+    assert InterGPS(tmp_path / "val.zip").sizes == {"validation": 1}
+    _zip(tmp_path / "some.zip", ["5"], tmp_path)
+    code = prepare("intergps", tmp_path / "some.zip", tmp_path / "out")
+    assert "are in no folder train, val, test" in refused(code, tmp_path / "out", capsys)
+    code = prepare("intergps", tmp_path / "missing.zip", tmp_path / "out")
+    assert "there is no file or folder" in refused(code, tmp_path / "out", capsys)

@@ -107,14 +107,14 @@ def test_only_the_families_that_are_asked_for(tmp_path: Path) -> None:
     ("changed", "expected"),
     [
         ({"--families": "circel"}, "did you mean 'circle'?"),
-        ({"--size": "0"}, "size: 0 is not between"),
-        ({"--rows": "0"}, "rows: 0 is not at least 1"),
+        ({"--size": "0"}, "--size: '0' is not a whole number from 28 to 1024"),
+        ({"--rows": "0"}, "--rows: '0' is not a whole number from 1 to"),
         ({"--families": "triangle_angle"}, "size: 56 is too small for the letters of 'triangle_angle'"),
         ({"--level": "2"}, "size: 56 is too small for the numbers of level 2"),
-        ({"--level": "4"}, "--level: invalid choice: 4"),
+        ({"--level": "4"}, "--level: '4' is not a whole number from 1 to 3"),
         ({"--styles": "blod"}, "unknown style 'blod'; did you mean 'bold'?"),
-        ({"--choices": "1"}, "choices: 1 is neither 0 nor between 2 and"),
-        ({"--rows": "many"}, "--rows: invalid int value: 'many'"),
+        ({"--choices": "1"}, "--choices: '1' is not a whole number from 2 to 8"),
+        ({"--rows": "many"}, "--rows: 'many' is not a whole number from 1 to"),
     ],
 )
 def test_wrong_arguments_end_with_code_2_one_line_and_no_output(

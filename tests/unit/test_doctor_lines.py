@@ -13,6 +13,7 @@ from adora_vl.doctor import self_check, versions
 from adora_vl.doctor.change import changed, choose_parameter
 from adora_vl.doctor.engine import (
     COLD,
+    DISTANT,
     FEATURES,
     PROMPTS,
     Examination,
@@ -207,25 +208,30 @@ def test_the_bound_follows_the_coarser_dtype(engine, settings, bound):
 
 @pytest.mark.parametrize(("settings", "why"), [({"use_vllm": False}, "samples itself"), ({"use_vllm": True}, "server")])
 def test_without_a_colocated_engine_only_the_prompts_are_looked_at(settings, why):
-    trainer = SimpleNamespace(vllm_mode="server", processing_class=SimpleNamespace(image_token_id=IMAGE), **settings)
+    trainer = SimpleNamespace(
+        vllm_mode="server", model=Small(), ref_model=None, processing_class=SimpleNamespace(image_token_id=IMAGE),
+        **settings,
+    )  # fmt: skip
     checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
-    assert [check.status for check in checks] == [Status.PASSED, *[Status.SKIPPED] * 6]
-    assert all(why in check.detail for check in checks[1:])
+    assert [check.status for check in checks] == [*[Status.PASSED] * 2, *[Status.SKIPPED] * 7]
+    assert all(why in check.detail for check in checks[2:])
 
 
 def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
     trainer = SimpleNamespace(
-        use_vllm=True, vllm_mode="colocate", processing_class=SimpleNamespace(image_token_id=IMAGE)
-    )
+        use_vllm=True, vllm_mode="colocate", model=Small(), ref_model=None,
+        processing_class=SimpleNamespace(image_token_id=IMAGE),
+    )  # fmt: skip
     monkeypatch.setattr(Examination, "cold", lambda self: [passed(PROMPTS, "2"), passed(COLD, "1e-06")])
+    monkeypatch.setattr(Examination, "distant", lambda self: passed(DISTANT, "1e-06"))
 
     def broken(self: Examination, *, vision: bool) -> Check:
         raise RuntimeError("Encoder cache miss")
 
     monkeypatch.setattr(Examination, "after_change", broken)
     checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
-    assert [check.status for check in checks[2:]] == [Status.PASSED, Status.FAILED, *[Status.SKIPPED] * 3]
-    assert "Encoder cache miss" in checks[3].detail and checks[3].remedy
+    assert [check.status for check in checks[4:]] == [Status.PASSED, Status.FAILED, *[Status.SKIPPED] * 3]
+    assert "Encoder cache miss" in checks[5].detail and checks[5].remedy
 
 
 @pytest.mark.parametrize(("mean", "status"), [(1e-6, Status.PASSED), (2.0, Status.FAILED)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedModel
@@ -10,8 +11,10 @@ from transformers import PreTrainedModel
 from adora_vl.cli import parse
 from adora_vl.dry_run.command import dry_run
 from adora_vl.dry_run.lengths import Lengths, measure, quantile, tokenizer_counter
-from adora_vl.dry_run.options import take_options, wanted
-from adora_vl.dry_run.words import limit_lines
+from adora_vl.dry_run.options import DryRunOptions, take_options, wanted
+from adora_vl.dry_run.planning import make_plan
+from adora_vl.dry_run.schedule import learning_rate_line
+from adora_vl.dry_run.words import batch_lines, limit_lines, steps_of
 from adora_vl.errors import UserError
 from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.models.tiny.build import PRETRAINED
@@ -52,7 +55,8 @@ def test_every_shipped_config(name, tmp_path, capsys, data):
     assert main(words) == 0
     text, figures = capsys.readouterr().out, json.loads((tmp_path / "d.json").read_text())
     assert "It fits" in text and figures["fits"] and figures["largest_per_device_train_batch_size"] >= 1
-    assert "prompts are sampled together" in text
+    assert "prompts are sampled together" in text and "at the first update" in text
+    assert figures["learning_rate"]["last"] <= figures["learning_rate"]["first"]
     assert ("Largest max_pixels that fits" in text) == ("text" not in name), "only a policy that sees has images"
     if name == "smoke_cpu":
         assert "Not known here" not in text and "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
@@ -62,6 +66,34 @@ def test_every_shipped_config(name, tmp_path, capsys, data):
         assert "no GPU has confirmed them" in text
         assert len(figures["notes"]) == 3  # config, processor, dataset
     assert not list(tmp_path.glob("runs*")), "nothing is written"
+
+
+@pytest.mark.parametrize(("processes", "generation", "update"), [(8, 1024, 128), (4, 512, 64)])
+def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine(processes, generation, update):
+    words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
+    plan = make_plan(words, DryRunOptions(80.0, CONFIGS / "accelerate" / "zero3_offload.yaml", processes))
+    plan = replace(plan, lengths=replace(plan.lengths, rows=2101))  # Geometry3K's
+    text = " ".join(batch_lines(plan))
+    assert f"8 rollouts of each: {generation} rollouts a generation" in text
+    assert f"which are {update} sequences. Optimizer steps a generation: 8." in text
+    another = "4: 512 rollouts and 64" if processes == 8 else "8: 1024 rollouts and 128"
+    assert another in text and f"{processes}: " not in text.split("With another --num_processes")[1].split(".")[0]
+    assert steps_of(plan) == ((128, 1920) if processes == 8 else (256, 3840))
+    assert "cosine_with_min_lr, 1e-06 at the first update, 5.5e-07 half-way, 1e-07 at the last." in text
+
+
+def curve(**changed):
+    config = parse(["--use_cpu", "true", "--bf16", "false", *(w for k, v in changed.items() for w in (f"--{k}", v))])[1]
+    return learning_rate_line(config, 100)
+
+
+def test_the_learning_rates_are_those_of_transformers_schedules():
+    assert "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the last" in curve(
+        lr_scheduler_type="constant"
+    )
+    assert "linear, 0.001 at the first update, 0.0005 half-way, 1e-05 at" in curve(learning_rate="1e-3")
+    assert "linear, 0 at the first update, 0.000556 half" in curve(learning_rate="1e-3", warmup_steps="10")
+    assert curve(lr_scheduler_type="reduce_lr_on_plateau").endswith("1e-06 on, as the training goes.")
 
 
 def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):

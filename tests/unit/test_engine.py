@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from adora_vl.rollout.engine import AdoraVLLMGeneration
+import pytest
+from accelerate import Accelerator
+
+from adora_vl.rollout.engine import AdoraVLLMGeneration, EngineSettings
+from adora_vl.rollout.environment import prepare_engine_environment
+
+prepare_engine_environment()
+
+from vllm import SamplingParams  # noqa: E402
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
@@ -27,3 +35,25 @@ def test_log_probabilities_are_the_trainers_own_where_nothing_but_the_bans_chang
     engine = object.__new__(AdoraVLLMGeneration)
     engine.__dict__.update({**NEUTRAL, "_bans_only": True, **sampling})
     assert engine._logprobs_mode() == mode
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked", "detokenize"),
+    [
+        ("colocate", None, False),
+        ("colocate", {"top_k": 3}, False),
+        ("colocate", {"stop": ["</answer>"]}, None),  # looked for in the text
+        ("colocate", {"detokenize": True}, True),
+        ("server", None, None),
+    ],
+    ids=str,
+)
+def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_string(
+    mode, asked, detokenize, monkeypatch
+):
+    monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
+    tokenizer = SimpleNamespace(get_vocab=lambda: {})
+    given = {"model": None, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
+    engine = AdoraVLLMGeneration(**given, mode=mode, generation_kwargs=asked, settings=EngineSettings())
+    assert engine.generation_kwargs.get("detokenize") is detokenize
+    SamplingParams(**engine.generation_kwargs)  # vLLM refuses strings to stop at without a text

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adora_vl.report.gain import main as gain
 from eval.compare import main
 from eval.scoring import Graded, aggregate
 from eval.statistics import bootstrap, mcnemar, pass_at, wilson
@@ -144,3 +145,49 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     # Twelve answers to three problems are as sure as three answers, not as twelve.
     low, high = score["wilson_95"]
     assert high - low > 0.7
+
+
+FIELDS = {"max_tokens": 48, "temperature": 0.0, "system_prompt": "Think.", "engine": "vllm", "dtype": "auto",
+          "data_hash": "a", "split": "test", "min_pixels": None, "max_pixels": None, "samples": 1}  # fmt: skip
+RESOLVED = {"dtype": "float32", "min_pixels": 3136, "max_pixels": 50_000}
+
+
+def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    return {"fingerprint": {"fields": {**FIELDS, **fields}, "resolved": {**RESOLVED, **(resolved or {})}}}
+
+
+@pytest.mark.parametrize("name", [*FIELDS, "a setting of the future"])
+def test_every_setting_that_differs_is_a_warning_here_and_in_the_gain_report(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = score_file(tmp_path / "one.json", "0110", **made_with())
+    same = score_file(tmp_path / "same.json", "0111", **made_with(model="another", seed=3))
+    other = score_file(tmp_path / "other.json", "0111", **made_with(**{name: "different"}))
+    for run in (lambda *files: shown(capsys, *files), lambda *files: gained(capsys, *files)):
+        assert "warning" not in run(one, same)
+        warnings = [line for line in run(one, other).splitlines() if line.startswith("warning")]
+        assert len(warnings) == 1 and f"differ in {name}" in warnings[0] and '"different"' in warnings[0]
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_what_two_models_leave_to_themselves_is_compared_too(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = score_file(tmp_path / "one.json", "0110", **made_with())
+    other = score_file(tmp_path / "other.json", "0111", **made_with({name: "own"}))
+    assert f"warning: the runs differ in {name}" in shown(capsys, one, other)
+
+
+def test_the_score_of_a_part_is_a_warning_wherever_it_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = {"coverage": {"answers": 7, "asked": 40, "in_data": 40}}
+    one = score_file(tmp_path / "one.json", "0110111", **made_with(), **part)
+    other = score_file(tmp_path / "other.json", "0111111", **made_with())
+    said = "the score of a part: 7 of 40 answers are there"
+    assert said in shown(capsys, one) and said in shown(capsys, one, other) and said in gained(capsys, one, other)
+
+
+def gained(capsys: pytest.CaptureFixture[str], *files: str) -> str:
+    assert gain(list(files)) == 0
+    return capsys.readouterr().out

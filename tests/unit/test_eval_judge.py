@@ -161,7 +161,7 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
     assert result["verdicts"] == {"failed": 1}
     assert result["items"][0]["how"] == "judge_failed"
     assert len(server.requests) == calls
-    assert "the judge failed on 1 answers" in (shown := capsys.readouterr()).out
+    assert "the judge failed on 1 answer" in (shown := capsys.readouterr()).out
     assert "the judge failed on 1 rows, the first time: " in shown.err
     assert not (tmp_path / "judge_cache.jsonl").exists()
     # With the judge well again the same command gives the answer.

@@ -98,7 +98,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     shown = table(score)
     assert "2/4" in shown
     assert "1 problems were not asked" in shown
-    assert "1 answers were cut off" in shown
+    assert "1 answer cut off" in shown
 
 
 def test_a_failed_image_is_never_graded() -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.rewards import explain
+from adora_vl.rewards import explain, verify_gold
+from adora_vl.rewards.boxed import last_boxed
+from adora_vl.rewards.forms import read
+from tests.grading_corpus import cases
 
 REWARDS = Path(explain.__file__).parent
 
@@ -87,3 +90,17 @@ def test_every_reason_in_the_code_is_explained() -> None:
                     found.add(str(second.value))
     assert {"no_box", "same_value", "undefined", "letter"} <= found
     assert {reason.removeprefix("gold_") for reason in found} <= explain.RULES.keys()
+
+
+def test_what_is_right_is_never_explained_as_never_right():
+    """Both sides of every case that is labelled correct: the verdict and the kind that is shown agree."""
+    for case in (case for case in cases() if case.label == "correct"):
+        boxed = last_boxed(case.response)
+        assert boxed is not None
+        for side in (boxed, case.gold):
+            assert read(side).kind != "never_right", f"{case.name}: {side!r}"
+
+
+def test_several_percentages_are_no_gold():
+    assert verify_gold("3%") is None
+    assert verify_gold("12%, 13%") == "enumeration"

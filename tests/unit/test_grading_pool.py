@@ -118,6 +118,16 @@ def test_a_worker_that_was_killed_while_idle_costs_nothing() -> None:
     assert gone(pid)
 
 
+def test_what_stops_the_run_does_not_reach_into_its_grading() -> None:
+    """Slurm, systemd and torch's launcher send a stop to every process; the generation is still graded."""
+    assert grade(HONEST, GOLD).verdict == "correct"
+    before = shared_pool().pids
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(before[0], number)
+        assert grade(HONEST, GOLD).verdict == "correct"
+    assert shared_pool().pids == before
+
+
 def test_a_job_whose_worker_is_killed_is_tried_once_more() -> None:
     assert grade(HONEST, GOLD).verdict == "correct"
     pool, found = shared_pool(), []

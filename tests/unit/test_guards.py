@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +15,6 @@ from transformers import TrainerControl
 from trl import GRPOTrainer
 
 from adora_vl import train
-from adora_vl.checkpoint.stop import StopOnSignal
 from adora_vl.checkpoint.store import STAGING, checkpoints
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError
@@ -119,7 +116,7 @@ def test_the_largest_ratio_counts_tokens_and_no_padding(log_ratios, level, expec
 
 
 def failing(error: Exception, **place):
-    writer = CheckpointWriter(Path("runs/x"), None, None, dict)
+    writer = CheckpointWriter(Path("runs/x"), None, None)
     writer.saved_at, writer.began_at = place.get("saved_at"), place.get("began_at")
     with pytest.raises(RunError) as caught, located(lambda: 6, writer.where_to_go_on):
         raise error
@@ -172,17 +169,6 @@ def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, c
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capsys):
-    stop = StopOnSignal(1)
-    with contextlib.suppress(RunError), stop:
-        raise RunError("step 3: stop")
-    stop._handle(signal.SIGTERM, None)
-    assert capsys.readouterr().err == ""
-    with (going_on := StopOnSignal(1)):
-        going_on._handle(signal.SIGTERM, None)
-    assert capsys.readouterr().err == "SIGTERM: saving after this step; a second one stops at once\n"
-
-
 def rows_with(*stored: dict) -> Dataset:
     columns = {"id": [f"row/{n}" for n in range(len(stored))], "images": [[each] for each in stored]}
     return Dataset.from_dict(columns, features=Features({"id": Value("string"), "images": List(Image())}))
@@ -213,7 +199,7 @@ def test_a_full_disk_while_saving_is_one_clear_error_and_leaves_nothing(tmp_path
     monkeypatch.setattr(GRPOTrainer, "_save_checkpoint", full)
     trainer = object.__new__(AdoraGRPOTrainer)
     trainer.args, trainer.state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=4)
-    trainer.checkpoints = CheckpointWriter(tmp_path, None, None, dict)
+    trainer.checkpoints = CheckpointWriter(tmp_path, None, None)
     with pytest.raises(RunError, match=r"checkpoint-4 could not be written .*No space left.*older checkpoints are as"):
         trainer._save_checkpoint(None, None)
     assert checkpoints(tmp_path) == [] and list((tmp_path / STAGING).iterdir()) == []

@@ -105,9 +105,14 @@ def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_never_copied(
             reads.append(index)
             return {"id": index, "images": [picture(index)]}
 
-    rows = DistinctRows(Rows()).__getitems__([2, 2, 0, 2])
+    dataset = DistinctRows(Rows())
+    rows = dataset.__getitems__([2, 2, 0, 2])
     assert reads == [2, 0] and [row["id"] for row in rows] == [2, 2, 0, 2]
     assert rows[0]["images"][0] is rows[3]["images"][0]
+    again = dataset.__getitems__([2, 2, 0, 2])
+    assert reads == [2, 0] and again[0]["images"][0] is rows[0]["images"][0], "the next micro-batch asks for the same"
+    assert dataset.__getitems__([1, 2])[1]["id"] == 2 and reads == [2, 0, 1]
+    assert dataset.__getitems__([0])[0]["id"] == 0 and reads == [2, 0, 1, 0], "no more than one batch is held"
     rows[0]["note"] = "own"
     assert "note" not in rows[1], "what is written into one row is not in its copies"
     copied = copy.deepcopy(rows)

@@ -42,6 +42,7 @@ def test_it_is_what_peft_would_merge_under_the_models_own_names():
     assert tensors.keys() == original.keys()
     merged = dict(model.merge_and_unload().named_parameters())
     for name, tensor in tensors.items():
+        # the same sums of four products, added once in float32
         assert torch.allclose(tensor, merged[name], atol=1e-6), name
     changed = {name for name in tensors if not torch.equal(tensors[name], original[name])}
     assert changed == {name for name in original if name.endswith(("q_proj.weight", "up_proj.weight"))}

@@ -7,21 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 from trl import ModelConfig, get_peft_config
 
+from adora_vl.batching.micro_batches import unit_size
+from adora_vl.dedup.prefix import _mask
 from adora_vl.errors import UserError
 from adora_vl.memory import GIB
-from adora_vl.memory.activations import MicroBatch
+from adora_vl.memory.activations import Dtypes, MicroBatch, mask_bytes
 from adora_vl.memory.disk import checkpoint_bytes, run_bytes
 from adora_vl.memory.engine import Engine, cache_bytes_per_token, engine_memory
-from adora_vl.memory.model import ModelShape, config_for_planning, describe
-from adora_vl.memory.predict import Setup, fits, largest_batch, largest_image_tokens, predict
+from adora_vl.memory.model import ModelShape, Tower, config_for_planning, describe
+from adora_vl.memory.predict import Setup, Sharing, batch_sizes, fits, largest_batch, largest_image_tokens, predict
 from adora_vl.memory.sharding import Sharding, from_environment, from_file
 from adora_vl.memory.states import BUCKET, states
 from adora_vl.models.tiny.build import PRETRAINED
 
 ACCELERATE = Path(__file__).parents[2] / "configs" / "accelerate"
+SHARED = Sharing(images=True, vision=True, prompts=True)
 SEVEN, THREE = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
@@ -107,7 +113,10 @@ def test_an_accelerate_file_that_cannot_be_used(tmp_path, content, message):
 
 
 def test_zero_divides_what_its_stage_says(seven):
-    """ZeRO (arXiv 1910.02054): 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter, in mixed precision."""
+    """ZeRO (arXiv 1910.02054): 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter, in mixed precision.
+
+    With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
+    """
     total = seven.total
     two, three, offloaded = (
         states(seven, sharding, reference=True, mixed=True)
@@ -116,7 +125,7 @@ def test_zero_divides_what_its_stage_says(seven):
     assert (two.weights, two.reference, two.optimizer) == (2 * total, 2 * total, 12 * total // 8)
     assert (three.weights, three.reference, three.optimizer) == (2 * total // 8, 2 * total // 8, 12 * total // 8)
     assert two.gradients == three.gradients == 2 * total // 8 + 2 * BUCKET
-    assert (offloaded.optimizer, offloaded.host_optimizer) == (0, 14 * total // 8)
+    assert (offloaded.optimizer, offloaded.host_optimizer) == (0, 18 * total // 8)
     alone = states(seven, Sharding(1), reference=False, mixed=True)
     assert (alone.weights, alone.gradients, alone.optimizer, alone.reference) == (2 * total, 2 * total, 4 * total, 0)
 
@@ -193,12 +202,63 @@ def test_an_engine_that_stays_awake_takes_its_share_while_learning(recipe):
     assert "KV cache" in predict(awake, 80 * GIB).phases["optimizer step"]
 
 
-def test_the_largest_batch_fits_and_one_more_does_not(recipe):
-    most = largest_batch(recipe, 80 * GIB)
-    assert 2 <= most < 128
-    for sequences, good in ((most, True), (most + 1, False)):
-        assert fits(replace(recipe, batch=replace(recipe.batch, sequences=sequences)), 80 * GIB) is good
-    assert largest_batch(recipe, 20 * GIB) == 0
+@pytest.mark.parametrize("sharing", [Sharing(), SHARED], ids=["stock's work", "shared"])
+@pytest.mark.parametrize("card", [48, 60, 80, 140])
+def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_fit(recipe, sharing, card):
+    setup = replace(recipe, generations=8, sharing=sharing)
+    sizes = batch_sizes(setup)
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128]
+    most = largest_batch(setup, card * GIB)
+    for size in sizes:
+        good = fits(replace(setup, batch=replace(setup.batch, sequences=size)), card * GIB)
+        assert good is (size <= most)
+    assert largest_batch(setup, 20 * GIB) == 0
+
+
+@given(st.integers(2, 16), st.integers(1, 20), st.integers(1, 4))
+def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, groups, parts):
+    """A group of G in a batch of B rollouts is computed in G / gcd(B, G) parts; 7 of 8 would be eight of them."""
+    shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), None, 1, False, 2, 1, True)
+    setup = Setup(shape, Sharding(), MicroBatch(1, 1, 1), group * groups, generations=group)
+    sizes = batch_sizes(setup)
+    assert {1, group, group * groups} <= set(sizes)
+    for size in sizes:
+        assert unit_size(size, group) == min(size, group) and (group * groups) % size == 0
+
+
+def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
+    """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at as units."""
+    alone = replace(recipe, batch=replace(recipe.batch, sequences=8), generations=8)
+    shared = replace(alone, sharing=SHARED)
+    before, after = (predict(setup, 80 * GIB).phases["forward and backward"] for setup in (alone, shared))
+    assert after["pixels"] * 8 == before["pixels"] and after["vision"] * 8 == before["vision"]
+    assert after["activations"] == before["activations"], "answers of 4,096 tokens are too long for a dense mask"
+    for sequences, images in ((2, 1), (4, 1), (7, 7), (12, 3), (16, 2)):
+        batch = replace(shared, batch=replace(shared.batch, sequences=sequences)).micro_batch
+        assert batch.patches(2) == images * 1280 * 4
+
+
+def test_a_packed_group_has_its_prompt_once(recipe):
+    short = replace(recipe, batch=MicroBatch(8, 1580, 200, 1280), generations=8)
+    packed = replace(short, sharing=SHARED)
+    assert packed.micro_batch.packed and packed.micro_batch.tokens == 1579 + 8 * 200 < short.micro_batch.tokens
+    before, after = (predict(setup, 80 * GIB).phases["forward and backward"] for setup in (short, packed))
+    assert after["activations"] < before["activations"] / 4
+    assert after["attention mask"] == 3179**2 + 3179 * 3184 * 2
+    assert not replace(packed, masked=False).micro_batch.packed, "flash attention takes no mask of our own"
+
+
+def test_masks_of_both_layouts_take_what_is_predicted():
+    """The boolean mask itself, counted by torch; and while it is made no more than four of its size."""
+    tracker = MemTracker()
+    segment = torch.zeros(2, 512, dtype=torch.long)
+    with tracker:
+        mask = _mask(segment)
+    batch = MicroBatch(4, 113, 200, unit=2, packed=True)
+    assert (batch.rows, batch.length) == (2, 512)
+    assert mask.nbytes == mask_bytes(batch, Dtypes(2, 2), accelerator=False)
+    peak = sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
+    assert peak <= 4.1 * mask.nbytes
 
 
 def test_the_largest_image_leaves_the_engine_room_for_the_completion(recipe):

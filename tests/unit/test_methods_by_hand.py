@@ -18,7 +18,7 @@ from adora_vl.advantage.ngrpo import ngrpo
 from adora_vl.advantage.options import AdoraOptions, DapoOptions
 from adora_vl.advantage.schedule import within
 from adora_vl.advantage.ssb import ssb
-from tests.unit.methods_support import batch, run
+from tests.unit.methods_support import batch, float64, run  # noqa: F401
 
 
 def test_lite_ppo_by_hand():

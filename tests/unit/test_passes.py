@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from adora_vl.batching.dynamic_sampling import exchanges, further_rows, joined, refilled
 from adora_vl.batching.micro_batches import (
@@ -22,6 +27,7 @@ from adora_vl.batching.micro_batches import (
 )
 from adora_vl.dedup.flat import end_to_end, flat_pays
 from adora_vl.dedup.image_bank import Banks
+from adora_vl.dedup.packed import _in_form
 from adora_vl.dedup.prefix import groups_of, pack, packing_pays
 from adora_vl.dedup.processor import distinct_rows
 from adora_vl.rollout.image_cache import ProcessedImage
@@ -163,6 +169,32 @@ def test_padding_of_a_packed_batch_is_seen_by_no_one_else():
     assert packed.ids_NS.tolist() == [[5, 6, 6], [4, 6, 0]]
     assert packed.mask_N1SS[1, 0, 2, 2], "a row of the mask that allows nothing is NaN"
     assert not packed.mask_N1SS[1, 0, :2, 2].any()
+
+
+class _Devices(TorchDispatchMode):
+    """The devices on which anything is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {tensor.device.type for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}
+        return result
+
+
+def test_eager_attention_gets_its_mask_on_the_device_of_the_batch():
+    """CUDA refuses to mix devices here, so a run with `attn_implementation: eager` would stop at its first step."""
+    text = SimpleNamespace(_attn_implementation="eager")
+    model = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(get_text_config=lambda: text))
+    packed = pack(torch.arange(8).view(2, 4), torch.ones(2, 4, dtype=torch.long), 2, [[0, 1]], torch.zeros(1, 2))
+    away = replace(packed, mask_N1SS=packed.mask_N1SS.to("meta"))
+    with _Devices() as devices:
+        mask = _in_form(away, model)
+    assert devices.seen == {"meta"} and mask.shape == packed.mask_N1SS.shape and mask.dtype == torch.bfloat16
+    here = _in_form(packed, model)
+    assert torch.equal(here == 0, packed.mask_N1SS) and here[~packed.mask_N1SS].max() < -1e38
 
 
 def test_a_truncated_rollout_that_is_masked_out_takes_no_place():

@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 
 from adora_vl.rollout_log.metrics_file import read_metrics
-from tests.browser import CHROMIUM, Browser
+from tests.browser import Browser, chromium, require_chromium
 from tests.report_support import ATTACK, attacked_page, make_page, write_run
 from tests.tiny_run import STEPS
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to click in")
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    started = Browser(tmp_path_factory.mktemp("chromium"))
-    yield started
-    started.close()
+    require_chromium()
+    with chromium(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +55,8 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked, tmp
     forgotten = tmp_path / "forgotten.html"
     forgotten.write_text(attacked.read_text().replace("</h1>", f"</h1>{ATTACK.replace('{{SCRIPT}}', '')}", 1))
     browser.open(forgotten)
-    browser.js("new Promise(done => setTimeout(done, 300))")
+    browser.wait_for_error("Content Security Policy")
     assert "training report" in browser.js("document.title")
-    assert any("Content Security Policy" in error for error in browser.errors)
     refused = "(() => { try { document.body.innerHTML = '<p>'; return 'taken' } catch (e) { return e.name } })()"
     assert browser.js(refused) == "TypeError"
 

@@ -20,6 +20,7 @@ from trl.trainer.utils import (
     RepeatSampler,
     get_config_model_id,
     split_pixel_values_by_grid,
+    strip_images_from_messages,
     unsplit_pixel_values_by_grid,
 )
 
@@ -133,6 +134,23 @@ def test_trl_still_logs_what_we_rewrite():
     assert '**self._logs["extra"]' in inspect.getsource(GRPOTrainer.log)
 
 
+def test_trl_still_gathers_prompts_for_a_table_that_leaves_their_images_out():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert 'self._logs["prompt"].extend(gather_object(prompts))' in source
+    assert "if images is not None and self.log_multimodal:" in source
+    table = inspect.getsource(GRPOTrainer.log)
+    assert 'strip_images_from_messages(messages) for messages in self._logs["prompt"]' in table
+    assert [words for words in ("wandb", "trackio") if f'"{words}" in self.args.report_to' not in table] == []
+    assert strip_images_from_messages([{"role": "user", "content": "x"}]) == [{"role": "user", "content": "x"}]
+
+
+def test_trl_still_reads_the_token_ids_of_a_rollout_alone():
+    """Its text is not made, as `detokenize: false` in the sampling parameters says."""
+    source = inspect.getsource(VLLMGeneration.generate) + inspect.getsource(vllm_generation.extract_logprobs)
+    assert "generation_kwargs.update(self.generation_kwargs)" in source
+    assert ".text" not in source and "decoded_token" not in source
+
+
 def test_trl_still_sends_expanded_prompts_to_the_colocated_engine():
     """Once TRL collapses image tokens itself, our correction would only hide a change of behaviour."""
     source = inspect.getsource(VLLMGeneration.generate)
@@ -213,6 +231,38 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     zero = DeepSpeedZeroConfig()
     assert zero.reduce_bucket_size == states.BUCKET
     assert zero.max_live_parameters == states.LIVE_PARAMETERS and zero.sub_group_size == states.SUB_GROUP
+
+
+def test_deepspeed_still_pins_what_it_has_on_the_host():
+    """accelerate's file has no key for it. Copies from memory that is not pinned make the GPU wait for each of them."""
+    from accelerate.utils import DeepSpeedPlugin
+    from deepspeed.runtime.zero.config import DeepSpeedZeroOffloadOptimizerConfig
+
+    plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
+    offload = plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]
+    assert offload["device"] == "cpu" and DeepSpeedZeroOffloadOptimizerConfig(**offload).pin_memory
+
+
+def test_deepspeed_still_has_the_gradients_on_the_host_twice():
+    """As they come, and in float32 for each part of the optimizer step: 18 bytes per parameter in all."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    states = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states)
+    assert "self.fp32_partitioned_groups_flat[i].grad = subgroup_gradient_buffer.to(" in states
+    source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
+    assert "self.grad_partitions_flat_buffer: Tensor = torch.zeros(" in source
+
+
+def test_transformers_still_splits_the_vision_towers_windows_and_hands_flash_attention_their_bounds():
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
+    from transformers.utils.generic import is_flash_attention_requested
+
+    from adora_vl.dedup.windows import BATCHED
+
+    assert is_flash_attention_requested(requested_attention_implementation=BATCHED)
+    source = inspect.getsource(Qwen2_5_VLVisionAttention.forward)
+    assert "cu_seq_lens_q=cu_seqlens" in source and "cu_seq_lens_k=cu_seqlens" in source
+    assert "for q, k, v in zip(*splits)" in source, "Transformers batches windows itself now"
 
 
 def test_peft_merges_as_we_do():

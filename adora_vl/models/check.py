@@ -1,0 +1,49 @@
+"""What a model's config alone tells of a run that cannot work."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from trl import ModelConfig, get_peft_config
+
+from adora_vl.errors import UserError
+
+_FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+
+
+def check_model(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
+    """Raises `UserError`. No weight is loaded; with LoRA the modules are built without memory, to look at their names.
+
+    `has_images`: whether a row of the dataset has one.
+    """
+    if has_images and not hasattr(config, "vision_config"):
+        raise UserError(
+            f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset has images; name a "
+            "vision-language model, or a dataset without images"
+        )
+    attention = model.attn_implementation
+    if attention in _FLASH and not _FLASH[attention]():
+        raise UserError(f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa")
+    if model.use_peft:
+        _check_lora(model, config)
+
+
+def _check_lora(model: ModelConfig, config: PretrainedConfig) -> None:
+    """PEFT finds a wrong target only in the loaded model."""
+    if find_spec("peft") is None:
+        raise UserError("use_peft: true, but peft is not installed; install the extra adora-vl[lora]")
+    if model.lora_target_modules is None and model.lora_target_parameters is None:
+        raise UserError("lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj")
+    from adora_vl.memory.model import describe
+
+    try:
+        describe(config, dtype=model.dtype, peft_config=get_peft_config(model))
+    except UserError:
+        raise
+    except (ValueError, KeyError) as error:
+        targets: Any = model.lora_target_modules or model.lora_target_parameters
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UserError(f"lora_target_modules: {targets!r} does not fit this model ({reason})") from error

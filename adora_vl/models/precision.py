@@ -1,0 +1,123 @@
+"""Constants that a cast has rounded: put right when a model is built, looked for before the first step.
+
+Under ZeRO-3 DeepSpeed's `zero.Init` gives every float tensor that a constructor makes the training dtype, and
+`model.to(torch.bfloat16)` casts buffers along with the weights. In bfloat16 the rotary frequencies are off by up to
+0.4 %: an angle error that grows with the distance, to radians after some 1,000 tokens (`docs/rollouts.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from adora_vl.errors import RunError
+
+ROTARY = "inv_freq"
+
+
+def restore_buffers(model: nn.Module) -> list[str]:
+    """Give every computed float buffer the value and dtype that its module's config says. Returns those that changed.
+
+    A buffer that a checkpoint holds (a persistent one) is left alone, and so is a module that needs more than its
+    config to be built: `wrong_buffers` looks at the rotary ones among those.
+    """
+    restored = []
+    for name, buffer, right in _computed_buffers(model):
+        if right is not None and not _same(buffer, right):
+            buffer.data = right.to(buffer.device)
+            restored.append(name)
+    return restored
+
+
+def wrong_buffers(model: nn.Module) -> list[str]:
+    """A line for every computed float buffer that is not what its module's config says; where a module cannot be built
+    anew, for every rotary one that is not float32.
+    """
+    lines = []
+    for name, buffer, right in _computed_buffers(model):
+        wanted = torch.float32 if right is None else right.dtype
+        if buffer.dtype != wanted and (right is not None or ROTARY in name):
+            lines.append(f"{name} is {_short(buffer.dtype)}, not {_short(wanted)}")
+        elif right is not None and not _same(buffer, right):
+            lines.append(f"{name} has other values than its config gives")
+    return lines
+
+
+class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Ends a training before its first step where a cast has rounded the policy's or the reference's constants."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._has_updated = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """DeepSpeed or accelerate has prepared both models by now."""
+        self._refuse()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Once more before the first update: FSDP casts in its first forward, TRL for continuous batching."""
+        if not self._has_updated:
+            self._refuse()
+        self._has_updated = True
+
+    def _refuse(self) -> None:
+        """Raises `RunError` on all ranks alike."""
+        found = gather_object(wrong_in(self.trainer))
+        if found:
+            raise RunError(
+                f"before the first step: {found[0]}{f' (and {len(found) - 1} more)' if len(found) > 1 else ''}. The "
+                f"model would learn under other constants than it is used with. {REMEDY}"
+            )
+
+
+REMEDY = (
+    "Something casts buffers after the model was built: look at data_types.buffer_dtype in DeepSpeed's config, at "
+    "buffer_dtype in FSDP's mixed precision, and for .to(dtype) in code of your own."
+)
+
+
+def wrong_in(trainer: Any) -> list[str]:
+    """`wrong_buffers` of the policy and, where there is one, of the reference model."""
+    models = {"policy": trainer.model, "reference": trainer.ref_model}
+    return [f"{role}: {line}" for role, model in models.items() if model is not None for line in wrong_buffers(model)]
+
+
+def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Name, buffer and right value (None: unknown) of every non-persistent float buffer."""
+    for prefix, module in model.named_modules():
+        computed = {
+            name: buffer
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point() and name in module._non_persistent_buffers_set
+        }
+        right = _built_anew(module) if computed else {}
+        for name, buffer in computed.items():
+            yield f"{prefix}.{name}" if prefix else name, buffer, right.get(name)
+
+
+def _built_anew(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a second module from the same config, on the CPU; none where a config is not enough to build it.
+
+    Only modules without parameters: one with parameters would be a part of the model, or all of it.
+    """
+    config = getattr(module, "config", None)
+    if config is None or next(module.parameters(), None) is not None:
+        return {}
+    with torch.device("cpu"):
+        try:
+            return dict(type(module)(config).named_buffers(recurse=False))
+        except TypeError:  # its constructor has other arguments
+            return {}
+
+
+def _same(buffer: Tensor, right: Tensor) -> bool:
+    return buffer.dtype == right.dtype and torch.equal(buffer.cpu(), right)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,65 @@
+"""Which words a key takes, where Transformers' parser or TRL would find a wrong one late, or not at all."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, get_args
+
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from adora_vl.advantage.adora import CRITERIA
+from adora_vl.errors import nearest
+
+_MANY = 12  # names that still fit a line
+_LEVELS = ("token", "sequence")
+_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+# What TRL and Transformers declare as a text only. True and false stand for what TRL makes of them.
+NAMES: dict[str, tuple[str, ...]] = {
+    "adora_criteria": tuple(CRITERIA),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": _LEVELS,
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_mode": ("colocate", "server"),
+    "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_importance_sampling_mode": _MODES,
+    "include_num_input_tokens_seen": ("all", "non_padding", "no"),
+    "attn_implementation": (
+        "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention",
+    ),
+    "report_to": ("none", "all", *INTEGRATION_TO_CALLBACK),
+}  # fmt: skip
+_OF_TRUTH = {"scale_rewards": {True: "group", False: "none"}, "include_num_input_tokens_seen": {True: "all"}}
+_OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
+
+
+def names_of(key: str, hint: Any, choices: Any) -> tuple[str, ...]:
+    """The words that `key` takes, by its annotation, the choices of its metadata, or the table; empty for any text."""
+    if key in NAMES:
+        return NAMES[key]
+    if choices:
+        return tuple(map(str, choices))
+    enums = [each for each in (hint, *get_args(hint)) if isinstance(each, type) and issubclass(each, Enum)]
+    return tuple(str(each.value) for each in enums[0]) if enums else ()
+
+
+def as_name(key: str, value: object, known: tuple[str, ...]) -> str | None:
+    """`value` as one of `known`; None where it is none of them."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, bool) or str(value).lower() in ("true", "false"):
+        word = str(value).lower() == "true"
+        of_truth = _OF_TRUTH.get(key, {}).get(word)
+        value = of_truth or (next((name for name in _OFF if name in known), value) if not word else value)
+    if key == "attn_implementation" and isinstance(value, str) and "/" in value:
+        return value  # a kernel of the hub
+    return value if isinstance(value, str) and value in known else None
+
+
+def expected_names(value: object, known: tuple[str, ...]) -> str:
+    """What would be right, with the nearest name; of many names a few."""
+    close = nearest(str(value), known)
+    if len(known) <= _MANY:
+        return f"one of {', '.join(known)}{close}"
+    return f"one of the {len(known)} names such as {', '.join(known[:3])}{close}"

@@ -1,0 +1,18 @@
+"""What ranks tell one another of their rollouts: texts, and no pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import gather_object
+from trl.trainer.utils import strip_images_from_messages
+
+
+def gather_texts(values: list[Any]) -> list[Any]:
+    """As accelerate's `gather_object`, but of a conversation only its texts, with `{"type": "image"}` for an image."""
+    gathered: list[Any] = gather_object([strip_images_from_messages(v) if _is_conversation(v) else v for v in values])
+    return gathered
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)

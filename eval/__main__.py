@@ -1,0 +1,33 @@
+"""`python -m eval BENCHMARK ...`, or `adora-vl-eval BENCHMARK ...`: as `python -m eval.BENCHMARK ...`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from adora_vl.errors import nearest
+
+BENCHMARKS = ("geometry3k", "mathvista", "mmstar", "knights")
+_USAGE = f"usage: adora-vl-eval {{{','.join(BENCHMARKS)},compare}} ..."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of the benchmark's command, or of `compare`; 2 for a name that is neither."""
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    if name in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    if name == "compare":
+        return int(import_module("eval.compare").main(rest))
+    if name not in BENCHMARKS:
+        close = nearest(name, (*BENCHMARKS, "compare"))
+        print(f"error: benchmark: {name!r} is not one of {', '.join(BENCHMARKS)}, or compare{close}", file=sys.stderr)
+        return 2
+    from eval.command import main as command
+
+    return command(import_module(f"eval.{name}.benchmark").BENCHMARK, rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

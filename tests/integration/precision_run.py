@@ -1,0 +1,105 @@
+"""Policy and reference as training would build them, looked at just before the first step: their constants, their
+log-probabilities far from the start as they are, under float32 angles and under rounded ones, and what the guard says.
+Run by `test_precision.py` under ZeRO-3.
+
+Usage: precision_run.py FOLDER [training arguments]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from adora_vl.errors import RunError
+from adora_vl.models.precision import RefuseWrongBuffers
+
+POSITIONS = (500, 1000, 2000)
+WINDOW = 50  # tokens up to and with each position
+
+
+class LookedAt(Exception):  # noqa: N818  # ends a training that was never meant to begin
+    pass
+
+
+def constants(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of the model that is not a parameter: buffers, and plain attributes of its modules."""
+    found = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for prefix, module in model.named_modules():
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+        found |= {f"{prefix}.{name}": value.detach().clone() for name, value in plain.items()}
+    return found
+
+
+def text_frequencies(model: Any) -> Tensor:
+    """The text's rotary frequencies, (head size / 2,), by RoPE's own formula in float32."""
+    config = model.config.get_text_config()
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    return 1.0 / config.rope_parameters["rope_theta"] ** exponents
+
+
+@torch.no_grad()
+def far_logps(model: nn.Module) -> dict[str, Tensor]:
+    """Log-probabilities of all tokens, (window, vocabulary), up to each of `POSITIONS`, after the same text."""
+    length, first = POSITIONS[-1] + 1, 50  # ordinary tokens begin before 50
+    words = torch.randint(first, 400, (1, length), generator=torch.Generator().manual_seed(0))
+    logits = model(input_ids=words, attention_mask=torch.ones_like(words), logits_to_keep=length).logits[0]
+    logps = logits.float().log_softmax(dim=-1)
+    return {str(position): logps[position - WINDOW + 1 : position + 1].clone() for position in POSITIONS}
+
+
+class Look(TrainerCallback):
+    def __init__(self, trainer: Any, folder: Path) -> None:
+        self.trainer, self.folder = trainer, folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model)
+        models = {"policy": self.trainer.model, "reference": reference}
+        refusals, tensors = {"built": self.refusal()}, {}
+        for role, model in models.items():
+            tensors |= {f"{role}/constants/{name}": value for name, value in constants(model).items()}
+            tensors |= {f"{role}/built/{place}": value for place, value in far_logps(model).items()}
+            exact = text_frequencies(model)
+            for which, frequencies in (("float32", exact), ("rounded", exact.bfloat16())):
+                model.get_decoder().rotary_emb.inv_freq.data = frequencies
+                tensors |= {f"{role}/{which}/{place}": value for place, value in far_logps(model).items()}
+            refusals[role] = self.refusal()
+            model.get_decoder().rotary_emb.inv_freq.data = exact
+        sharded = all(hasattr(next(model.parameters()), "ds_id") for model in models.values())
+        facts = {"refusals": refusals, "sharded": sharded, "dtype": str(self.trainer.model.dtype)}
+        if self.trainer.accelerator.is_main_process:
+            save_file(
+                {name: value.contiguous() for name, value in tensors.items()}, self.folder / "tensors.safetensors"
+            )
+            (self.folder / "facts.json").write_text(json.dumps(facts))
+        raise LookedAt
+
+    def refusal(self) -> str:
+        try:
+            RefuseWrongBuffers(self.trainer).on_train_begin(None, None, None)
+        except RunError as error:
+            return str(error)
+        return ""
+
+
+def main() -> int:
+    from adora_vl.prepare import prepare
+    from adora_vl.train import build_trainer
+
+    trainer: Any = build_trainer(prepare(sys.argv[2:], to_train=False))
+    trainer.add_callback(Look(trainer, Path(sys.argv[1])))
+    with contextlib.suppress(LookedAt):
+        trainer.train()
+    trainer.accelerator.end_training()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

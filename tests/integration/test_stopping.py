@@ -1,0 +1,119 @@
+"""However a run is stopped: one whole checkpoint at the end of a generation, nothing left running, and it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
+from adora_vl.checkpoint.store import checkpoints, problem_of
+from tests.integration.stopping import Running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # the fixture starts two processes six times
+CYCLE = 2  # steps of one generation
+RUN = [
+    "--config", "configs/train/smoke_cpu.yaml", "--use_vllm", "false", "--adora_self_check", "false",
+    "--adora_synthetic_rows", "64", "--num_generations", "4", "--per_device_train_batch_size", "4",
+    "--steps_per_generation", str(CYCLE), "--gradient_accumulation_steps", "1", "--max_completion_length", "8",
+    "--logging_steps", "1", "--save_strategy", "no", "--save_total_limit", "20",
+]  # fmt: skip
+ENDLESS = ["--max_steps", "100000"]
+
+
+def the_launcher(run: Running) -> None:
+    run.launcher.terminate()
+
+
+def everybody(run: Running) -> None:
+    run.signal_everybody(signal.SIGTERM)
+
+
+def everybody_twice(run: Running) -> None:
+    run.signal_everybody(signal.SIGTERM)
+    run.wait_for_words("SIGTERM: saving", 2)
+    run.signal_everybody(signal.SIGTERM)
+
+
+def ctrl_c(run: Running) -> None:
+    run.press_ctrl_c()
+
+
+def closed_terminal(run: Running) -> None:
+    run.close_terminal()
+
+
+def killed_launcher(run: Running) -> None:
+    run.launcher.kill()
+
+
+WAYS = [everybody, everybody_twice, ctrl_c, closed_terminal, killed_launcher, the_launcher]
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What a start of the command and a way to stop it came to."""
+
+    began_with: str
+    said: str
+    code: int
+    saved: list[Path]
+    problems: list[str | None]
+    note: dict[str, object]
+
+
+def stop(config: str, output_dir: Path, way: Callable[[Running], None]) -> Stopped:
+    before = checkpoints(output_dir)
+    begun = int(before[0].name.partition("-")[2]) if before else 0
+    with Running(config, output_dir, [*RUN, *ENDLESS]) as run:
+        run.wait_for_step(begun + 1)
+        began_with = run.said
+        way(run)
+        code = run.wait_for_the_end()
+        said = run.said
+    saved = [folder for folder in checkpoints(output_dir) if folder not in before]
+    note = json.loads((output_dir / STOPPED_FILE).read_text())
+    return Stopped(began_with, said, code, saved, [problem_of(folder) for folder in saved], note)
+
+
+def holds_one_checkpoint_at_the_end_of_a_generation(stopped: Stopped) -> None:
+    (checkpoint,) = stopped.saved
+    assert stopped.problems == [None]
+    step = int(checkpoint.name.partition("-")[2])
+    assert step % CYCLE == 0
+    assert stopped.note == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """One run under ZeRO-3, stopped in each way in turn and each time started again by the same command."""
+    out = tmp_path_factory.mktemp("stopping") / "out"
+    return {way.__name__: stop("cpu_zero3", out, way) for way in WAYS}
+
+
+@pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
+def test_two_processes_stop_with_one_whole_checkpoint(two_processes, way):
+    holds_one_checkpoint_at_the_end_of_a_generation(two_processes[way])
+
+
+def test_the_same_command_goes_on_from_each_of_them(two_processes):
+    """Except from the last, of which no start follows."""
+    for way, following in pairwise(WAYS):
+        checkpoint = two_processes[way.__name__].saved[0]
+        assert f"going on from {checkpoint}" in two_processes[following.__name__].began_with
+
+
+def test_the_shipped_launcher_settings_leave_time_to_save(two_processes):
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ
+    assert all("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in stopped.began_with for stopped in two_processes.values())
+
+
+def test_one_process_saves_and_ends_when_its_launcher_is_stopped(tmp_path):
+    """That launcher dies of the signal at once, and leaves its child alone."""
+    holds_one_checkpoint_at_the_end_of_a_generation(stop("cpu", tmp_path / "out", the_launcher))

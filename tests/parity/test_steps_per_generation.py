@@ -1,0 +1,124 @@
+"""Each of several optimizer steps on one generation has the gradient that stock TRL has on the same rollouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+from adora_vl.batching.micro_batches import take_rows
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.models.load import load_processor
+from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.prompts import conversation
+from adora_vl.trainer import AdoraGRPOTrainer
+from data_prep.schema import FEATURES
+from data_prep.synthetic.generate import generate
+
+pytestmark = pytest.mark.slow
+GROUP, ROWS, ACCUMULATED, UPDATES = 4, 8, 2, 4  # 4 updates of 2 x 8 sequences a generation: 16 groups of 4
+SILENT = (0, 1, 2, 5, 6, 7, 8, 9, 12, 15)  # groups without signal, so that fewer live ones than updates x micro-batches
+
+
+def reward(completions: list[Any], **columns: Any) -> list[float]:
+    """Every second rollout is right, whatever it says, but in the silent groups."""
+    return [0.0 if row // GROUP in SILENT else float(row % 2) for row in range(len(completions))]
+
+
+class Watched(AdoraGRPOTrainer):
+    """Keeps the generation as a whole, its log-probabilities before the first update, and what each update gets."""
+
+    update: list[dict[str, Any]]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        self.generation, self.sampled_logps = output, output["old_per_token_logps"].clone()
+        self.update, self.updates = [], []
+        return output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        self.update.append(inputs)
+        return super()._compute_loss(model, inputs)
+
+    def stock_gradients(self, rows: list[int]) -> dict[str, torch.Tensor]:
+        """Of these rollouts, each with the weight that it has in stock TRL's micro-batches of full size."""
+        batch = take_rows(split_pixel_values_by_grid(self.generation), rows)
+        batch = unsplit_pixel_values_by_grid(batch)
+        switches = ("adora_share_vision", "adora_share_prompt", "adora_less_padding")
+        for name in switches:
+            setattr(self.args, name, False)
+        self.vision.share = False
+        loss = GRPOTrainer._compute_loss(self, self.model, batch) * len(rows) / ROWS
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        for name in switches:
+            setattr(self.args, name, True)
+        self.vision.share = True
+        return {name: g for name, g in zip(named, gradients, strict=True) if g is not None}
+
+
+class Compare(TrainerCallback):
+    trainer: Watched
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        trainer, update = self.trainer, self.trainer.update
+        rows = [row for micro in update for row in micro["rollout_number"].tolist()]
+        expected = trainer.stock_gradients(rows)
+        scale = max(float(g.norm()) for g in expected.values())
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        apart = max(float((found[name] - g).norm()) for name, g in expected.items())
+        old = max(
+            float((micro["old_per_token_logps"] - self._sampled(micro)).abs()[micro["completion_mask"].bool()].max())
+            for micro in update
+        )
+        trainer.updates.append({"rows": rows, "apart": apart / scale, "scale": scale, "old": old})
+        trainer.update = []
+
+    def _sampled(self, micro):
+        return self.trainer.sampled_logps[micro["rollout_number"]][:, : micro["completion_mask"].size(1)]
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory) -> list[dict[str, Any]]:
+    rows = list(generate(16, seed=6))
+    dataset = Dataset.from_list(rows, features=FEATURES)
+    dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
+    args = AdoraGRPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("steps") / "run"), use_cpu=True, bf16=False,
+        gradient_checkpointing=False, per_device_train_batch_size=ROWS, gradient_accumulation_steps=ACCUMULATED,
+        steps_per_generation=ACCUMULATED * UPDATES, num_generations=GROUP, max_completion_length=20,
+        max_steps=UPDATES, learning_rate=1e-3, temperature=2.0, loss_type="grpo", adora_mode="off", save_strategy="no",
+        report_to="none", disable_tqdm=True, seed=2,
+    )  # fmt: skip
+    compare = Compare()
+    trainer = Watched(
+        model=str(PRETRAINED), reward_funcs=reward, args=args, train_dataset=dataset,
+        processing_class=load_processor(str(PRETRAINED)), callbacks=[compare],
+    )  # fmt: skip
+    compare.trainer = trainer
+    trainer.train()
+    return trainer.updates
+
+
+def test_every_update_has_stocks_gradient_on_its_rollouts(updates):
+    """Rounding is 1e-5 on any processor; a rollout with a wrong weight or old log-probability is above 1e-2."""
+    assert len(updates) == UPDATES
+    assert all(update["scale"] > 1e-4 for update in updates), "an update without a gradient shows nothing"
+    assert max(update["apart"] for update in updates) < 1e-3
+
+
+def test_groups_stay_whole_and_none_with_signal_is_lost_or_seen_twice(updates):
+    for update in updates:
+        groups = {row // GROUP for row in update["rows"]}
+        assert sorted(update["rows"]) == [group * GROUP + row for group in sorted(groups) for row in range(GROUP)]
+    seen = [row // GROUP for update in updates for row in update["rows"][::GROUP]]
+    assert sorted(seen) == [group for group in range(16) if group not in SILENT]
+
+
+def test_the_old_log_probabilities_are_those_of_the_policy_that_sampled(updates):
+    assert [update["old"] for update in updates] == [0.0] * UPDATES
