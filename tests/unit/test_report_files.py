@@ -22,7 +22,7 @@ from adora_vl.report.manifest import end_manifest, facts_of_run, failure_noted, 
 from adora_vl.report.summary import summary_lines
 from tests.tiny_run import STEPS, arguments
 
-LAUNCHER = as_called(str(Path(sys.executable).with_name("accelerate")))
+START = as_called(str(Path(sys.executable).with_name("accelerate")))
 LAUNCH = ["/venv/bin/accelerate", "launch", "--config_file", "c.yaml", "-m", "adora_vl.train", "--config", "y y.yaml"]
 
 
@@ -30,7 +30,7 @@ LAUNCH = ["/venv/bin/accelerate", "launch", "--config_file", "c.yaml", "-m", "ad
     ("started", "command"),
     [
         (["/venv/bin/python", *LAUNCH], "accelerate launch --config_file c.yaml -m adora_vl.train --config 'y y.yaml'"),
-        (["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"], f"{LAUNCHER} launch -m adora_vl.train"),
+        (["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"], f"{START} launch -m adora_vl.train"),
         (["python", *LAUNCH[:4], "my_script.py"], f"{interpreter()} -m adora_vl.train --seed 1"),
         (["bash"], f"{interpreter()} -m adora_vl.train --seed 1"),
         (["python", *LAUNCH[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
