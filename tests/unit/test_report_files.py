@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.export import main as export
 from adora_vl.report.__main__ import main as view
 from adora_vl.report.card import model_card
-from adora_vl.report.commands import evaluate_command, launch_command, view_command
+from adora_vl.report.commands import as_called, evaluate_command, interpreter, launch_command, view_command
 from adora_vl.report.manifest import end_manifest, facts_of_run, failure_noted, read_manifest, write_manifest
 from adora_vl.report.summary import summary_lines
 from tests.tiny_run import STEPS, arguments
 
+START = as_called(str(Path(sys.executable).with_name("accelerate")))
 LAUNCH = ["/venv/bin/accelerate", "launch", "--config_file", "c.yaml", "-m", "adora_vl.train", "--config", "y y.yaml"]
 
 
@@ -28,9 +30,9 @@ LAUNCH = ["/venv/bin/accelerate", "launch", "--config_file", "c.yaml", "-m", "ad
     ("started", "command"),
     [
         (["/venv/bin/python", *LAUNCH], "accelerate launch --config_file c.yaml -m adora_vl.train --config 'y y.yaml'"),
-        (["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"], "accelerate launch -m adora_vl.train"),
-        (["python", *LAUNCH[:4], "my_script.py"], "python -m adora_vl.train --seed 1"),
-        (["bash"], "python -m adora_vl.train --seed 1"),
+        (["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"], f"{START} launch -m adora_vl.train"),
+        (["python", *LAUNCH[:4], "my_script.py"], f"{interpreter()} -m adora_vl.train --seed 1"),
+        (["bash"], f"{interpreter()} -m adora_vl.train --seed 1"),
         (["python", *LAUNCH[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
          "accelerate launch --config_file c.yaml -m adora_vl.train --hub_token ... --api_secret=... --seed 1"),
     ],
@@ -38,18 +40,18 @@ LAUNCH = ["/venv/bin/accelerate", "launch", "--config_file", "c.yaml", "-m", "ad
 def test_the_command_that_started_a_run(tmp_path, started, command):
     (tmp_path / "cmdline").write_bytes("\0".join(started).encode() + b"\0")
     assert launch_command(["--seed", "1"], tmp_path / "cmdline") == command
-    assert launch_command(["--seed", "1"], tmp_path / "no") == "python -m adora_vl.train --seed 1"
+    assert launch_command(["--seed", "1"], tmp_path / "no") == f"{interpreter()} -m adora_vl.train --seed 1"
 
 
 def test_the_commands_after_a_run(tmp_path):
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) is None
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
-    words = f"python -m eval.geometry3k run --model m --data {tmp_path} --output o --max-tokens 40"
+    words = f"{interpreter()} -m eval.geometry3k run --model m --data {tmp_path} --output o --max-tokens 40"
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
     (tmp_path / "manifest.json").write_text('{"source": "knights"}')
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace("geometry3k", "knights")
-    assert view_command(Path("a b"), Path("c")) == "python -m adora_vl.report 'a b' c"
+    assert view_command(Path("a b"), Path("c")) == f"{interpreter()} -m adora_vl.report 'a b' c"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_the_manifest_of_a_real_run(adora_run):
     assert manifest["config"]["adora_mode"] == "attenuation" and manifest["config"]["learning_rate"] == 1e-3
     assert manifest["data"]["rows"] == 32 and len(manifest["data"]["fingerprint"]) == 16
     assert manifest["data"]["source"] == "synthetic" and {"torch", "trl", "python"} <= manifest["versions"].keys()
-    assert manifest["command"].startswith("python -m adora_vl.train --config ")
+    assert manifest["command"].startswith(f"{interpreter()} -m adora_vl.train --config ")
     assert not [key for key in manifest["config"] if key.endswith("token")]
     assert len(manifest["starts"]) == 1 and manifest["starts"][0]["checkpoint"] is None
     facts = facts_of_run(manifest)
@@ -155,4 +157,4 @@ def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_r
     folder = re.search(r"--data (\S+)", words["Evaluate it"])
     assert folder and json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
     expected = " ".join(arguments(resumed_run.folder)) + f" --max_steps {2 * STEPS}"
-    assert words["Train longer"] == f"python -m adora_vl.train {expected}"
+    assert words["Train longer"] == f"{interpreter()} -m adora_vl.train {expected}"
