@@ -72,8 +72,8 @@ class UnfinishedGeneration:
             if facts[name] != now:
                 raise UserError(
                     f"resume_from_checkpoint: {str(checkpoint)!r} lies within a generation, of which rollouts are "
-                    f"still to be learned from, and was written with {name}: {facts[name]}, now {now}; set it as before, or "
-                    "name a checkpoint between two generations"
+                    f"still to be learned from, and was written with {name}: {facts[name]}, now {now}; set it as "
+                    "before, or name a checkpoint between two generations"
                 )
         file, device = file_of(checkpoint, self.accelerator.process_index), self.accelerator.device
         own = torch.load(file, map_location="cpu", weights_only=True)
