@@ -110,6 +110,7 @@ def test_faults_are_noticed(tmp_path):
 def test_two_zero3_processes_with_groups_without_signal(tmp_path):
     result = speed(tmp_path, "cpu_zero3", *TWO_PROCESSES, "--only", "off,prompt,zero signal,spread,all,refill")
     assert_equal_steps(result)
+    assert result["packed"] > 0 and not result["refused"]
     for norm in each(result, "norms").values():
         assert norm == pytest.approx(result["norms"][0], rel=1e-5)
     skipped, moved = each(result, "skipped"), each(result, "moved")

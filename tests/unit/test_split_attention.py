@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     Qwen2_5_VLConfig,
@@ -18,10 +20,12 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
 )
+from transformers.integrations import flash_attention
 
+from adora_vl.passes import split_attention
 from adora_vl.passes.prefix import prompt_positions
-from adora_vl.passes.shared_prompt import Packed, pack
-from adora_vl.passes.split_attention import ARGUMENT, install
+from adora_vl.passes.shared_prompt import pack
+from adora_vl.passes.split_attention import ARGUMENT, install, own_attention
 
 BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
 VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there
@@ -142,10 +146,10 @@ def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
     return positions, {} if grids is None else {"pixel_values": torch.cat(rows["patches"]), "image_grid_thw": grids}
 
 
-def shared(model: Any, rows: Batch, laid: Callable[..., Packed] = pack) -> Tensor:
+def shared(model: Any, rows: Batch) -> Tensor:
     install(model)
     positions, images = prompts_of(model, rows)
-    packed = laid(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
+    packed = pack(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
     given = {"attention_mask": {"full_attention": None}, ARGUMENT: packed.shared}
     logits = model(input_ids=packed.ids_NS, position_ids=packed.positions, **given, **images).logits
     assert logits.shape[:2] == packed.labels.shape, "the head's work is on scored positions alone"
@@ -173,10 +177,10 @@ def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(model: Any, rows: Batch, laid: Callable[..., Packed] = pack) -> None:
+def assert_same(model: Any, rows: Batch) -> None:
     expected = separate(model, rows)
     reference = gradients(model, expected)
-    found = shared(model, rows, laid)
+    found = shared(model, rows)
     assert (found - expected).abs().max() <= BOUND * max(expected.abs().max(), 1)
     scale = max(tensor.norm() for tensor in reference.values())
     own = gradients(model, found)
@@ -209,8 +213,94 @@ GROUPS = st.lists(
 
 
 @settings(max_examples=25, deadline=None)
-@given(GROUPS, st.sampled_from(sorted(MODELS)))
-def test_any_lengths_are_as_separate_rows(lengths, attention):
-    """Rollouts of no token are those that were cut off and masked out."""
-    if any(length for _, group in lengths for length in group):
-        assert_same(MODELS[attention], batch(lengths, images=False))
+@given(GROUPS, st.sampled_from(sorted(MODELS)), st.integers(1, 12))
+def test_any_lengths_are_as_separate_rows(lengths, attention, block):
+    """Rollouts of no token are those that were cut off and masked out. `block`: queries that share a mask."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(split_attention, "_BLOCK", block)
+        if any(length for _, group in lengths for length in group):
+            assert_same(MODELS[attention], batch(lengths, images=False))
+
+
+def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
+    rows = batch([(6, [40] * 16)], images=False)
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: sizes.append(kept.numel()) or kept, lambda kept: kept):
+        shared(MODELS["sdpa"], rows)
+    tokens = 6 + 16 * 39
+    assert max(sizes) < tokens**2 / 4
+
+
+def test_an_adapter_is_trained_alike():
+    model = get_peft_model(build("qwen2_5_vl"), LoraConfig(target_modules=["q_proj", "v_proj"])).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    assert_same(model, batch(TWO_GROUPS, images=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(kind, tmp_path):
+    """Ordinary passes, generation and saved files stay as they were, also after a pass that failed."""
+    model, rows = build(kind).eval(), batch([(5, [4, 2])], images=False)
+
+    def ordinary() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            written = model.generate(
+                rows["ids"], attention_mask=rows["mask"], max_new_tokens=4, do_sample=False, pad_token_id=0
+            )
+            return model(rows["ids"], attention_mask=rows["mask"]).logits, written
+
+    before = ordinary()
+    install(model)
+    install(model)
+    with pytest.raises(RuntimeError):  # more positions than there are tokens
+        shared_of_another = pack(rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]).shared
+        model(rows["ids"][:1, :3], attention_mask={"full_attention": None}, **{ARGUMENT: shared_of_another})
+    assert all(torch.equal(one, other) for one, other in zip(before, ordinary(), strict=True))
+    assert own_attention(model.config) == "sdpa"
+    model.config.save_pretrained(tmp_path)
+    assert "shared_prompt" not in (tmp_path / "config.json").read_text()
+    vision = getattr(model.config, "vision_config", None)
+    assert vision is None or vision._attn_implementation == "sdpa"
+
+
+def varlen(query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **given) -> Tensor:
+    """As flash attention documents it: sequences end to end, each causal to the lower right. Its kernels need a GPU."""
+    assert is_causal and attention_mask is None and attn_implementation == "flash_attention_2"
+    ends_q, ends_k = given["cu_seq_lens_q"].tolist(), given["cu_seq_lens_k"].tolist()
+    assert given["max_length_q"] == max(b - a for a, b in pairwise(ends_q))
+    assert given["max_length_k"] == max(b - a for a, b in pairwise(ends_k))
+    assert ends_q[-1] == query.size(1) and ends_k[-1] == key.size(1) and given["cu_seq_lens_q"].dtype == torch.int32
+    found = []
+    for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        own = query[0, start:end].transpose(0, 1), *(each[0, first:last].transpose(0, 1) for each in (key, value))
+        allowed = torch.ones(end - start, last - first, dtype=torch.bool).tril(last - first - end + start)
+        found.append(F.scaled_dot_product_attention(*own, allowed, scale=softmax_scale, enable_gqa=True))
+    return torch.cat(found, dim=1).transpose(0, 1)[None]
+
+
+def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", varlen)
+    rows, reference, model = batch(TWO_GROUPS, images=True), build("qwen2_5_vl"), build("qwen2_5_vl")
+    model.get_decoder().config._attn_implementation = "flash_attention_2"
+    expected, found = separate(reference, rows), shared(model, rows)
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+    ours, own = gradients(reference, expected), gradients(model, found)
+    scale = max(tensor.norm() for tensor in ours.values())
+    assert all((own[name] - ours[name]).norm() <= VISION_BOUND * scale for name in ours)
+
+
+def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatch):
+    names = []
+
+    def forward(query, *args, attn_implementation, **given):
+        names.append(attn_implementation)
+        return query
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", forward)
+    model = build("qwen2")
+    model.config._attn_implementation = "flash_attention_2"
+    install(model)
+    model(torch.arange(6)[None])
+    assert set(names) == {"flash_attention_2"}
