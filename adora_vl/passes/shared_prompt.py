@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 # Rollouts share one attention call while none is shorter than this share of the longest, up to which they are padded.
-# Padding costs attention alone, and calls cost time too: see `python -m benchmarks.prefix --lengths`.
+# Padding costs attention alone, and calls cost time too.
 ALIKE = 0.75
 
 

@@ -29,8 +29,9 @@ from adora_vl.passes.shared_prompt import SharedPrompts
 
 ARGUMENT = "shared_prompts"  # of the model's forward
 _PREFIX = "shared_prompt|"  # as Transformers' own `paged|sdpa`
-# Queries that share a mask where no kernel knows "causal to the lower right". Half a square of it is computed in vain.
-_BLOCK = 512
+# Where no kernel knows "causal to the lower right", queries share a mask by blocks, of which half a square is computed
+# in vain. A block is at least this long, and as long as costs a quarter of the work: calls cost time too.
+_BLOCK = 256
 
 
 def own_attention(config: Any) -> str:
@@ -152,8 +153,9 @@ def _sdpa(
     if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries
         key, value = (repeat_kv(tensor, query.size(1) // key.size(1)) for tensor in (key, value))
     blocks = []
-    for start in range(0, queries, _BLOCK):
-        end = min(start + _BLOCK, queries)
+    block = max(_BLOCK, (keys - queries // 2) // 2)
+    for start in range(0, queries, block):
+        end = min(start + block, queries)
         seen = keys - queries + end
         own = query[:, :, start:end], key[:, :, :seen], value[:, :, :seen]
         blocks.append(scaled_dot_product_attention(*own, _lower_right(end - start, seen, query.device), **given))
