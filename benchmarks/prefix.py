@@ -2,9 +2,9 @@
 
 Forward and backward of one group on a language model, by turns in one process, medians: its rollouts as separate padded
 rows; as one sequence with a dense mask; and as one sequence with split attention, which is what the trainer does. On a
-CPU the seconds are the processor's, so that what else runs there disturbs less. Peak memory is what the pass takes beside
-the model. "tokens" is the share of tokens that are left, "agree" the largest distance of log-probabilities from the
-separate rows'.
+CPU the seconds are the processor's, so that what else runs there disturbs less. Peak memory is what the pass takes
+beside the model. "tokens" is the share of tokens that are left, "agree" the largest distance of log-probabilities from
+the separate rows'.
 """
 
 from __future__ import annotations
