@@ -1,6 +1,6 @@
-"""What one training step computes, and what it need not compute twice.
+"""What one training step would compute twice, and computes once.
 
-`processor`: a prompt and an image processed once. `bank`, `vision`: pixels held and seen once. `prefix`, `packed`: a
-group's prompt computed once. `batches`: which rows share a micro-batch. `unfinished`: what is left of a generation, in
-a checkpoint. `importance`: the engine's log-probabilities against the policy's. `trainer`: TRL's trainer with these.
+`images`, `processor`, `image_bank`, `shared_vision`: each image is processed once, held once and seen by the vision
+tower once; `windows`: the tower's windows in one call. `policy_pass`: a group's prompt once, by `shared_prompt` (which
+token goes where) and `split_attention` (who attends to whom), or rows end to end (`flat`).
 """

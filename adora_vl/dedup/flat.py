@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adora_vl.dedup.prefix import Packed
+from adora_vl.dedup.shared_prompt import Packed
 
 
 def flat_pays(prompts: list[int], completions: list[int]) -> bool:
@@ -49,5 +49,5 @@ def end_to_end(input_ids: Tensor, attention_mask: Tensor, completion: int, posit
     if placed.dim() == 2:  # M-RoPE
         placed = torch.cat([torch.cat(text)[None], placed])
     return Packed(
-        torch.cat(ids)[None], placed[..., None, :], None, torch.cat(labels)[None], source, attention_mask[:, prompt:]
+        torch.cat(ids)[None], placed[..., None, :], torch.cat(labels)[None], source, attention_mask[:, prompt:]
     )

@@ -1,6 +1,6 @@
 """The policy's pass over packed rows, checked once against the pass over separate rows.
 
-Two layouts: a group as one sequence (`adora_vl.dedup.prefix`), and rows end to end (`adora_vl.dedup.flat`).
+Two layouts: each prompt once (`adora_vl.dedup.shared_prompt`), and rows end to end (`adora_vl.dedup.flat`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.dedup.flat import end_to_end, flat_pays
 from adora_vl.dedup.image_bank import first_patches
-from adora_vl.dedup.prefix import Packed, groups_of, pack, packing_pays, prompt_positions
+from adora_vl.dedup.prefix import groups_of, prompt_positions
+from adora_vl.dedup.shared_prompt import pack, sharing_pays
+from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
-# Attention implementations that take a mask of our own. Flash attention takes the bounds of rows.
-MASKABLE = ("sdpa", "eager")
 
 
 def bound_of(dtype: torch.dtype) -> float:
@@ -28,13 +28,10 @@ def bound_of(dtype: torch.dtype) -> float:
     return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
-def takes_mask(attention: str) -> bool:
-    """By groups."""
-    return attention in MASKABLE
-
-
 def takes_bounds(attention: str) -> bool:
-    """End to end. Transformers names the same kernels after their library or after where they come from."""
+    """Whether its kernel keeps rows apart by their bounds. Transformers names such a kernel after its library or after
+    where it comes from.
+    """
     return bool(is_flash_attention_requested(requested_attention_implementation=attention))
 
 
@@ -43,12 +40,13 @@ def packable(config: Any, by_group: bool) -> bool:
     text = config.get_text_config()
     full = all(kind == "full_attention" for kind in getattr(text, "layer_types", None) or ["full_attention"])
     known = config.model_type in ("qwen2_5_vl", "qwen2_vl", "qwen2")
-    takes = takes_mask if by_group else takes_bounds
-    return known and full and takes(text._attn_implementation)
+    attention = own_attention(config)
+    takes = takes_bounds(attention) or (by_group and attention in ("sdpa", "eager"))
+    return known and full and takes
 
 
 class PackedPass:
-    """Log-probabilities of a batch with every group as one sequence, or (`by_group` false) its rows end to end."""
+    """Log-probabilities of a batch with each prompt once, or (`by_group` false) with its rows end to end."""
 
     def __init__(self, by_group: bool = True) -> None:
         self.by_group = by_group
@@ -73,7 +71,7 @@ class PackedPass:
         plain = accelerator.unwrap_model(model)
         config = plain.config
         if not packable(config, self.by_group):
-            self.refused = f"attention {config.get_text_config()._attn_implementation} of {config.model_type}"
+            self.refused = f"attention {own_attention(config)} of {config.model_type}"
             return None
         images = _images_of_rows(inputs, len(input_ids))
         step = batch_size or len(input_ids)
@@ -81,10 +79,10 @@ class PackedPass:
         if self.by_group:
             groups = [_grouped(chunk, input_ids, attention_mask, completion, images) for chunk in chunks]
             shared = any(len(group) > 1 for part in groups for group in part)
+            pays = shared and all(_pays(part, attention_mask, completion) for part in groups)
             pixels = inputs.get("pixel_values")
             if pixels is not None and pixels.is_floating_point():  # nothing tells whether two images are the same
-                shared = False
-            pays = shared and all(_pays(part, attention_mask, completion, config) for part in groups)
+                pays = False
         else:
             groups = [[[row] for row in chunk] for chunk in chunks]
             lengths = attention_mask[:, :-completion].sum(dim=1), attention_mask[:, -completion:].sum(dim=1)
@@ -156,18 +154,20 @@ class PackedPass:
             types[first, :prompt] if types is not None else None,
             grids,
         )
+        given: dict[str, Any] = {"attention_mask": None}
         if self.by_group:
+            install(plain)
             own = [[row - rows[0] for row in group] for group in groups]
             packed = pack(input_ids[rows], attention_mask[rows], completion, own, positions)
+            given = {"attention_mask": {"full_attention": None}, ARGUMENT: packed.shared}  # a mask already prepared
         else:
             packed = end_to_end(input_ids[rows], attention_mask[rows], completion, positions)
-        given: dict[str, Any] = {"input_ids": packed.ids_NS, "position_ids": packed.positions}
-        given["attention_mask"] = _in_form(packed, plain)
+        given |= {"input_ids": packed.ids_NS, "position_ids": packed.positions}
         if grids is not None:
             given["pixel_values"] = torch.cat([pair[0] for pair in held if pair is not None])
             given["image_grid_thw"] = grids
         with accelerator.autocast():
-            outputs = model(**given, shift_labels=packed.labels_NS, fused_lm_head=True)
+            outputs = model(**given, shift_labels=packed.labels, fused_lm_head=True)
         # the reference model's head computes no entropy
         return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy) if compute_entropy else None
 
@@ -179,15 +179,6 @@ def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
             return torch.get_autocast_dtype(device)
     dtype: torch.dtype = next(model.parameters()).dtype
     return dtype
-
-
-def _in_form(packed: Packed, plain: Any) -> Tensor | None:
-    """The mask as the attention implementation wants it."""
-    if packed.mask_N1SS is None or plain.config.get_text_config()._attn_implementation == "sdpa":
-        return packed.mask_N1SS
-    mask, dtype = packed.mask_N1SS, plain.dtype
-    # CUDA refuses to fill a scalar of the CPU by a mask of the GPU
-    return mask.new_zeros((), dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _images_of_rows(inputs: dict[str, Any], rows: int) -> list[tuple[Tensor, Tensor] | None]:
@@ -209,10 +200,7 @@ def _grouped(
     return [[rows[row] for row in group] for group in groups]
 
 
-def _pays(groups: list[list[int]], attention_mask: Tensor, completion: int, config: Any) -> bool:
+def _pays(groups: list[list[int]], attention_mask: Tensor, completion: int) -> bool:
     prompts = attention_mask[[group[0] for group in groups], :-completion].sum(dim=1).tolist()
     lengths = attention_mask[:, -completion:].sum(dim=1).tolist()
-    text = config.get_text_config()
-    return packing_pays(
-        prompts, [[lengths[row] for row in group] for group in groups], text.hidden_size, text.intermediate_size
-    )
+    return sharing_pays(prompts, [[lengths[row] for row in group] for group in groups])

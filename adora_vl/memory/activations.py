@@ -32,7 +32,7 @@ class MicroBatch:
     completion_tokens: int
     image_tokens: int = 0  # a sequence
     unit: int = 1  # sequences of one problem, for which its image is looked at once
-    packed: bool = False  # and which are one row, with their prompt once (`adora_vl.dedup.prefix`)
+    packed: bool = False  # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
 
     @property
     def rows(self) -> int:
@@ -41,7 +41,7 @@ class MicroBatch:
     @property
     def length(self) -> int:
         if self.packed:
-            return self.prompt_tokens - 1 + self.unit * self.completion_tokens
+            return self.prompt_tokens + self.unit * (self.completion_tokens - 1)
         return self.prompt_tokens + self.completion_tokens
 
     @property
@@ -72,14 +72,15 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
     attention = 2 * (queries + keys) * dtypes.compute + tower.heads * _FLOAT  # q, out, k, v, logsumexp
     mask = batch.rows * batch.length**2 * dtypes.compute if masked else 0
-    return batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)) + mask
+    # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated, and its own
+    repeated = batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
+    joined = repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
+    return batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)) + mask + joined
 
 
 def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
-    """A dense mask beside what the layers save of it: the boolean one, which lasts as long as the pass, and on a GPU
+    """A padding mask beside what the layers save of it: the boolean one, which lasts as long as the pass, and on a GPU
     the numbers of the present layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
-
-    While it is made there are four of its size (`adora_vl.dedup.prefix._mask`), but before any layer saves anything.
     """
     pairs = batch.rows * batch.length**2
     aligned = batch.rows * batch.length * (-(-batch.length // 16) * 16)

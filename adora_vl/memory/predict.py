@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from adora_vl.batching.micro_batches import unit_size
-from adora_vl.dedup.prefix import packing_pays
+from adora_vl.dedup.shared_prompt import sharing_pays
 from adora_vl.memory import GIB
 from adora_vl.memory.activations import Dtypes, MicroBatch, head_saved, head_transient, mask_bytes, saved
 from adora_vl.memory.engine import ASLEEP, Engine, EngineMemory, engine_memory
@@ -50,12 +50,11 @@ class Setup:
     @property
     def micro_batch(self) -> MicroBatch:
         """The batch as it is computed: by the trainer's own rules, what belongs to one problem once."""
-        batch, text = self.batch, self.shape.text
+        batch = self.batch
         unit = unit_size(batch.sequences, self.generations)
         completions = [[batch.completion_tokens] * unit] * (batch.sequences // unit)
         prompts = [batch.prompt_tokens] * len(completions)
-        pays = unit > 1 and packing_pays(prompts, completions, text.width, text.mlp_width)
-        packed = self.sharing.prompts and self.masked and pays
+        packed = self.sharing.prompts and unit > 1 and sharing_pays(prompts, completions)
         return replace(batch, unit=unit if self.sharing.vision or packed else 1, packed=packed)
 
     @property
@@ -113,12 +112,14 @@ def predict(setup: Setup, card: int) -> Prediction:
 def _learning(setup: Setup) -> dict[str, int]:
     """Activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
     shape, batch, dtypes = setup.shape, setup.micro_batch, setup.dtypes
-    kept = saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=setup.masked)
+    kept = saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=setup.masked and not batch.packed)
     head = head_transient(shape, batch, dtypes, compact=setup.accelerator)
     layer = kept.recomputed + kept.layer_gradients
     return {
         "activations": kept.text + head_saved(shape, batch, dtypes, compact=setup.accelerator),
-        "attention mask": mask_bytes(batch, dtypes, accelerator=setup.accelerator) if setup.masked else 0,
+        "attention mask": mask_bytes(batch, dtypes, accelerator=setup.accelerator)
+        if setup.masked and not batch.packed
+        else 0,
         "vision": kept.vision,
         "logits": head if head >= layer else 0,
         "one layer going back": layer if layer > head else 0,

@@ -36,7 +36,7 @@ class SpeedOptions:
     )
     adora_share_prompt: bool = field(
         default=True,
-        metadata={"help": "Compute a group's prompt once and let its rollouts attend to it, where that is less work."},
+        metadata={"help": "Compute a group's prompt once and let its rollouts attend to it."},
     )
     adora_skip_old_pass: bool = field(
         default=True,

@@ -178,7 +178,8 @@ def sabotage(names: str) -> None:
 
         def shifted(*args: Any) -> Any:
             packed = original(*args)
-            return dataclasses.replace(packed, positions=packed.positions + (packed.labels_NS != -100))
+            after_the_prompt = torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt
+            return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
 
         packed_module.pack = shifted
     if "ends" in names:  # the same where rows are laid end to end
@@ -186,7 +187,7 @@ def sabotage(names: str) -> None:
 
         def later(*args: Any) -> Any:
             flat = laid(*args)
-            return dataclasses.replace(flat, positions=flat.positions + (flat.labels_NS != -100))
+            return dataclasses.replace(flat, positions=flat.positions + (flat.labels != -100))
 
         packed_module.end_to_end = later
     if "rows" in names:  # micro-batches weigh alike however many rows they have

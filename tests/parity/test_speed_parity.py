@@ -121,6 +121,7 @@ def test_two_zero3_processes_with_groups_without_signal(tmp_path):
     only = "off,prompt,zero signal,spread,all,refill"
     result = speed(tmp_path, "cpu_zero3", "--float32", *TWO_PROCESSES, "--only", only)
     assert_equal_steps(result, LOSS_FLOAT32)
+    assert result["packed"] > 0 and not result["refused"]
     for norm in each(result, "norms").values():
         assert norm == pytest.approx(result["norms"][0], rel=NORM_FLOAT32)
     skipped, moved = each(result, "skipped"), each(result, "moved")

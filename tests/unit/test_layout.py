@@ -13,7 +13,13 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
-    "adora_vl.memory": ("adora_vl.errors", "adora_vl.models", "adora_vl.dedup", "adora_vl.replaced"),
+    "adora_vl.memory": (
+        "adora_vl.batching",
+        "adora_vl.dedup",
+        "adora_vl.errors",
+        "adora_vl.models",
+        "adora_vl.replaced",
+    ),
     "adora_vl.files": ("adora_vl.errors",),
     "adora_vl.commands": ("adora_vl.errors",),
     "adora_vl.comparability": (),

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from adora_vl.batching.dynamic_sampling import exchanges, further_rows, joined, refilled
 from adora_vl.batching.micro_batches import (
@@ -27,9 +22,9 @@ from adora_vl.batching.micro_batches import (
 )
 from adora_vl.dedup.flat import end_to_end, flat_pays
 from adora_vl.dedup.image_bank import Banks
-from adora_vl.dedup.packed import _in_form
-from adora_vl.dedup.prefix import groups_of, pack, packing_pays
+from adora_vl.dedup.prefix import groups_of
 from adora_vl.dedup.processor import distinct_rows
+from adora_vl.dedup.shared_prompt import ALIKE, Group, pack
 from adora_vl.rollout.image_cache import ProcessedImage
 from adora_vl.rollout.importance import importance_ratio
 
@@ -142,67 +137,45 @@ def test_neighbours_with_the_same_prompt_and_images_are_a_group():
     assert groups_of(ids, torch.ones_like(ids), ["a", "a", "b", "b", "a"]) == [[0, 1], [2], [3], [4]]
 
 
-def test_a_packed_group_by_hand():
-    """Prompt 5 6 7 (left-padded), rollouts `1 2` and `3`; the copies of 7 predict the first tokens."""
-    ids = torch.tensor([[0, 5, 6, 7, 1, 2], [0, 5, 6, 7, 3, 0]])
-    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0]])
-    positions = torch.tensor([[[0, 0, 4, 5]]] * 3)  # as after an image
-    packed = pack(ids, mask, 2, [[0, 1]], positions)
-    assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 7]]
-    assert packed.labels_NS.tolist() == [[-100, -100, 1, 2, 3]]
-    assert packed.positions[0].tolist() == [[0, 4, 5, 6, 5]]
-    assert packed.mask_N1SS[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0],
-        [1, 1, 0, 0, 1],
-    ]
-    assert packed.unpacked(torch.tensor([[9.0, 9, 0.1, 0.2, 0.3]])).tolist() == pytest.approx(
-        [pytest.approx([0.1, 0.2]), pytest.approx([0.3, 0.0])]
-    )
+def test_groups_as_one_sequence_by_hand():
+    """Prompt `5 6 7` with `3` and `1 2 4`, prompt `8` with `9 1`; the first has positions as after an image.
 
-
-def test_padding_of_a_packed_batch_is_seen_by_no_one_else():
-    ids = torch.tensor([[5, 6, 1], [5, 6, 2], [4, 6, 1]])
-    packed = pack(ids, torch.ones_like(ids), 1, [[0, 1], [2]], torch.arange(2).expand(2, 2))
-    assert packed.ids_NS.tolist() == [[5, 6, 6], [4, 6, 0]]
-    assert packed.mask_N1SS[1, 0, 2, 2], "a row of the mask that allows nothing is NaN"
-    assert not packed.mask_N1SS[1, 0, :2, 2].any()
-
-
-class _Devices(TorchDispatchMode):
-    """The devices on which anything is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.seen |= {tensor.device.type for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}
-        return result
-
-
-def test_eager_attention_gets_its_mask_on_the_device_of_the_batch():
-    """CUDA refuses to mix devices here, so a run with `attn_implementation: eager` would stop at its first step."""
-    text = SimpleNamespace(_attn_implementation="eager")
-    model = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(get_text_config=lambda: text))
-    packed = pack(torch.arange(8).view(2, 4), torch.ones(2, 4, dtype=torch.long), 2, [[0, 1]], torch.zeros(1, 2))
-    away = replace(packed, mask_N1SS=packed.mask_N1SS.to("meta"))
-    with _Devices() as devices:
-        mask = _in_form(away, model)
-    assert devices.seen == {"meta"} and mask.shape == packed.mask_N1SS.shape and mask.dtype == torch.bfloat16
-    here = _in_form(packed, model)
-    assert torch.equal(here == 0, packed.mask_N1SS) and here[~packed.mask_N1SS].max() < -1e38
+    7 predicts the first token of both its rollouts, and a rollout's last token is left out.
+    """
+    ids = torch.tensor([[0, 5, 6, 7, 3, 0, 0], [0, 5, 6, 7, 1, 2, 4], [0, 0, 0, 8, 9, 1, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
+    positions = torch.tensor([[[0, 0, 4, 5], [0, 0, 0, 0]]] * 3)
+    packed = pack(ids, mask, 3, [[0, 1], [2]], positions)
+    assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
+    assert packed.positions.shape == (3, 1, 7) and packed.positions[2, 0].tolist() == [0, 4, 5, 6, 7, 0, 1]
+    assert packed.shared.groups == (Group(3, (2,)), Group(1, (1,)))
+    assert packed.shared.predicting_K.tolist() == [2, 3, 4, 2, 5, 6]
+    assert packed.labels.tolist() == [[1, 2, 4, 3, 9, 1]]
+    unpacked = packed.unpacked(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
+    assert torch.allclose(unpacked, torch.tensor([[0.4, 0, 0], [0.1, 0.2, 0.3], [0.5, 0.6, 0]]))
 
 
 def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
     ids = torch.tensor([[5, 6, 1, 1], [5, 6, 2, 2]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     packed = pack(ids, mask, 2, [[0, 1]], torch.arange(2).expand(1, 2))
-    assert packed.ids_NS.tolist() == [[5, 6, 2]]
-    assert packed.unpacked(torch.tensor([[9.0, 0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
+    assert packed.ids_NS.tolist() == [[5, 6, 2]] and packed.labels.tolist() == [[2, 2]]
+    assert packed.unpacked(torch.tensor([[0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
+
+
+def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
+    ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
+    packed = pack(ids, torch.tensor([[1, 1, 0]] * 2), 1, [[0, 1]], torch.arange(2)[None])
+    assert packed.labels.tolist() == [[-100]] and packed.shared.groups == (Group(2, ()),)
+    assert packed.unpacked(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
+def test_rollouts_that_share_a_call_are_of_like_length(lengths):
+    group = Group(1, tuple(sorted(lengths, reverse=True)))
+    assert [length for part in group.batches for length in part] == list(group.rollouts)
+    padded = sum(len(part) * part[0] for part in group.batches)
+    assert padded * ALIKE <= sum(lengths)
 
 
 def test_rows_end_to_end_by_hand():
@@ -212,10 +185,9 @@ def test_rows_end_to_end_by_hand():
     positions = torch.tensor([[[0, 4], [0, 4], [0, 0]]] * 3)
     flat = end_to_end(ids, mask, 2, positions)
     assert flat.ids_NS.tolist() == [[5, 6, 1, 5, 6, 7]]
-    assert flat.labels_NS.tolist() == [[-100, 1, 2, -100, -100, 3]]
+    assert flat.labels.tolist() == [[-100, 1, 2, -100, -100, 3]]
     assert flat.positions[0].tolist() == [[0, 1, 2, 0, 1, 0]], "the text's own, which tell the rows apart"
     assert flat.positions[1].tolist() == flat.positions[3].tolist() == [[0, 4, 5, 0, 4, 0]]
-    assert flat.mask_N1SS is None
     values = flat.unpacked(torch.tensor([[9.0, 0.1, 0.2, 9, 9, 0.3]]))
     assert torch.allclose(values, torch.tensor([[0.1, 0.2], [0, 0], [0.3, 0]]))
     text_only = end_to_end(ids, mask, 2, positions[0])
@@ -225,12 +197,6 @@ def test_rows_end_to_end_by_hand():
 def test_rows_end_to_end_pay_where_any_would_be_padded():
     assert flat_pays([5, 5], [3, 2]) and flat_pays([5, 4], [3, 3])
     assert not flat_pays([5, 5], [3, 3])
-
-
-def test_packing_pays_for_long_prompts_and_not_for_many_long_rollouts():
-    assert packing_pays([400], [[23] * 8], 2048, 11008)
-    assert packing_pays([500], [[512] * 8], 2048, 11008)
-    assert not packing_pays([20], [[4000] * 16], 2048, 11008)
 
 
 def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():

@@ -1,0 +1,148 @@
+"""Groups as one sequence: each prompt once, and after it its rollouts, without padding.
+
+    p1 p2 p3 a1 a2 c1 | q1 q2 d1 d2 d3 | ...      rollouts `a1 a2 a3`, `b1` and `c1 c2` of p, `d1 d2 d3 d4` of q
+
+The prompt's last position predicts the first token of every rollout. A rollout's last token predicts nothing and is
+left out. So G rollouts of C tokens after a prompt of P cost P + G (C - 1) tokens instead of G (P + C). Positions
+(M-RoPE's three) are those of the rollout alone, and `adora_vl.dedup.split_attention` lets each rollout see its prompt
+and itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+# Rollouts share one attention call while none is shorter than this share of the longest, up to which they are padded.
+# Padding costs attention alone, and calls cost time too.
+ALIKE = 0.75
+
+
+# Sharing is worth it up to this share of the tokens of padded separate rows. Attention in two parts costs a little more
+# than in one: with 0.88 of the tokens a pass took 1.1 times as long (`python -m benchmarks.prefix`, 64-token prompt).
+WORTH = 0.85
+
+
+def sharing_pays(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> bool:
+    """Whether groups with each prompt once are less work than separate rows, which are padded to the longest.
+
+    `prompts`: tokens of each group's prompt; `completions`: of each of its rollouts.
+    """
+    rows = sum(len(group) for group in completions)
+    longest = max(prompts) + max(max(group) for group in completions)
+    shared = sum(prompts) + sum(max(length - 1, 0) for group in completions for length in group)
+    return shared <= WORTH * rows * longest
+
+
+@dataclass(frozen=True)
+class Group:
+    """How many positions a prompt and each of its rollouts take in the sequence; rollouts longest first."""
+
+    prompt: int
+    rollouts: tuple[int, ...]
+
+    @property
+    def batches(self) -> list[tuple[int, ...]]:
+        """The rollouts by like lengths."""
+        batches: list[list[int]] = []
+        for length in self.rollouts:
+            if not batches or length < ALIKE * batches[-1][0]:
+                batches.append([])
+            batches[-1].append(length)
+        return [tuple(batch) for batch in batches]
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """What attention and the LM head have to know of a sequence of groups: an argument of the model's forward."""
+
+    groups: tuple[Group, ...]
+    predicting_K: Tensor  # the position that predicts the token, for each token that is scored
+
+    @cached_property
+    def spans(self) -> list[int]:
+        """Positions of each prompt and each rollout, in the sequence's order."""
+        return [length for group in self.groups for length in (group.prompt, *group.rollouts)]
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """For a kernel of variable lengths: where the spans begin and end among the queries, and among keys of which
+        each rollout has the prompt's and its own; the most queries and keys of a span.
+        """
+        keys = [
+            length for group in self.groups for length in (group.prompt, *(group.prompt + n for n in group.rollouts))
+        ]
+        device = self.predicting_K.device
+        ends_Q, ends_K = (
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (self.spans, keys)
+        )
+        return ends_Q, ends_K, max(self.spans), max(keys)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One or more sequences of S positions for B rollouts of at most C tokens."""
+
+    ids_NS: Tensor
+    positions: Tensor  # (3 or 4, N, S) for a vision-language model, (N, S) for a language model
+    labels: Tensor  # the token that each scored position predicts, -100 where none: (N, S), or (1, K) with `shared`
+    source_BC: Tensor  # where in `labels`, flattened, a completion token stands
+    mask_BC: Tensor  # completion tokens that exist
+    shared: SharedPrompts | None = None
+
+    def unpacked(self, values: Tensor) -> Tensor:
+        """(B, C), from what the model gives for each label; 0 where there is no token."""
+        return values.flatten()[self.source_BC] * self.mask_BC
+
+
+def pack(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    completion: int,
+    groups: Sequence[Sequence[int]],
+    positions: Tensor,
+) -> Packed:
+    """Lay out left-padded prompts and right-padded completions.
+
+    `input_ids`, `attention_mask`: (B, P + C). `completion`: C. `groups`: rows with the same prompt, each row in one
+    group. `positions`: of the prompt tokens of each group's first row, (3, N, P) or (N, P).
+    """
+    device, prompt = input_ids.device, input_ids.size(1) - completion
+    lengths = attention_mask[:, prompt:].sum(dim=1).tolist()
+    firsts = [group[0] for group in groups]
+    starts = attention_mask[firsts, :prompt].int().argmax(dim=1).tolist()
+    source_BC = input_ids.new_zeros(len(input_ids), completion)
+    ids, place, labels, predicting, spans = [], [], [], [], []
+    at = scored = 0
+    for number, (group, start) in enumerate(zip(groups, starts, strict=True)):
+        own = positions[..., number, start:prompt]
+        ids.append(input_ids[group[0], start:prompt])
+        place.append(own)
+        at += prompt - start
+        last, following = at - 1, own.amax() + 1
+        rows = sorted(group, key=lambda row: -lengths[row])
+        for row in rows:
+            length = lengths[row]
+            width = max(length - 1, 0)
+            ids.append(input_ids[row, prompt : prompt + width])
+            place.append((following + torch.arange(width, device=device)).expand(*own.shape[:-1], -1))
+            labels.append(input_ids[row, prompt : prompt + length])
+            predicting += [last, *range(at, at + width)][:length]
+            source_BC[row, :length] = torch.arange(scored, scored + length, device=device)
+            at, scored = at + width, scored + length
+        spans.append(Group(prompt - start, tuple(lengths[row] - 1 for row in rows if lengths[row] > 1)))
+    if not scored:  # a head needs at least one position
+        labels, predicting = [input_ids.new_full((1,), -100)], [0]
+    return Packed(
+        torch.cat(ids)[None],
+        torch.cat(place, dim=-1)[..., None, :],
+        torch.cat(labels)[None],
+        source_BC,
+        attention_mask[:, prompt:],
+        SharedPrompts(tuple(spans), torch.tensor(predicting, device=device)),
+    )

@@ -1,0 +1,176 @@
+"""Attention over a sequence of groups (`adora_vl.dedup.shared_prompt`) in two parts: each prompt on itself, and its
+rollouts as a batch, each on (prompt, itself). So nothing grows with the square of a group's tokens.
+
+It is an attention implementation of Transformers' `AttentionInterface` on top of the model's own one, and takes part
+only in a forward that is given `shared_prompts`; everything else goes to the model's own. What it has to know comes as
+that argument alone, which gradient checkpointing hands over again when it computes a layer once more.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
+
+from adora_vl.dedup.shared_prompt import SharedPrompts
+
+ARGUMENT = "shared_prompts"  # of the model's forward
+_PREFIX = "shared_prompt|"  # as Transformers' own `paged|sdpa`
+# Where no kernel knows "causal to the lower right", queries share a mask by blocks, of which half a square is computed
+# in vain. A block is at least this long, and as long as costs a quarter of the work: calls cost time too.
+_BLOCK = 256
+
+
+def own_attention(config: Any) -> str:
+    """The implementation that the user chose, whether or not ours is on top of it."""
+    name: str = config.get_text_config()._attn_implementation
+    return name.removeprefix(_PREFIX)
+
+
+def install(model: Any) -> None:
+    """Let `model`, in whatever wrapper, take `shared_prompts` from now on. Saved configurations do not name it.
+
+    It stays installed: gradient checkpointing looks the attention up again in the backward pass.
+    """
+    decoder = model.get_decoder()
+    own = decoder.config._attn_implementation
+    if own.startswith(_PREFIX):
+        return
+    AttentionInterface.register(_PREFIX + own, partial(_attention, own))
+    AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
+    decoder.config._attn_implementation = _PREFIX + own
+    decoder.register_forward_hook(_scored_positions, with_kwargs=True)
+
+
+def _scored_positions(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """The LM head's positions: only those that predict a completion token, the prompt's last one once a rollout."""
+    shared: SharedPrompts | None = kwargs.get(ARGUMENT)
+    if shared is not None:
+        output.last_hidden_state = output.last_hidden_state[:, shared.predicting_K]
+    return output
+
+
+def _attention(
+    own: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    shared_prompts: SharedPrompts | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Query (N, H, S, D), key and value (N, Hk, S, D); the result is (N, S, H, D), as of every implementation."""
+    function, flash = _function(own, module), is_flash_attention_requested(requested_attention_implementation=own)
+    if flash:
+        module = _as_configured(module, own)
+    given: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
+    if shared_prompts is None:
+        return function(module, query, key, value, attention_mask, **given, **kwargs)
+    if flash:
+        ends_Q, ends_K, most_Q, most_K = shared_prompts.bounds
+        key, value = (_keys_of_spans(tensor, shared_prompts) for tensor in (key, value))
+        bounds = {"cu_seq_lens_q": ends_Q, "cu_seq_lens_k": ends_K, "max_length_q": most_Q, "max_length_k": most_K}
+        return function(module, query, key, value, None, **given, **bounds)
+    attend = partial(_eager if own == "eager" else _sdpa, partial(function, module), **given)
+    return _by_parts(attend, query, key, value, shared_prompts).transpose(1, 2).contiguous(), None
+
+
+def _function(own: str, module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    if own == "eager":  # not in the interface: each model's file has its own
+        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS[own]  # type: ignore[no-any-return]
+
+
+def _as_configured(module: Any, own: str) -> Any:
+    """The module with the implementation's own name in its configuration, by which flash attention finds its kernel."""
+    view = copy.copy(module)
+    view.config = copy.copy(module.config)
+    view.config._attn_implementation = own
+    return view
+
+
+def _keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
+    """(1, Hk, S, D) to what each span sees, one after the other: a prompt itself, a rollout its prompt and itself."""
+    spans = iter(torch.split(tensor, shared.spans, dim=2))
+    parts = []
+    for group in shared.groups:
+        prompt = next(spans)
+        parts.append(prompt)
+        for _ in group.rollouts:
+            parts += [prompt, next(spans)]
+    return torch.cat(parts, dim=2)
+
+
+def _by_parts(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts
+) -> Tensor:
+    """(1, H, S, D). `attend`: causal to the lower right, for queries (B, H, L, D) and keys (B, Hk, M, D), M >= L."""
+    spans = zip(*(torch.split(tensor, shared.spans, dim=2) for tensor in (query, key, value)), strict=True)
+    results = []
+    for group in shared.groups:
+        prompt = next(spans)
+        results.append(attend(*prompt))
+        for lengths in group.batches:
+            own = zip(*(next(spans) for _ in lengths), strict=True)
+            queries, keys, values = (_padded(parts) for parts in own)
+            before = (tensor.expand(len(lengths), -1, -1, -1) for tensor in prompt[1:])
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (keys, values), strict=True))
+            found = attend(queries, keys, values)
+            results += [found[row : row + 1, :, :length] for row, length in enumerate(lengths)]
+    return torch.cat(results, dim=2)
+
+
+def _padded(parts: tuple[Tensor, ...]) -> Tensor:
+    """(1, H, L, D) each to (R, H, longest, D). What follows a part is seen by no query of it."""
+    return pad_sequence([part[0].transpose(0, 1) for part in parts], batch_first=True).transpose(1, 2)
+
+
+def _sdpa(
+    function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
+) -> Tensor:
+    given: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.size(1) != key.size(1)}
+    queries, keys = query.size(2), key.size(2)
+    if queries == keys:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **given)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):  # a flash kernel's own causality
+        return scaled_dot_product_attention(query, key, value, causal_lower_right(queries, keys), **given)
+    if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries
+        key, value = (repeat_kv(tensor, query.size(1) // key.size(1)) for tensor in (key, value))
+    blocks = []
+    block = max(_BLOCK, (keys - queries // 2) // 2)
+    for start in range(0, queries, block):
+        end = min(start + block, queries)
+        seen = keys - queries + end
+        own = query[:, :, start:end], key[:, :, :seen], value[:, :, :seen]
+        blocks.append(scaled_dot_product_attention(*own, _lower_right(end - start, seen, query.device), **given))
+    return torch.cat(blocks, dim=2)
+
+
+def _eager(
+    function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
+) -> Tensor:
+    allowed = _lower_right(query.size(2), key.size(2), query.device)
+    mask = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(~allowed, torch.finfo(query.dtype).min)
+    found: Tensor = function(query, key, value, mask[None, None], scaling=scaling, dropout=dropout)[0]
+    return found.transpose(1, 2)
+
+
+def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
+    """True where a query may see a key: the last query sees all."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -1,0 +1,313 @@
+"""Prompts shared by split attention give the log-probabilities and gradients of separate rows, in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+from transformers.integrations import flash_attention
+
+from adora_vl.dedup import split_attention
+from adora_vl.dedup.prefix import prompt_positions
+from adora_vl.dedup.shared_prompt import pack, sharing_pays
+from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention
+
+BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
+VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there
+IMAGE, VOCABULARY = 7, 40  # image tokens are never sampled
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "in_channels": 1, "temporal_patch_size": 1}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+
+class Rotary(nn.Module):
+    """The model's own rotary embedding without its rounding to float32."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.inv_freq = own.inv_freq.double()
+        self.both_halves = getattr(own, "recomposition_frequencies", lambda angles: torch.cat([angles, angles], dim=-1))
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = self.both_halves(positions[..., None].double() * self.inv_freq)
+        return angles.cos(), angles.sin()
+
+
+def in_float64(model: Any) -> Any:
+    """Without the places where Transformers computes in float32 whatever the model's dtype is."""
+    model = model.double().train()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = nn.RMSNorm(len(child.weight), eps=child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    decoder = model.get_decoder()
+    decoder.rotary_emb = Rotary(decoder.rotary_emb)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def softmax_keeps_its_dtype(monkeypatch):
+    """Eager attention asks for a softmax in float32."""
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim=dim))
+
+
+def build(kind: str, attention: str = "sdpa") -> Any:
+    torch.manual_seed(0)
+    if kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**TEXT))
+    else:
+        config_class, model_class, vision = {
+            "qwen2_vl": (
+                Qwen2VLConfig,
+                Qwen2VLForConditionalGeneration,
+                {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+            ),
+            "qwen2_5_vl": (
+                Qwen2_5_VLConfig,
+                Qwen2_5_VLForConditionalGeneration,
+                {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "fullatt_block_indexes": [0]},
+            ),
+        }[kind]
+        config = config_class(
+            text_config={**TEXT, "rope_parameters": ROPE},
+            vision_config={**VISION, **vision},
+            image_token_id=IMAGE,
+            vision_start_token_id=8,
+            vision_end_token_id=9,
+            video_token_id=6,
+        )
+        model = model_class(config)
+    for parameter in model.parameters():  # large enough that attention is far from uniform
+        nn.init.normal_(parameter, std=0.3)
+    model.set_attn_implementation(attention)
+    return in_float64(model)
+
+
+Batch = dict[str, Any]
+
+
+def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
+    """Groups of a prompt's length and its rollouts' lengths, as TRL pads them; an image of 2 x 3 tokens a prompt."""
+    generator = torch.Generator().manual_seed(1)
+    longest = max(prompt for prompt, _ in lengths) + (8 if images else 0)
+    completion = max(1, *(length for _, group in lengths for length in group))
+    ids, mask, groups, patches = [], [], [], []
+    for prompt, group in lengths:
+        own = torch.randint(10, VOCABULARY, (prompt,), generator=generator)
+        if images:
+            own = torch.cat([torch.tensor([8, *[IMAGE] * 6, 9]), own])
+            patches.append(torch.randn(24, 16, dtype=torch.float64, generator=generator))
+        pad = longest - len(own)
+        groups.append(list(range(len(ids), len(ids) + len(group))))
+        for length in group:
+            row = torch.randint(10, VOCABULARY, (completion,), generator=generator)
+            ids.append(torch.cat([own.new_zeros(pad), own, row * (torch.arange(completion) < length)]))
+            mask.append(torch.tensor([0] * pad + [1] * (len(own) + length) + [0] * (completion - length)))
+    found: Batch = {"ids": torch.stack(ids), "mask": torch.stack(mask), "completion": completion, "groups": groups}
+    if images:
+        found |= {"patches": patches, "grid": torch.tensor([[1, 4, 6]]), "types": (found["ids"] == IMAGE).long()}
+    return found
+
+
+def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
+    """Positions of the groups' prompts, and the model's arguments for their images."""
+    first, prompt = [group[0] for group in rows["groups"]], rows["ids"].size(1) - rows["completion"]
+    grids = rows["grid"].repeat(len(first), 1) if "grid" in rows else None
+    types = rows["types"][first, :prompt] if grids is not None else None
+    positions = prompt_positions(model, rows["ids"][first, :prompt], rows["mask"][first, :prompt], types, grids)
+    return positions, {} if grids is None else {"pixel_values": torch.cat(rows["patches"]), "image_grid_thw": grids}
+
+
+def shared(model: Any, rows: Batch) -> Tensor:
+    install(model)
+    positions, images = prompts_of(model, rows)
+    packed = pack(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
+    given = {"attention_mask": {"full_attention": None}, ARGUMENT: packed.shared}
+    logits = model(input_ids=packed.ids_NS, position_ids=packed.positions, **given, **images).logits
+    assert logits.shape[:2] == packed.labels.shape, "the head's work is on scored positions alone"
+    return packed.unpacked(logits.log_softmax(-1).gather(-1, packed.labels.clamp(min=0)[..., None]))
+
+
+def separate(model: Any, rows: Batch) -> Tensor:
+    images = {}
+    if "grid" in rows:
+        copies = [rows["patches"][number] for number, group in enumerate(rows["groups"]) for _ in group]
+        images = {"pixel_values": torch.cat(copies), "image_grid_thw": rows["grid"].repeat(len(copies), 1)}
+        images["mm_token_type_ids"] = rows["types"]
+    elif model.config.model_type == "qwen2":
+        images = {"position_ids": (rows["mask"].cumsum(-1) - 1).clamp(min=0)}
+    logits = model(input_ids=rows["ids"], attention_mask=rows["mask"], use_cache=False, **images).logits[:, :-1]
+    logps = logits.log_softmax(-1).gather(-1, rows["ids"][:, 1:, None])[..., 0]
+    return logps[:, -rows["completion"] :] * rows["mask"][:, -rows["completion"] :]
+
+
+def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
+    """Of a loss in which every token has a weight of its own."""
+    weights = torch.linspace(-1, 2, logps.numel(), dtype=torch.float64).view_as(logps)
+    model.zero_grad()
+    (logps.exp() * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: Any, rows: Batch) -> None:
+    expected = separate(model, rows)
+    reference = gradients(model, expected)
+    found = shared(model, rows)
+    assert (found - expected).abs().max() <= BOUND * max(expected.abs().max(), 1)
+    scale = max(tensor.norm() for tensor in reference.values())
+    own = gradients(model, found)
+    for name, gradient in reference.items():
+        bound = VISION_BOUND if "visual" in name else BOUND
+        assert (own[name] - gradient).norm() <= bound * max(gradient.norm(), 1e-3 * scale), name
+
+
+TWO_GROUPS = [(5, [4, 1, 9, 2]), (11, [3, 3])]
+KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_groups_are_as_separate_rows(kind, attention):
+    assert_same(build(kind, attention), batch(TWO_GROUPS, images=kind != "qwen2"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_checkpointing_computes_the_same_attention_again(kind):
+    model = build(kind)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(model, batch(TWO_GROUPS, images=kind != "qwen2"))
+
+
+MODELS = {attention: build("qwen2", attention) for attention in ("sdpa", "eager")}
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(0, 12), min_size=1, max_size=5)), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(GROUPS, st.sampled_from(sorted(MODELS)), st.integers(1, 12))
+def test_any_lengths_are_as_separate_rows(lengths, attention, block):
+    """Rollouts of no token are those that were cut off and masked out. `block`: queries that share a mask."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(split_attention, "_BLOCK", block)
+        if any(length for _, group in lengths for length in group):
+            assert_same(MODELS[attention], batch(lengths, images=False))
+
+
+def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
+    rows = batch([(6, [40] * 16)], images=False)
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: sizes.append(kept.numel()) or kept, lambda kept: kept):
+        shared(MODELS["sdpa"], rows)
+    tokens = 6 + 16 * 39
+    assert max(sizes) < tokens**2 / 4
+
+
+def test_an_adapter_is_trained_alike():
+    model = get_peft_model(build("qwen2_5_vl"), LoraConfig(target_modules=["q_proj", "v_proj"])).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    assert_same(model, batch(TWO_GROUPS, images=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(kind, tmp_path):
+    """Ordinary passes, generation and saved files stay as they were, also after a pass that failed."""
+    model, rows = build(kind).eval(), batch([(5, [4, 2])], images=False)
+
+    def ordinary() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            written = model.generate(
+                rows["ids"], attention_mask=rows["mask"], max_new_tokens=4, do_sample=False, pad_token_id=0
+            )
+            return model(rows["ids"], attention_mask=rows["mask"]).logits, written
+
+    before = ordinary()
+    install(model)
+    install(model)
+    with pytest.raises(RuntimeError):  # more positions than there are tokens
+        shared_of_another = pack(rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]).shared
+        model(rows["ids"][:1, :3], attention_mask={"full_attention": None}, **{ARGUMENT: shared_of_another})
+    assert all(torch.equal(one, other) for one, other in zip(before, ordinary(), strict=True))
+    assert own_attention(model.config) == "sdpa"
+    model.config.save_pretrained(tmp_path)
+    assert "shared_prompt" not in (tmp_path / "config.json").read_text()
+    vision = getattr(model.config, "vision_config", None)
+    assert vision is None or vision._attn_implementation == "sdpa"
+
+
+def varlen(query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **given) -> Tensor:
+    """As flash attention documents it: sequences end to end, each causal to the lower right. Its kernels need a GPU."""
+    assert is_causal and attention_mask is None and attn_implementation == "flash_attention_2"
+    ends_q, ends_k = given["cu_seq_lens_q"].tolist(), given["cu_seq_lens_k"].tolist()
+    assert given["max_length_q"] == max(b - a for a, b in pairwise(ends_q))
+    assert given["max_length_k"] == max(b - a for a, b in pairwise(ends_k))
+    assert ends_q[-1] == query.size(1) and ends_k[-1] == key.size(1) and given["cu_seq_lens_q"].dtype == torch.int32
+    found = []
+    for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        own = query[0, start:end].transpose(0, 1), *(each[0, first:last].transpose(0, 1) for each in (key, value))
+        allowed = torch.ones(end - start, last - first, dtype=torch.bool).tril(last - first - end + start)
+        found.append(F.scaled_dot_product_attention(*own, allowed, scale=softmax_scale, enable_gqa=True))
+    return torch.cat(found, dim=1).transpose(0, 1)[None]
+
+
+def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", varlen)
+    rows, reference, model = batch(TWO_GROUPS, images=True), build("qwen2_5_vl"), build("qwen2_5_vl")
+    model.get_decoder().config._attn_implementation = "flash_attention_2"
+    expected, found = separate(reference, rows), shared(model, rows)
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+    ours, own = gradients(reference, expected), gradients(model, found)
+    scale = max(tensor.norm() for tensor in ours.values())
+    assert all((own[name] - ours[name]).norm() <= VISION_BOUND * scale for name in ours)
+
+
+def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatch):
+    names = []
+
+    def forward(query, *args, attn_implementation, **given):
+        names.append(attn_implementation)
+        return query
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", forward)
+    model = build("qwen2")
+    model.config._attn_implementation = "flash_attention_2"
+    install(model)
+    model(torch.arange(6)[None])
+    assert set(names) == {"flash_attention_2"}
+
+
+def test_sharing_is_left_where_little_is_shared():
+    """By tokens: a prompt of 700 always, one of 64 only where the answers are short or of very different lengths."""
+    assert sharing_pays([700], [[400] * 8]) and sharing_pays([700], [[1024] * 8]) and sharing_pays([64], [[64] * 8])
+    assert not sharing_pays([64], [[400] * 8]) and not sharing_pays([64], [[1024] * 8])
+    assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 1000]]), "separate rows would be mostly padding"
