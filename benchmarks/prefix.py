@@ -1,7 +1,7 @@
-"""A group's prompt computed once against G times, by length: `python -m benchmarks.prefix [--generations 8]`.
+"""Computing a group's prompt once or G times, by length: `python -m benchmarks.prefix [--generations 8]`.
 
-Forward and backward of one group on a language model of 8 layers in float32, packed (`adora_vl.dedup.prefix`) and as
-separate rows by turns; medians. "rule" is what `packing_pays` says for these lengths.
+Forward and backward of one group on a language model of 8 layers in float32, by turns packed
+(`adora_vl.dedup.prefix`) and as separate rows; medians. "rule" is what `packing_pays` says for these lengths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The launcher, which started this process: how it stops its children, and what happens when it is gone.
 
-`accelerate launch` starts a single process directly. On SIGTERM it then dies and leaves its child alone. It starts several
-processes through torch's elastic launcher, which passes the signal on, waits, and kills what is left.
+`accelerate launch` starts a single process directly. On SIGTERM it then dies and leaves its child alone. It starts
+several processes through torch's elastic launcher, which passes the signal on, waits, and kills what is left.
 """
 
 from __future__ import annotations

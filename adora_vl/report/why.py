@@ -50,7 +50,7 @@ def _length(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     if mean is None:
         nothing = "all rollouts are right" if group["pass_rate"] == 1 else "every wrong rollout was cut off"
         holds = "holding" if settings.get("adora_empty_wrong") == "keep" else "failing"
-        return f"{nothing}, so there is no finished wrong rollout to compare lengths with, which counts as {holds}"
+        return f"{nothing}, so there is no finished wrong one to compare lengths with, which counts as {holds}"
     relation = "longer" if longest > mean else "not longer"
     return (
         f"the longest right rollout ({longest:.0f} tokens) is {relation} than the mean of the finished wrong ones "
