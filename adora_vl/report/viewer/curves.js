@@ -5,9 +5,9 @@ const CURVES = [
   { title: "Pass rate", keys: [["adora/pass_rate", ""]], format: percent, zero: true },
   { title: "Length in tokens, right and wrong", keys: [["adora/length_correct", "right"], ["adora/length_wrong", "wrong"]] },
   { title: "Share of TDS prompts", keys: [["adora/tds_share", ""]], format: percent, zero: true },
-  { title: "Entropy, nats per token", keys: [["entropy", ""]], zero: true },
+  { title: "Entropy, nats a token", keys: [["entropy", ""]], zero: true },
   { title: "KL to the reference", keys: [["kl", ""]], zero: true },
-  { title: "Drift of engine and trainer, nats per token", keys: [["adora/drift", ""]], zero: true },
+  { title: "Drift of engine and trainer, nats a token", keys: [["adora/drift", ""]], zero: true },
 ];
 const PHASES = ["rollout", "grading", "policy", "sync", "other"];
 const TABLE = [
