@@ -4,7 +4,8 @@
 
 Trains every (method, seed) by the demo's recipe with a KL term, evaluates on the same held-out problems every few
 steps, prints a table and writes `OUTPUT/index.html` with the curves. A finished run is not repeated, so the command can
-be stopped and started again; `--report` only reads what is there. About two minutes a run of 60 steps on a free core.
+be stopped and started again; `--report` only reads what is there. A run of 60 steps takes about two minutes on a free
+core.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Of the 95 % interval of the mean over seeds, by Student's t."""
+    """Half of the 95 % interval of the mean over seeds, by Student's t."""
     quantile = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}.get(len(values), 2.3)
     return quantile * statistics.stdev(values) / len(values) ** 0.5
 
@@ -87,7 +88,7 @@ def _over_time(runs: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def table(results: Sequence[dict[str, Any]], names: Sequence[str], baseline: str = "grpo") -> list[str]:
-    """A row a method. Entropy, TDS share and KL are means over the last fifth of the steps; outliers are steps."""
+    """One row per method. Entropy, TDS share and KL are means over the last fifth of the steps."""
     by_name = {name: [run for run in results if run["name"] == name] for name in names}
     base = by_name.get(baseline)
     goal = statistics.fmean(run["held_out"][-1][1] for run in base) if base else None
@@ -138,8 +139,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-every", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
-    parser.add_argument("--prefix", default="", help="words before each training command, such as 'nice -n 10'")
-    parser.add_argument("--report", action="store_true", help="only the table and the page, of the runs that are there")
+    parser.add_argument("--prefix", default="", help="put before each training command, such as 'nice -n 10'")
+    parser.add_argument("--report", action="store_true", help="only make the table and the page from the finished runs")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "advantages")
     options = parser.parse_args()
     for name in options.methods.split(","):
@@ -165,7 +166,7 @@ def main() -> int:
         "--beta",
         "0.001",
     )
-    # seed by seed, so that an unfinished comparison is a whole one of fewer seeds
+    # seed by seed, so that an unfinished comparison is a complete one with fewer seeds
     jobs = [Job(name, seed, METHODS[name], common) for seed in range(options.seeds) for name in names]
     if options.report:
         results = finished(out, jobs)

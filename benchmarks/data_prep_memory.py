@@ -1,4 +1,4 @@
-"""Peak memory of preparing ever more rows: `python benchmarks/data_prep_memory.py --rows 10000 100000`.
+"""Peak memory of data preparation by rows: `python benchmarks/data_prep_memory.py --rows 10000 100000`.
 
 For each number: rows are drawn (`synthetic`), then read back and cleaned (`geometry3k --source parquet`), each in a
 process of its own, and the kernel's peak of its resident memory is printed. About six minutes on two CPU cores.
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def measured(*words: str) -> tuple[float, float]:
-    """Peak resident memory in MiB and seconds of one command of data_prep."""
+    """Peak resident memory in MiB, and seconds, of one command of data_prep."""
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "data_prep", *words],

@@ -1,8 +1,8 @@
 """How much quicker `infer` is than a plain Transformers loop: `python benchmarks/eval_throughput.py --rows 256`.
 
 The same problems, greedy, with the same token limit, in one run: first `infer` with its engine (start-up not counted),
-then one `generate` a problem, as a script of twenty lines would do it. Prints both rates and their ratio, and how many
-answers are the same.
+then one call of `generate` per problem, as a script of twenty lines would do it. Prints both rates and their ratio, and
+how many answers are the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def by_infer(asked: list[Problem], settings: EngineSettings, folder: Path) -> Fi
 
 
 def by_loop(asked: list[Problem], settings: EngineSettings) -> Figures:
-    """The same of one `generate` a problem."""
+    """The same with one call of `generate` per problem."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -1,7 +1,7 @@
 """GRPO against ADORA on the tiny model, over several seeds: `python benchmarks/grpo_vs_adora.py --seeds 3`.
 
 Trains every (method, seed) from the same start by the command of the demo, evaluates on the same held-out problems, and
-prints the table as it falls. A finished run is not repeated. About four minutes a run on two CPU cores.
+prints the table. A finished run is not repeated. A run takes about four minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def evaluate(model: Path | str, data: Path, output: Path) -> dict[str, Any]:
 
 
 def one_run(folder: Path, method: str, seed: int, data: Path, extra: list[str]) -> dict[str, float]:
-    """Figures of one training run, from its folder where it is finished."""
+    """The figures of one training run, read from its folder if it is finished."""
     result = folder / "result.json"
     if not result.is_file():
         accelerate = Path(sys.executable).parent / "accelerate"

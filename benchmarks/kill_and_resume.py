@@ -1,4 +1,4 @@
-"""A run that is killed again and again against one that is not: the same losses, rollouts and weights?
+"""Does a run that is killed again and again have the same losses, rollouts and weights as an uninterrupted one?
 
     python benchmarks/kill_and_resume.py --kills rollout:4,grading:9,backward:13,saving:18 --processes 1
 
@@ -111,7 +111,7 @@ def arm(phase: str, step: str, delay: str, rank: str = "") -> None:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What has to be equal: each step's figures, each step's rollouts, and the bytes of the final weights."""
+    """What has to be equal: the figures and rollouts of each step, and the bytes of the final weights."""
     import pandas as pd
 
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
@@ -129,7 +129,7 @@ def facts(folder: Path) -> dict[str, Any]:
 
 
 def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
-    """One line a difference."""
+    """One line per difference."""
     lines = []
     for step, figures in reference["steps"].items():
         other = killed["steps"].get(step, {})
@@ -146,7 +146,7 @@ def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
 
 
 def killed_run(folder: Path, options: argparse.Namespace) -> None:
-    """Start, be killed, start again, ..., and print a line a start."""
+    """Start the run, kill it, start it again, and so on; print one line per start."""
     rng = random.Random(options.seed)
     print(f"{'start':>5}  {'killed in':<12}{'at step':>8}{'after s':>9}  {'went on from'}")
     for number, kill in enumerate([*options.kills.split(","), ""]):

@@ -15,9 +15,9 @@ PANELS = (
     ("reward", "training reward"),
     ("length_right", "tokens of right rollouts"),
     ("length_wrong", "tokens of wrong rollouts"),
-    ("entropy", "entropy, nats a token"),
+    ("entropy", "entropy, nats per token"),
     ("tds_share", "share of TDS prompts"),
-    ("kl", "KL to the start, nats a token"),
+    ("kl", "KL to the start, nats per token"),
     ("loss", "loss"),
     ("pass_rate", "pass rate of the rollouts"),
 )
@@ -39,7 +39,7 @@ def mean_curve(runs: Sequence[dict[str, Any]], name: str) -> list[tuple[float, f
 
 
 def figure(results: Sequence[dict[str, Any]], names: Sequence[str]) -> bytes:
-    """A panel a quantity, a line a method, as PNG."""
+    """One panel per quantity with one line per method, as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -89,7 +89,7 @@ def write_page(
         "<!doctype html><html lang=en><meta charset=utf-8><title>Advantages compared</title>"
         "<style>body{font:15px/1.5 sans-serif;margin:2em auto;max-width:1200px}pre{overflow-x:auto}</style>"
         "<h1>Advantages compared</h1><p>Curves are means over the seeds; all but the held-out accuracy are means over "
-        f"five steps.</p><pre>{text}</pre><img alt='Curves of the table above, a panel a quantity' "
+        f"five steps.</p><pre>{text}</pre><img alt='Curves of the table above, one panel per quantity' "
         f"src='data:image/png;base64,{picture}' style='max-width:100%'></html>"
     )
     return page

@@ -107,7 +107,7 @@ def make_data(out: Path, rows: int = 4096, test_rows: int = 600) -> Path:
 
 
 def train(out: Path, job: Job, data: Path, prefix: Sequence[str]) -> dict[str, Any]:
-    """The figures of one run, from its folder where it is finished with the same options."""
+    """The figures of one run, read from its folder if it is finished with the same options."""
     folder = out / job.folder
     result, words = folder / "result.json", [*job.common, *job.arguments]
     if result.is_file():
@@ -146,6 +146,6 @@ def train_all(out: Path, jobs: Sequence[Job], data: Path, parallel: int, prefix:
 
 
 def finished(out: Path, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """The kept results alone."""
+    """Only the results that were kept."""
     paths = [out / job.folder / "result.json" for job in jobs]
     return [json.loads(path.read_text()) for path in paths if path.is_file()]

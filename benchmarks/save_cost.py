@@ -1,7 +1,8 @@
 """What a checkpoint costs beside stock TRL's: `python benchmarks/save_cost.py --width 768 --repeats 5`.
 
 One trainer saves by turns in TRL's way (straight into its folder) and in ours (beside, flushed, hashed, renamed), and
-the newest one is verified as a resume would. Prints medians and ratios; seconds include the page cache's mercy for TRL.
+the newest one is verified as a resume would. Prints medians and ratios; TRL does not flush, so its seconds end when the
+data are in the page cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training step of stock TRL's work beside ours: `python -m benchmarks.step [--cases base,frozen,...]`.
+"""A training step as stock TRL computes it, beside ours: `python -m benchmarks.step [--cases base,frozen,...]`.
 
 Both ways run in one process by turns, on the same model and problems; "stock" is this trainer with every switch of
 `adora_vl/options/speed.py` off, which is TRL's way with the corrections that make its rollouts right. Prints a table by
@@ -70,8 +70,8 @@ def table(name: str, stock: dict[str, float], ours: dict[str, float]) -> str:
     rows = [(phase, stock[phase], ours[phase], "s") for phase in PHASES]
     rows.append(("whole step", stock["seconds"], ours["seconds"], "s"))
     rows.append(("peak memory of the step", stock["peak_bytes"] / 2**20, ours["peak_bytes"] / 2**20, "MiB"))
-    rows.append(("processor calls an image", stock["processed"], ours["processed"], ""))
-    rows.append(("vision passes an image", stock["seen"], ours["seen"], ""))
+    rows.append(("processor calls/image", stock["processed"], ours["processed"], ""))
+    rows.append(("vision passes/image", stock["seen"], ours["seen"], ""))
     for label, a, b, unit in rows:
         form = "8.3f" if unit == "s" else "8.1f"
         ratio = f"{b / a:8.2f}" if a > 1e-4 else " " * 8
@@ -80,7 +80,7 @@ def table(name: str, stock: dict[str, float], ours: dict[str, float]) -> str:
 
 
 def prices(ways: dict[str, dict[str, float]]) -> str:
-    """What the step takes without each switch, where that was measured."""
+    """The cost of the step without each switch, where it was measured."""
     whole, memory = ways["ours"]["seconds"], ways["ours"]["peak_bytes"]
     return "\n".join(
         f"  {way:<32}{figures['seconds'] / whole:6.2f} x seconds {figures['peak_bytes'] / memory:6.2f} x memory"

@@ -1,4 +1,4 @@
-"""One case of `benchmarks.step`, under `accelerate launch`: stock's work and ours by turns, in one run.
+"""One case of `benchmarks.step`, under `accelerate launch`: stock's way and ours by turns, in one run.
 
 Turns are two steps long and the first of each is not counted: the loader reads one batch ahead.
 """
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--silent", type=float, default=0.0)
-    parser.add_argument("--ablate", action="store_true", help="also every switch off by itself")
+    parser.add_argument("--ablate", action="store_true", help="also switch off each switch alone")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     clock = Clock()

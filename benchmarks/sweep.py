@@ -3,7 +3,7 @@
     python -m benchmarks.sweep --seeds 2 --jobs 2
 
 Each is varied alone around the recipe of the comparison (`benchmarks.advantages`), whose runs are not shared. Finished
-runs are kept, so a night that was cut short goes on the next evening; `--report` prints what is there. The runs of the
+runs are kept, so the command can be stopped and started again; `--report` prints the finished runs. The runs of the
 last part are long enough to see 2,000 problems twice; all others have `--steps`.
 """
 
@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample-steps", type=int, default=250, help="of the part samples")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
     parser.add_argument("--prefix", default="", help="words before each training command, such as 'nice -n 10'")
-    parser.add_argument("--report", action="store_true", help="only the tables, of the runs that are there")
+    parser.add_argument("--report", action="store_true", help="only print the tables of the finished runs")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "sweep")
     options = parser.parse_args()
     for part in options.parts.split(","):

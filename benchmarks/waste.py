@@ -1,4 +1,4 @@
-"""What a real step would do for nothing, with and without: `python -m benchmarks.waste`.
+"""Work of a real step that is avoided here, measured with and without: `python -m benchmarks.waste`.
 
 - decoded images of a generation of 16 problems x 8 rollouts that is learned from in 64 micro-batches, and megabytes of
   pixels alive with all of them at hand, as Transformers holds them

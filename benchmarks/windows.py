@@ -1,4 +1,4 @@
-"""The vision tower's windows in few calls against a call per window: `python -m benchmarks.windows`.
+"""The windows of the vision tower in few attention calls, beside one call per window: `python -m benchmarks.windows`.
 
 Forward and backward of the attention of one block within windows, without the projections around it, as wide as in
 Qwen2.5-VL (hidden 1280, 16 heads, windows of 112 pixels), in float32, both ways by turns; medians. "calls" are those of

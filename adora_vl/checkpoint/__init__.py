@@ -1,1 +1,1 @@
-"""Checkpoints that are complete or do not count, and what a run needs to go on exactly where it was."""
+"""Checkpoints that are either whole or ignored, and what a run needs to resume exactly where it stopped."""

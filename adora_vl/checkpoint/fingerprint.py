@@ -1,4 +1,4 @@
-"""What a run is made of: two runs with the same fingerprint take the same steps."""
+"""The fingerprint of a run: two runs with the same fingerprint take the same steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# What may differ between a run and its continuation: where it writes, what it shows, and how long it goes on.
+# These keys may differ between a run and its continuation: where it writes, what it shows, how long it goes on.
 _FREE_KEYS = {
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "run_name", "project", "trackio_space_id",
     "report_to", "disable_tqdm", "logging_dir", "logging_steps", "logging_strategy", "logging_first_step", "log_level",
@@ -19,7 +19,7 @@ _FREE_KEYS = {
     "adora_max_bad_steps", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
-_LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # decisive only where the learning rate depends on the end
+_LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # these matter only if the learning rate depends on the last step
 
 Fingerprint = dict[str, str]
 
@@ -27,9 +27,9 @@ Fingerprint = dict[str, str]
 def fingerprint(
     *settings: Any, data: Path | str, model: Path | str, revision: str, processes: int, sharding: str = "none"
 ) -> Fingerprint:
-    """Every decisive key with its value as text.
+    """Every key that influences the steps, with its value as text.
 
-    `settings` are the run's dataclasses, `data` and `model` folders or hub ids, `sharding` what `sharding_of` says.
+    `settings` are the run's dataclasses, `data` and `model` are folders or hub ids, `sharding` is from `sharding_of`.
     """
     values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     constant = str(getattr(values.get("lr_scheduler_type"), "value", values.get("lr_scheduler_type"))) == "constant"
@@ -49,20 +49,20 @@ def fingerprint(
 
 
 def sharding_of(config: Any) -> str:
-    """How `config`, a `TrainingArguments`, has the model spread over processes: `zero1` to `zero3`, or `none`."""
+    """How `config`, a `TrainingArguments`, shards the model over processes: `zero1` to `zero3`, or `none`."""
     plugin = getattr(config, "deepspeed_plugin", None)
     return f"zero{plugin.zero_stage}" if plugin is not None and plugin.zero_stage else "none"
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """`key: before -> now` for every key that differs, what a person sets first."""
+    """`key: before -> now` for every key that differs. Keys that the user sets come first."""
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     changed.sort(key=lambda key: (not key.startswith("adora_"), key))
     return [f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in changed]
 
 
 def _identity(folder: Path, name: str, described_by: tuple[str, ...], pattern: str) -> str:
-    """A folder by what describes it and the sizes of its large files, wherever it lies; a hub id as it is."""
+    """A folder is known by its descriptions and the sizes of its large files, not by its path; a hub id by itself."""
     if not folder.is_dir():
         return name
     digest = hashlib.sha256()

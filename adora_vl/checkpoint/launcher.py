@@ -1,7 +1,7 @@
-"""The process that started this one: what it does to its children when it is stopped, and what is done without it.
+"""The launcher, which started this process: how it stops its children, and what happens when it is gone.
 
-`accelerate launch` starts one process by itself and several through torch's elastic launcher. The first dies of a
-SIGTERM and leaves its child alone; the second hands the signal on, waits, and kills what is left.
+`accelerate launch` starts a single process directly. On SIGTERM it then dies and leaves its child alone. It starts
+several processes through torch's elastic launcher, which passes the signal on, waits, and kills what is left.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ TOO_SHORT = (
 
 
 def under_elastic(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch's elastic launcher started this process; it hands SIGTERM, SIGINT and SIGHUP on."""
+    """Whether torch's elastic launcher started this process. It passes SIGTERM, SIGINT and SIGHUP on."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `accelerate launch` or `torchrun` started this process; a shell with nohup is none."""
+    """Whether `accelerate launch` or `torchrun` started this process. A shell with nohup is no launcher."""
     return under_elastic(environment) or "ACCELERATE_DYNAMO_MODE" in environment
 
 
 def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher has torch's 30 seconds for a stop, as far as its children can know."""
+    """Whether the launcher waits only torch's default of 30 seconds after a signal, as far as its children can know."""
     if not under_elastic(environment) or any(name in environment for name in _SHUTDOWN_VARIABLES):
         return False
     return _SHUTDOWN_TIMEOUT not in environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
 
 
 def watch_launcher() -> None:
-    """When the launcher of this process is gone, tell this process so by SIGHUP, which means the same for a terminal.
+    """Send this process SIGHUP when its launcher is gone, as the system does when a terminal is gone.
 
-    Before the training that ends the process, in it the run is saved first. Without a launcher nothing is watched:
-    a process under nohup outlives its shell. Not PR_SET_PDEATHSIG, which fires when a *thread* of the parent ends.
+    Before the training, SIGHUP ends the process; during the training, the run is saved first. Without a launcher
+    nothing is watched: a process under nohup outlives its shell. PR_SET_PDEATHSIG is not used, because it fires when a
+    *thread* of the parent ends.
     """
     if under_launcher():
         threading.Thread(target=_hang_up_without, args=(os.getppid(),), name="launcher-watch", daemon=True).start()
@@ -51,5 +52,5 @@ def watch_launcher() -> None:
 def _hang_up_without(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup, before the launcher
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup was put before the launcher
     os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""Standard output and error whose other end is gone: a closed terminal, or a `tee` that Ctrl-C has ended as well."""
+"""Standard output and error after their reader is gone: a closed terminal, or a `tee` that Ctrl-C has ended too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _GONE = select.POLLERR | select.POLLHUP
 
 
 def mute_lost_outputs() -> None:
-    """Point each of the two that nobody reads any more to nowhere: the next line would end the run with an `OSError`.
+    """Redirect an output without a reader to nowhere. Otherwise the next line would end the run with an `OSError`.
 
     The descriptors are replaced, since tqdm and loggers keep the stream objects that they were made with.
     """

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, or why it does not start."""
+"""Which checkpoint a run resumes from, or why it does not start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANEW = "--overwrite_output_dir true starts anew (its checkpoints go when the fi
 def hold(output_dir: Path) -> FileLock:
     """A lock on `output_dir` for as long as this process lives: two runs in one folder would delete each other's work.
 
-    Raises `UserError` where another process has it, or where there can be no such folder.
+    Raises `UserError` if another process holds it, or if the folder cannot be made.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -39,18 +39,18 @@ def hold(output_dir: Path) -> FileLock:
 
 @dataclass(frozen=True)
 class Start:
-    """Where the run begins: a checkpoint, or None for the first step; and what the user should know of the choice."""
+    """Where the run begins (a checkpoint, or None for the first step), and what to tell the user about it."""
 
     checkpoint: str | None
     notes: list[str]
-    replaces: bool = False  # the run that is in `output_dir`, which is put aside when this one begins
+    replaces: bool = False  # whether an old run in `output_dir` is put aside when this one begins
 
 
 def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerprint) -> Start:
     """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None is that too).
 
-    `auto` goes on where `output_dir` holds a run with the same fingerprint and begins where it holds none. Raises
-    `UserError` for a run that is another one, and for a checkpoint that is not whole. One process calls this.
+    `auto` resumes if `output_dir` holds a run with the same fingerprint, and starts at the first step if it holds none.
+    Raises `UserError` for another run, and for a checkpoint that is not whole. One process calls this.
     """
     clear_staging(output_dir)
     word = str(wanted).lower()
@@ -86,7 +86,7 @@ def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerp
 
 
 def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> Start:
-    """With `overwrite_output_dir`. A checkpoint that the user named is used or refused, and never deleted."""
+    """The start with `overwrite_output_dir`. A checkpoint that the user named is used or refused, but never deleted."""
     if word == "true" or (named is not None and named.resolve().parent == output_dir.resolve()):
         raise UserError(
             f"resume_from_checkpoint: {word if named is None else str(named)!r} is of the run that "
@@ -100,7 +100,7 @@ def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprin
 
 
 def _start_at(checkpoint: Path, now: Fingerprint) -> Start:
-    """A checkpoint that the user named: it must be whole, and what differs is said."""
+    """The start from a checkpoint that the user named. It must be whole; settings that differ are reported."""
     if not (checkpoint / "trainer_state.json").is_file():
         raise UserError(f"resume_from_checkpoint: {str(checkpoint)!r} is no checkpoint folder (no trainer_state.json)")
     problem = problem_of(checkpoint)
@@ -113,7 +113,7 @@ def _start_at(checkpoint: Path, now: Fingerprint) -> Start:
 
 
 def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprint) -> None:
-    """Shards fit the processes and the ZeRO stage that wrote them, and nothing else. Raises `UserError`."""
+    """Raise `UserError` if the shards were written by another number of processes or in another ZeRO stage."""
     was, is_now = ({key: each.get(key) for key in ("processes", "sharding")} for each in (before, now))
     where = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
     if was["sharding"] not in (None, is_now["sharding"]):

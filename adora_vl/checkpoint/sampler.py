@@ -1,4 +1,4 @@
-"""TRL's sampler with an order that depends on the epoch alone, not on how many epochs this process has run."""
+"""TRL's sampler, with an order that depends only on the epoch, not on how many epochs this process has run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trl.trainer.utils import RepeatSampler
 class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped to mypy
     """Stock TRL draws each epoch's order from one generator, so a resumed run repeats the first epoch's order.
 
-    Here the generator is seeded from (seed, epoch) anew; epoch 0 has TRL's own order.
+    Here the generator is seeded for each epoch from (seed, epoch). Epoch 0 has the same order as in TRL.
     """
 
     epoch = 0
 
     @classmethod
     def like(cls, sampler: RepeatSampler) -> EpochRepeatSampler:
-        """The same rows and repetitions as `sampler`."""
+        """A sampler with the same rows and repetitions as `sampler`."""
         return cls(
             data_source=sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,

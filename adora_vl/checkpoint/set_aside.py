@@ -1,4 +1,4 @@
-"""What `--overwrite_output_dir` replaces: put aside when the new run begins, deleted when it has a checkpoint.
+"""What `--overwrite_output_dir` replaces is put aside when the new run begins, and deleted at its first checkpoint.
 
 output_dir/.replaced/    the old run's checkpoints, record and model, until then; an `mv` brings them back
 """
@@ -21,19 +21,19 @@ _OF_A_RUN = (
 
 
 def holds_a_run(output_dir: Path) -> bool:
-    """Whether there is work of a run in it that a new one would replace: a checkpoint, or a model that was finished."""
+    """Whether the folder holds work that a new run would replace: a checkpoint or a finished model."""
     return bool(checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
 
 
 def set_aside(output_dir: Path) -> str | None:
-    """Move the old run out of the new one's way, by renames. Returns where it is; None where there was none.
+    """Move the old run out of the way by renaming. Returns where it is now, or None if there was no run.
 
-    It does not count any more: a new run that ends before its first checkpoint starts anew and does not go on from the
-    old one. What such a run has left is dropped here, not the old one's. One process calls this.
+    No start resumes from the run that was put aside, even if the new run ends before its first checkpoint. What such an
+    unfinished run has left is deleted by the next call; the old run is kept. One process calls this.
     """
     aside = output_dir / ASIDE
     if any((checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)):
-        shutil.rmtree(aside, ignore_errors=True)  # of a run before this one, which a crash has left
+        shutil.rmtree(aside, ignore_errors=True)  # an earlier run, which a crash has left here
     keep_older = aside.is_dir()
     target = output_dir / STAGING / "dropped" if keep_older else aside
     found = sorted({path for pattern in _OF_A_RUN for path in output_dir.glob(pattern)})
@@ -46,5 +46,5 @@ def set_aside(output_dir: Path) -> str | None:
 
 
 def delete_aside(output_dir: Path) -> None:
-    """The new run has what a start can go on from, so the old one goes."""
+    """Delete the old run. Called when the new one has a checkpoint to resume from."""
     shutil.rmtree(output_dir / ASIDE, ignore_errors=True)

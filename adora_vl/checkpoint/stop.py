@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C: save at the next safe point, and say so with an exit code of its own."""
+"""SIGTERM, SIGHUP and Ctrl-C: save at the next safe point, and end with a special exit code."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from adora_vl.checkpoint.launcher import TOO_SHORT, kills_too_early, under_elast
 from adora_vl.checkpoint.outputs import mute_lost_outputs
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
-STOPPED_FILE = "stopped.json"  # in output_dir, as long as this is true: launchers replace the exit code by their own
-REPEAT_S = 10.0  # a signal to everybody comes once more from the launcher, and within this time counts as the same
+STOPPED_FILE = "stopped.json"  # in output_dir of a stopped run: launchers replace the exit code by their own
+REPEAT_S = 10.0  # the launcher repeats a signal that all processes got; within this time both count as one
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -34,10 +34,10 @@ def mark_stopped(output_dir: Path, step: int) -> None:
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The first signal to any rank saves and ends the run after the current optimizer step. One that comes `REPEAT_S`
-    later ends it at once, unless it is SIGHUP: nobody who closes a terminal asks for that.
+    """The first signal to any rank saves and ends the run after the current optimizer step. A signal that comes
+    `REPEAT_S` seconds later or more ends it at once, except SIGHUP: closing a terminal does not mean that.
 
-    `cycle_steps`: stop on multiples of so many optimizer steps only.
+    `cycle_steps`: only stop at multiples of this number of optimizer steps.
     """
 
     def __init__(self, cycle_steps: int) -> None:
@@ -52,14 +52,14 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """After an error the launcher sends SIGTERM to all: it must not end the rank that says what happened, and
+        """After an error the launcher sends SIGTERM to all ranks. It must not end the rank that reports the error, and
         there is nothing left to save.
         """
         self._failed = kind is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for number in _SIGNALS:
-            # nohup has it ignored; torch's launcher does not keep to that and kills processes that outlast a SIGHUP
+            # nohup ignores SIGHUP, but torch's launcher handles it all the same and kills processes that outlast it
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN and not under_elastic():
                 continue
             self._before[number] = signal.signal(number, self._handle)
@@ -67,8 +67,8 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
             print(TOO_SHORT, file=sys.stderr, flush=True)
 
     def release(self) -> None:
-        """When all ranks have written what is to be written. A signal that comes now must not change the exit code
-        of a stopped run: the launcher sends one to the other ranks as soon as the first has ended.
+        """Restore the handlers when all ranks have written everything. A stopped run ignores signals from now on, so
+        that they do not change its exit code: the launcher sends one to the others as soon as the first rank has ended.
         """
         ends = self.stopped or self.received is not None
         for number, handler in self._before.items():
@@ -76,8 +76,8 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self._before.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All ranks agree, since a signal may reach them in different steps."""
-        mute_lost_outputs()  # before anything is logged; a closed terminal is gone before its SIGHUP is handed on
+        """The ranks agree here on whether to stop, because a signal may reach them in different steps."""
+        mute_lost_outputs()  # before anything is logged: a closed terminal is gone before its SIGHUP is passed on
         if state.global_step % self.cycle_steps:
             return
         mine = torch.tensor([int(self.received is not None)], device=PartialState().device)
@@ -94,7 +94,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
             return
         self.received, self._received_at = number, time.monotonic()
         if not self._failed:
-            line = f"{signal.Signals(number).name}: saving after this generation; "
+            line = f"{signal.Signals(number).name}: saving after this optimizer step; "
             line += f"another signal, {REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
             with contextlib.suppress(OSError):
                 os.write(2, line.encode())  # a handler may not print: it may have interrupted a print

@@ -1,7 +1,7 @@
 """A checkpoint folder on disk: sealed with the hash of every file, made visible by one rename, verified before use.
 
-output_dir/.saving/checkpoint-40    being written; means nothing
-output_dir/checkpoint-40            whole: manifest.json has every file's hash, `complete` the manifest's own
+output_dir/.saving/checkpoint-40    being written; ignored by every start
+output_dir/checkpoint-40            whole: manifest.json holds the hash of every file, `complete` that of the manifest
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 MANIFEST, MARK, STAGING = "manifest.json", "complete", ".saving"
 _NAME = re.compile(r"checkpoint-(\d+)")
-_HASHING_THREADS = 8  # hashlib lets go of the GIL
+_HASHING_THREADS = 8  # hashlib releases the GIL
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def publish(staged: Path, final: Path, facts: dict[str, Any]) -> None:
 
 
 def _seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Everything onto the disk, then the manifest, then the mark."""
+    """Flush everything to the disk, then write the manifest, then the mark."""
     paths = _files(folder)
     for path in paths:
         _sync(path)
@@ -73,7 +73,7 @@ def _seal(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Why this checkpoint does not count, in a few words; None for a whole one. Reads every byte of it."""
+    """Why this checkpoint is not whole, in a few words; None if it is. Reads every byte of it."""
     try:
         manifest_bytes = (checkpoint / MANIFEST).read_bytes()
         mark = (checkpoint / MARK).read_text().strip()
@@ -111,9 +111,10 @@ def newest_valid(output_dir: Path) -> Found:
 
 
 def rotate(output_dir: Path, keep: int | None) -> None:
-    """Delete finished checkpoints but the newest `keep` (None: keep all). Call it after the newest is published.
+    """Delete all finished checkpoints except the newest `keep` (None keeps all). Call it after the newest is published.
 
-    What has no mark is not counted and not touched. A folder disappears by a rename, so none is ever half there.
+    Folders without the mark are neither counted nor touched. A folder is renamed before it is deleted, so none is ever
+    half there.
     """
     finished = [path for path in checkpoints(output_dir) if (path / MARK).is_file()]
     for checkpoint in finished[keep:] if keep else []:
@@ -154,7 +155,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """A file or a folder onto the disk: a rename alone does not order the data before it."""
+    """Flush a file or a folder to the disk. A rename alone does not guarantee that the data are there before it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint for another number of processes: each parameter and its optimizer state whole, in a file."""
+"""DeepSpeed checkpoints for another number of processes: each parameter is whole, with its optimizer state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shards_of(checkpoint: Path) -> Path | None:
 
 
 def write_universal(checkpoint: Path, output: Path) -> None:
-    """Write `output`, a checkpoint as whole as `checkpoint` itself that DeepSpeed loads with any number of processes.
+    """Write `output`, a whole checkpoint with the content of `checkpoint`, for any number of DeepSpeed processes.
 
     DeepSpeed's own converter reads the shards with pickle; `checkpoint` is one of ours and was verified by its hashes.
     Raises `UserError` where there are no shards to convert.
@@ -62,7 +62,7 @@ def write_universal(checkpoint: Path, output: Path) -> None:
 def expect_universal(trainer: Any) -> None:
     """Have DeepSpeed read the universal folder, and not look for shards. Call it before `trainer.train`.
 
-    Raises `UserError` where the run is not one of DeepSpeed.
+    Raises `UserError` if the run does not use DeepSpeed.
     """
     if not trainer.is_deepspeed_enabled:
         raise UserError(
@@ -75,10 +75,11 @@ def expect_universal(trainer: Any) -> None:
 
 
 class _EachItsOwn(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """What DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint, set right before the first step.
+    """Corrects, before the first step, what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint.
 
-    Every group of parameters gets the first group's weight decay, so norms and biases would decay too (Transformers
-    makes two groups: with decay, and without). And all get one tensor as their Adam step, which each of them advances.
+    Every group of parameters gets the first group's weight decay, so norms and biases would decay too. (Transformers
+    makes two groups: with decay, and without.) And all groups share one tensor as their Adam step, which each of them
+    advances.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or do not count: written beside their place, sealed, then renamed."""
+"""Writes checkpoints that are either whole or ignored: in another place first, then sealed, then renamed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class CheckpointWriter:
         self.staging: Path | None = None  # where TRL writes `checkpoint-N`, while it does
 
     def write(self, step: int, save: Save) -> None:
-        """`save` writes the files; the checkpoint appears when all of them are there, and then older ones go.
+        """Write a checkpoint. `save` writes its files; when all are there it appears, and older ones are deleted.
 
-        Raises `RunError` where a file cannot be written; older checkpoints are then as they were.
+        Raises `RunError` if a file cannot be written. Older checkpoints are then as they were.
         """
         name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
         self.staging = staging = self.output_dir / STAGING
@@ -42,7 +42,7 @@ class CheckpointWriter:
                 publish(staging / name, self.output_dir / name, {**facts, "step": step})
                 delete_aside(self.output_dir)
                 rotate(self.output_dir, self.keep)
-        except Exception as error:  # torch and safetensors have their own for a full disk
+        except Exception as error:  # torch and safetensors raise errors of their own for a full disk
             shutil.rmtree(staging / name, ignore_errors=True)
             raise RunError(f"{name} could not be written ({error}); older checkpoints are as they were") from error
         finally:
@@ -51,7 +51,7 @@ class CheckpointWriter:
         self.saved_at = step
 
     def at(self, step: int, save: Callable[[], None]) -> Path:
-        """The checkpoint of the present step; `save` has it written unless it is there already."""
+        """The checkpoint of the current step. `save` is called unless it exists already."""
         if self.saved_at != step:
             save()
         # The first rank to raise ends the others, and one of them may still be writing.
@@ -59,7 +59,7 @@ class CheckpointWriter:
         return self.output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
     def where_to_go_on(self) -> str:
-        """For the end of a message: what a new start of the same command begins with."""
+        """The end of a message: where a new start of the same command begins."""
         if self.saved_at is not None:
             return f"the same command goes on from {PREFIX_CHECKPOINT_DIR}-{self.saved_at}"
         if self.began_at is not None:

@@ -1,4 +1,4 @@
-"""What a backward pass keeps, and what it needs on top for a moment.
+"""What is kept for the backward pass, and what the backward pass needs for a moment in addition.
 
 Read off the modules of Transformers 5.17 (`modeling_qwen2_5_vl.py`) and TRL 1.16 (`kernels/chunked_logprob.py`), line
 by line: what autograd saves there, in the dtype in which it is saved. `tests/unit/test_memory_measured.py` compares
@@ -30,7 +30,7 @@ class MicroBatch:
     sequences: int
     prompt_tokens: int  # with the image tokens
     completion_tokens: int
-    image_tokens: int = 0  # a sequence
+    image_tokens: int = 0  # per sequence
     unit: int = 1  # sequences of one problem, for which its image is looked at once
     packed: bool = False  # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
 
@@ -53,17 +53,17 @@ class MicroBatch:
 
 
 def _norms(width: int, dtypes: Dtypes) -> int:
-    """Two RMS norms a layer, bytes a token: the input in float32, the normalised one, what the next product reads."""
+    """Two RMS norms, in bytes per token: the input in float32, the normalised one, what the next product reads."""
     return 2 * width * (_FLOAT + dtypes.stream + dtypes.compute)
 
 
 def _mlp(tower: Tower, dtypes: Dtypes) -> int:
-    """SwiGLU, bytes a token: gate, its activation, up, and their product."""
+    """SwiGLU, in bytes per token: gate, its activation, up, and their product."""
     return 4 * tower.mlp_width * dtypes.compute
 
 
 def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
-    """Saved by one decoder layer, in bytes.
+    """What one decoder layer saves, in bytes.
 
     `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (not where there is one head of
     them: that is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
@@ -88,7 +88,7 @@ def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
 
 
 def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
-    """Saved by one block of the vision tower, in bytes.
+    """What one block of the vision tower saves, in bytes.
 
     Attention keeps the whole fused q/k/v (v is a view into it), rotated q and k, the output of each window and all of
     them joined.
@@ -115,7 +115,7 @@ class Saved:
 
 
 def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing: bool, masked: bool = True) -> Saved:
-    """What is kept of one micro-batch. Frozen vision keeps nothing, unless checkpointing runs gradients through it."""
+    """What is kept of one micro-batch. A frozen vision tower keeps nothing, unless gradient checkpointing is on."""
     text, eye = shape.text, shape.vision
     one_text = text_layer(text, batch, dtypes, masked=masked)
     inputs = batch.tokens * text.width * dtypes.stream

@@ -1,4 +1,4 @@
-"""How large a checkpoint becomes."""
+"""The size of a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, proc
 
 
 def run_bytes(checkpoint: int, model: int, kept: int) -> int:
-    """The most that a run's folder holds: `kept` checkpoints, the one that is written before the oldest goes, the final
-    model."""
+    """The largest size of a run's folder: `kept` checkpoints, the one that is written before the oldest is deleted, and
+    the final model."""
     return checkpoint * (kept + 1) + model

@@ -1,4 +1,4 @@
-"""What colocated vLLM takes of a card, and how many rollouts run at once in what it leaves for keys and values."""
+"""How much memory colocated vLLM takes, and how many rollouts its cache of keys and values holds at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, bu
 class Engine:
     """Settings of a colocated engine."""
 
-    utilization: float  # share of the card
+    utilization: float  # share of the GPU's memory
     dtype_bytes: int
     max_length: int
     max_sequences: int

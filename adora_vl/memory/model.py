@@ -21,7 +21,7 @@ SHAPES = Path(__file__).with_name("shapes")  # the public config.json of the mod
 
 @dataclass(frozen=True)
 class Tower:
-    """One stack of transformer blocks. For the eye a token is a patch."""
+    """One stack of transformer blocks. In the vision tower a token is a patch."""
 
     layers: int
     width: int
@@ -42,7 +42,7 @@ class ModelShape:
     vision: Tower | None
     vocabulary: int
     tied: bool
-    weight_bytes: int  # a parameter in the model's own dtype
+    weight_bytes: int  # per parameter, in the model's own dtype
     largest_tensor: int  # parameters of the largest one: what is gathered whole while weights are synced
     head_is_trained: bool
     adapters: bool = False
@@ -64,7 +64,7 @@ class ModelShape:
 
 
 def config_for_planning(name: str, revision: str | None = None) -> tuple[PretrainedConfig, str | None]:
-    """The config of a model folder or hub id, and a note where it is the one that ships with this package.
+    """The config of a model folder or hub id, and a note if it is the one that ships with this package.
 
     Raises `UserError` as `load_config` does, where the hub cannot be reached and no config of that name ships.
     """
@@ -120,7 +120,7 @@ def _on_meta(config: PretrainedConfig) -> Any:
 
 
 def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
-    """`auto` and None are the dtype that the config names, as Transformers 5 loads it."""
+    """The dtype by name. `auto` and None mean the dtype in the model's config, as in Transformers 5."""
     named = config.dtype if name in (None, "auto") else name
     found = getattr(torch, str(named or "float32").removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
@@ -164,5 +164,5 @@ def _patches(config: Any) -> dict[str, int]:
 
 
 def language_share(shape: ModelShape) -> int:
-    """Parameters of the language model alone."""
+    """The number of parameters of the language model alone."""
     return shape.parameters[LANGUAGE_MODEL]

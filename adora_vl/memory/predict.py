@@ -1,4 +1,4 @@
-"""The sum: which part of a card each component takes in each phase of a step, and what would still fit."""
+"""The sum: how much memory of a GPU each component takes in each phase of a step, and what would still fit."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PIXEL = 4  # pixel_values are float32
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a step does once for the rollouts of a group (docs/speed.md)."""
+    """What a step does only once for all rollouts of a group (docs/speed.md)."""
 
-    images: bool = False  # their pixels are held once
-    vision: bool = False  # and looked at once
-    prompts: bool = False  # and their prompt is computed once, where that is less work
+    images: bool = False  # the pixels of their image are held once
+    vision: bool = False  # the vision tower sees their image once
+    prompts: bool = False  # their prompt is computed once, where that is less work
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Setup:
     shape: ModelShape
     sharding: Sharding
     batch: MicroBatch  # as if every sequence had an image and a prompt of its own
-    generation: int  # sequences of one rank in one generation: their pixels stay on the card until all are learned from
+    generation: int  # sequences of one rank in one generation: their pixels stay on the GPU until all are learned from
     generations: int = 1  # sequences of a group
     sharing: Sharing = Sharing()
     compute_bytes: int = 2
@@ -49,7 +49,7 @@ class Setup:
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The batch as it is computed: by the trainer's own rules, what belongs to one problem once."""
+        """The batch as it is computed: what belongs to one problem counts once, by the trainer's own rules."""
         batch = self.batch
         unit = unit_size(batch.sequences, self.generations)
         completions = [[batch.completion_tokens] * unit] * (batch.sequences // unit)
@@ -59,7 +59,7 @@ class Setup:
 
     @property
     def images(self) -> int:
-        """Images of one rank in one generation."""
+        """The number of images of one rank in one generation."""
         return -(-self.generation // self.generations) if self.sharing.images else self.generation
 
     @property
@@ -145,7 +145,7 @@ def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
 
 
 def fits(setup: Setup, card: int) -> bool:
-    """Whether every phase stays below the card, and the engine has room for at least one rollout of full length."""
+    """Whether every phase fits into the GPU, and the engine has room for at least one rollout of full length."""
     prediction = predict(setup, card)
     return prediction.peak <= card and (prediction.engine is None or prediction.engine.concurrent >= 1)
 
@@ -158,7 +158,7 @@ def batch_sizes(setup: Setup) -> list[int]:
 
 
 def largest_batch(setup: Setup, card: int) -> int:
-    """The largest of `batch_sizes` that fits, 0 if none does. The rollouts of a generation stay as many."""
+    """The largest of `batch_sizes` that fits, 0 if none does. The number of rollouts per generation stays the same."""
     sizes = batch_sizes(setup)
 
     def good(number: int) -> bool:
@@ -169,7 +169,7 @@ def largest_batch(setup: Setup, card: int) -> int:
 
 
 def largest_image_tokens(setup: Setup, card: int, limit: int = 16384) -> int:
-    """The most image tokens a prompt that fit, its text staying as long; 0 if not even one does."""
+    """The largest number of image tokens per prompt that fits, with the same text; 0 if not even one fits."""
     text = setup.batch.prompt_tokens - setup.batch.image_tokens
 
     def with_image(tokens: int) -> Setup:
@@ -181,7 +181,7 @@ def largest_image_tokens(setup: Setup, card: int, limit: int = 16384) -> int:
 
 
 def _largest(good: Callable[[int], bool], limit: int) -> int:
-    """The largest number from 1 to `limit` that is good, 0 for none; what fits, fits smaller too."""
+    """The largest number from 1 to `limit` that is good, or 0. If a number is good, all smaller ones are."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

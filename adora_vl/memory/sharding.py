@@ -1,4 +1,4 @@
-"""How a run is spread over cards: from an accelerate config, or from the environment of `accelerate launch`."""
+"""How a run is spread over GPUs: from an accelerate config, or from the environment of `accelerate launch`."""
 
 from __future__ import annotations
 

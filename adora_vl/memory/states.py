@@ -1,6 +1,6 @@
-"""Weights, gradients, optimizer and reference: what stays on a card from step to step, and what a step adds.
+"""Weights, gradients, optimizer and reference: what stays on a GPU from step to step, and what a step adds.
 
-DeepSpeed's numbers are those of ZeRO (arXiv 1910.02054, section 3.1: 2 + 2 + 12 bytes a parameter with Adam in mixed
+DeepSpeed's numbers are those of ZeRO (arXiv 1910.02054, section 3.1: 2 + 2 + 12 bytes per parameter with Adam in mixed
 precision) and of the buffers in DeepSpeed 0.19.8 (`runtime/zero/config.py`, `stage3.py`, `stage_1_and_2.py`).
 """
 
@@ -26,7 +26,7 @@ class States:
     optimizer: int
     reference: int
     gathered: int  # of other ranks' weights, while layers are at work (ZeRO-3)
-    step: int  # on top while the optimizer steps
+    step: int  # in addition, while the optimizer steps
     host_optimizer: int
 
 

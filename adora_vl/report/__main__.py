@@ -13,7 +13,7 @@ from adora_vl.report.run import RunView, image_uris, load_run
 
 
 def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_mb: float) -> list[RunView]:
-    """Write the page. `max_rollouts` is of each run. Raises `UserError`."""
+    """Write the page, with at most `max_rollouts` rollouts per run. Raises `UserError`."""
     views = [load_run(run, max_rollouts) for run in runs]
     for view, run in zip(views, runs, strict=True):
         if sum(other.name == view.name for other in views) > 1:
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m adora_vl.report", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run")
     parser.add_argument("--output", type=path, metavar="FILE.html", help="default: report.html in the first RUN")
-    parser.add_argument("--max-rollouts", type=whole(1), default=20_000, help="of each run; beyond it steps go")
-    parser.add_argument("--max-image-mb", type=number(0, 1e6), default=30, help="of diagrams in the page")
+    parser.add_argument("--max-rollouts", type=whole(1), default=20_000, help="per run; evenly spaced steps are kept")
+    parser.add_argument("--max-image-mb", type=number(0, 1e6), default=30, help="limit of all diagrams together")
     try:
         options = parser.parse_args(arguments)
         output = options.output or options.runs[0] / "report.html"

@@ -11,7 +11,7 @@ from adora_vl.prompts import SYSTEM_PROMPT
 from adora_vl.report.manifest import short_name
 from adora_vl.report.summary import figure_rows
 
-Card = Callable[[list[dict[str, Any]], int], str]  # from the log and the step
+Card = Callable[[list[dict[str, Any]], int], str]  # the text of a card, from the log and the step
 
 # Keys of the recipe that a reader looks for first, in this order
 _RECIPE = (
@@ -43,7 +43,7 @@ model first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
 
 
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
-    """`manifest` is the run's (it may be empty), `history` its log, `step` the one that the weights are of."""
+    """`manifest` is that of the run (it may be empty), `history` is its log, and `step` is the step of the weights."""
     config = manifest.get("config", {})
     mode = config.get("adora_mode", "attenuation")
     method = "GRPO" if mode == "off" else f"GRPO with ADORA {mode}"
@@ -69,7 +69,7 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
 
 
 def _front_matter(name: str) -> str:
-    """What the hub reads. A base model is named only where it is a hub id."""
+    """The metadata that the hub reads. The base model is only named if its name is a hub id."""
     is_folder = not name or Path(name).exists() or name.startswith(("/", "."))
     base = [] if is_folder else [f"base_model: {json.dumps(name)}"]
     lines = ["library_name: transformers", "pipeline_tag: image-text-to-text", *base, "tags: [grpo, adora, geometry]"]
@@ -85,7 +85,7 @@ def _how_to_load(config: Mapping[str, Any]) -> str:
 
 
 def _data(data: Mapping[str, Any]) -> str:
-    """Names instead of paths, which would say more about a machine than about the data."""
+    """Folders are shown by name only: their paths describe the machine, not the data."""
     rows = [("dataset" if key == "folder" else key, value) for key, value in data.items()]
     return _table([(key, Path(value).name if str(value).startswith(("/", ".")) else value) for key, value in rows])
 

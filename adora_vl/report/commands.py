@@ -13,22 +13,22 @@ SECRET = ("token", "password", "secret")  # ends of keys whose values are never 
 
 
 def launch_command(arguments: Sequence[str], parent: Path | None = None) -> str:
-    """The command that started this run: `accelerate launch ...` where that is what the parent process was started
-    as (Linux tells), else `python -m adora_vl.train` with the same arguments. Values of secret keys are left out.
+    """The command that started this run: `accelerate launch ...` if the parent process was started so (Linux can
+    tell), else `python -m adora_vl.train` with the same arguments. The values of secret keys are left out.
     """
     words = _accelerate(Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent)
-    if words is None or "-m" not in words:  # another script of the user's
+    if words is None or "-m" not in words:  # the trainer was started by another script
         words = [interpreter(), "-m", "adora_vl.train", *arguments]
     return shlex.join(_without_secrets(words))
 
 
 def interpreter() -> str:
-    """This Python as a person calls it from the folder that the run was started in."""
+    """This Python interpreter, as one calls it from the folder in which the run was started."""
     return as_called(sys.executable)
 
 
 def as_called(program: str) -> str:
-    """`.venv/bin/python` for a program below the present folder, else its name alone: other paths are the machine's."""
+    """A relative path such as `.venv/bin/python` for programs below the current folder, else only the name."""
     path = Path(program)
     if not path.is_absolute():
         return program
@@ -60,7 +60,7 @@ def _without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str | None:
-    """The evaluation of `model` on the held-out split of its dataset; None where `data` has none."""
+    """The command that evaluates `model` on the held-out split of `data`; None if there is no such split."""
     if not list(Path(data).glob("data/test-*.parquet")):
         return None
     words = ["--model", str(model), "--data", data, "--output", str(output), "--max-tokens", str(max_tokens)]
@@ -71,7 +71,7 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
 
 
 def evaluate_any_command(model: Path, output: Path) -> str:
-    """The evaluation of `model` on a dataset that is still to be named."""
+    """The command that evaluates `model`, with a placeholder for the dataset."""
     words = ["--model", str(model), "--data", "DATA", "--output", str(output)]
     return shlex.join([interpreter(), "-m", "eval.geometry3k", "run", *words])
 

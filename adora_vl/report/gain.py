@@ -35,14 +35,14 @@ def _row(name: str, before: Score, after: Score) -> str:
 
 
 def gain_lines(before: Score, after: Score) -> list[str]:
-    """The table: overall and by family, with 95 % Wilson intervals; the gain is in points."""
+    """The table, overall and by family, with 95 % Wilson intervals. The gain is in percentage points."""
     if before.get("benchmark") != after.get("benchmark"):
         raise UserError(f"before is of {before.get('benchmark')} and after of {after.get('benchmark')}; compare one")
     if before["total"] != after["total"]:
         parts = [
             f"{name}: {line}" for name, line in zip(_NAMES, map(missing_answers, (before, after)), strict=True) if line
         ]
-        remedy = "; ".join(parts) or "compare the same ones"
+        remedy = "; ".join(parts) or "compare scores of the same problems"
         raise UserError(f"before has {before['total']} answers and after {after['total']}; {remedy}")
     lines = [f"{'held-out accuracy':<18}{'N':>6}  {'before [95 %]':<24}{'after [95 %]':<24}{'gain':>7}"]
     lines.append(_row("all", before, after))

@@ -36,7 +36,7 @@ def run_manifest(
     processes: int,
     checkpoint: str | None,
 ) -> Manifest:
-    """The manifest of a run that is about to start, or to go on from `checkpoint`. `settings`: its dataclasses."""
+    """The manifest of a run that starts now, or resumes from `checkpoint`. `settings`: the dataclasses of the run."""
     config = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     return {
         "made_by": "adora_vl.train",
@@ -56,9 +56,9 @@ def run_manifest(
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:
-    """In one step, with the starts that the folder's manifest has where this run goes on. One process calls this.
+    """Write the manifest at once. A resumed run keeps the earlier starts that it lists. One process calls this.
 
-    Raises `RunError` where the disk refuses.
+    Raises `RunError` if the disk refuses.
     """
     path = output_dir / MANIFEST
     if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:
@@ -76,14 +76,14 @@ def write_manifest(manifest: Manifest, output_dir: Path) -> None:
 
 
 def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) -> None:
-    """`status`: finished, stopped or failed."""
+    """Note how the run ended. `status`: finished, stopped or failed."""
     manifest |= {"status": status, "finished": now(), "steps": steps}
     write_manifest(manifest, output_dir)
 
 
 @contextmanager
 def failure_noted(manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool) -> Iterator[None]:
-    """An exception inside ends the run as `failed`, with its first line. A run that was killed still says running."""
+    """An exception inside marks the run as `failed`, with its first line. A killed run still says `running`."""
     try:
         yield
     except Exception as error:
@@ -95,7 +95,7 @@ def failure_noted(manifest: Manifest, output_dir: Path, steps: Callable[[], int]
 
 
 def read_manifest(output_dir: Path) -> Manifest:
-    """Empty where there is none of ours."""
+    """The manifest of a run folder; empty if it has none that a run wrote."""
     try:
         manifest = json.loads((output_dir / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -109,7 +109,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed."""
+    """The versions of the installed libraries."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -129,7 +129,7 @@ def device(processes: int) -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of a checkout that this package runs from, with `+changes` where files differ; None elsewhere."""
+    """The commit of the checkout that this package runs from, with `+changes` if files differ; None without one."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[2]), *words]
@@ -145,7 +145,7 @@ def git_commit() -> str | None:
 
 
 def _source(data: Path) -> dict[str, Any]:
-    """What the dataset folder's own manifest says of where it comes from."""
+    """Where the data come from, as the manifest of the dataset's folder says."""
     try:
         manifest = json.loads((data / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -154,12 +154,12 @@ def _source(data: Path) -> dict[str, Any]:
 
 
 def short_name(model: str) -> str:
-    """A hub id, or the last two parts of a folder: the rest says more about a machine than about the model."""
+    """A hub id, or the last two parts of a folder's path: the rest describes the machine, not the model."""
     return "/".join(Path(model).parts[-2:])
 
 
 def facts_of_run(manifest: Manifest) -> dict[str, str]:
-    """What a person wants to see of it at a glance."""
+    """The few facts of a run that the page shows at a glance."""
     if not manifest:
         return {}
     config, data = manifest["config"], manifest["data"]

@@ -1,8 +1,8 @@
 """The viewer as one HTML file: nothing is loaded from elsewhere, and no text of a model can become markup or script.
 
 The data are two compressed blocks that the page's own script unpacks and shows as text nodes: first what the curves and
-the list need, then the completions and diagrams. The policy names the hashes of that script and style, so nothing else
-runs even where a text were mistaken for markup.
+the list need, then the completions and diagrams. The content security policy names the hashes of this script and style,
+so nothing else can run, even if a text were mistaken for markup.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from adora_vl.errors import UserError
 from adora_vl.report.run import ROLLOUT, RunView
 
-GENERATOR = "adora_vl report"  # how a page of ours is told from a stranger's file
+GENERATOR = "adora_vl report"  # marks a page that this module wrote
 _VIEWER = Path(__file__).with_name("viewer")
 _SCRIPTS = ("dom.js", "charts.js", "curves.js", "groups.js", "detail.js", "main.js")
 
@@ -68,10 +68,10 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write it in one step. Raises `UserError` where `path` is a file that is not such a page, or cannot be written."""
+    """Write the page at once. Raises `UserError` if `path` is a file of another kind, or cannot be written."""
     try:
         if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
-            raise UserError(f"--output: {str(path)!r} is not a page of ours; choose another name")
+            raise UserError(f"--output: {str(path)!r} is not a page that this command wrote; choose another name")
         partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
         try:
             partial.write_text(page, encoding="utf-8")

@@ -20,20 +20,20 @@ from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
 from adora_vl.rollout_log.parts import IMAGES, ROLLOUTS, Part, parts, read_parts
 from adora_vl.rollout_log.rollouts import SETTINGS
 
-# One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion is the last: the page
-# has it in a block of its own.
+# One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion is last, because the
+# page keeps completions in a separate block.
 ROLLOUT = (
     "verdict", "extracted", "reason", "reward", "advantage_raw", "advantage", "length", "truncated", "drift", "parts",
     "completion",
 )  # fmt: skip
 _GROUP = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
-_SHOWN_CHARACTERS = 12_000  # of one text
+_SHOWN_CHARACTERS = 12_000  # per text
 Json = dict[str, Any]
 
 
 @dataclass
 class RunView:
-    """What the page needs of one run; everything in it can be written as JSON."""
+    """What the page needs to know about one run. Everything in it can be written as JSON."""
 
     name: str
     metrics: list[Json]
@@ -49,7 +49,7 @@ class RunView:
 
 
 def load_run(folder: Path, max_rollouts: int) -> RunView:
-    """Also while the run is under way. Raises `UserError` where the folder is no run of ours, or cannot be read."""
+    """Read a run, also one that is still training. Raises `UserError` if the folder is no run, or cannot be read."""
     try:
         try:
             return _load(folder, max_rollouts)
@@ -100,7 +100,7 @@ def _chosen_steps(found: list[Part], max_rollouts: int) -> tuple[list[int], int]
 
 
 def _grouped(table: pa.Table) -> Iterator[list[Json]]:
-    """The rows of one group after the other; the record has them together."""
+    """The rows, group by group. In the record the rows of a group follow one another."""
     group: list[Json] = []
     for row in table.to_pylist():
         if group and (row["step"], row["group"]) != (group[0]["step"], group[0]["group"]):
@@ -150,7 +150,7 @@ def _cut(text: str | None) -> str | None:
 
 
 def image_uris(folders: list[Path], views: list[RunView], max_bytes: int) -> tuple[dict[str, str], int]:
-    """The diagrams as data URIs by their names, until `max_bytes` are used, and how many were left out."""
+    """The diagrams as data URIs by name, up to `max_bytes` in total, and the number of those left out."""
     uris: dict[str, str] = {}
     used = left_out = 0
     for folder, view in zip(folders, views, strict=True):

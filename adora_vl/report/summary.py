@@ -29,7 +29,7 @@ FIGURES = (
 
 
 def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Title, and the mean over the first and the last fifth of the logged steps that have it, as text."""
+    """For each figure its title and its means over the first and the last fifth of the logged steps, as text."""
     entries = [entry for entry in history if kind_of(entry) == "train"]
     rows = []
     for title, key, form in FIGURES:
@@ -51,8 +51,8 @@ def summary_lines(
 ) -> list[str]:
     """The lines of the summary; the table compares the first and the last fifth of the logged steps.
 
-    `model` is the folder that transformers and vLLM can load, `data` that of the dataset, `command` the one that
-    started the run.
+    `model` is a folder that transformers and vLLM can load, `data` is the dataset's folder, and `command` is the
+    command that started the run.
     """
     entries = [entry for entry in history if kind_of(entry) == "train"]
     lines = ["", f"Trained {entries[-1]['step'] if entries else 0} steps in {seconds / 60:.1f} min."]
@@ -75,7 +75,7 @@ def summary_lines(
 
 
 def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
-    """The same command with twice the steps, where such a run is the continuation of this one."""
+    """The same command with twice as many steps; only if that run would be a continuation of this one."""
     constant = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type)) == "constant"
     if not command or not constant or not checkpoints(Path(config.output_dir)):
         return None
@@ -85,5 +85,5 @@ def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
 
 
 def print_summary(*arguments: Any, **named: Any) -> None:
-    """As `summary_lines`."""
+    """Print `summary_lines`."""
     print("\n".join(summary_lines(*arguments, **named)), flush=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 
 def why(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """`group`: weight, tds, pass_rate, longest_right, mean_wrong and `equal` (all rewards are) of the record.
-    `settings`: the run's own keys, as the record's files have them.
+    """`group`: weight, tds, pass_rate, longest_right and mean_wrong as recorded, and `equal`: all rewards are the same.
+    `settings`: the keys of the run, as the files of the record have them.
     """
     sentence = _weight(group, settings)
     if group["equal"] and group["weight"] is not None:
@@ -29,7 +29,7 @@ def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _verdict(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """What the criteria call the group, and why."""
+    """Whether the criteria call the group TAS or TDS, and why."""
     sayings = {"length": _length, "difficulty": _difficulty}
     criteria = [name for name in settings.get("adora_criteria", ()) if name in sayings]
     if not group["pass_rate"] and not group["tds"] and not _hard_is_enough(criteria, settings):
@@ -38,7 +38,7 @@ def _verdict(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _hard_is_enough(criteria: list[str], settings: Mapping[str, Any]) -> bool:
-    """Whether a group is TAS without a right rollout, where no length can be compared."""
+    """Whether a group without a right rollout can be TAS, although there is no length to compare."""
     alone = criteria == ["difficulty"] or settings.get("adora_combine") == "any"
     return "difficulty" in criteria and alone and not settings.get("adora_difficulty_needs_correct")
 

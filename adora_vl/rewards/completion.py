@@ -1,4 +1,4 @@
-"""The text of what a policy said or was asked."""
+"""The text of a completion or of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""The rules that compare an answer with a gold. All but one decide here and now; that one leaves it to sympy.
+r"""The rules that compare an answer with a gold. All but one decide at once; that one leaves the decision to sympy.
 
 Source: the grading policy, points 3, 5 and 6.
 """
@@ -26,7 +26,7 @@ _DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
 @dataclass(frozen=True)
 class Pending:
-    """What is left to sympy: whether two trees have the same value, and what follows from either answer."""
+    """A question to sympy: do two trees have the same value? With the verdict that follows from either answer."""
 
     answer: Tree
     gold: Tree
@@ -88,7 +88,7 @@ def _compared(answer: Form, gold: Form, rounding: bool) -> Decision:
 
 
 def _left_to_sympy(answer: Tree, gold: Tree) -> Decision:
-    """Expressions; but one with unknowns is never a number, and functions of other unknowns are never the same."""
+    """The cases for sympy. An expression with unknowns is never a number, nor a function of other unknowns."""
     names, gold_names = unknowns(answer), unknowns(gold)
     if names == gold_names:
         different = "different_expression" if names else "different_number"

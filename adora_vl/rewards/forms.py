@@ -25,7 +25,7 @@ _NEVER_RIGHT = (
     ("enumeration", re.compile(r"[,;&±∓…]|\.\.|\\(?:pm|mp|cup|cap|[lc]?dots)(?![A-Za-z])|\\\{|\\\\")),
     ("enumeration", re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|[0-9.] [0-9.]")),
     ("equation", re.compile(r"=|≡|\\equiv")),
-    ("percentage", re.compile(r"%|\bpercent|(?<=[0-9])percent")),  # but for one quantity in per cent
+    ("percentage", re.compile(r"%|\bpercent|(?<=[0-9])percent")),  # except for one quantity in per cent
 )
 _PER_CENT = re.compile(r"(.+?) ?(?:\\?%|percent)")
 # Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and unknown commands are

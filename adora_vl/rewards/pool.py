@@ -1,4 +1,4 @@
-"""Worker processes for what needs sympy: started when first needed, killed and replaced at a job's deadline.
+"""Worker processes for answers that need sympy. They start when first needed, and are killed at a job's deadline.
 
 Each worker is a fresh `python -m adora_vl.rewards.worker`, not a fork of this process: that is safe beside threads,
 CUDA and vLLM, costs no copy of the trainer's memory, and does not depend on multiprocessing's start method.
@@ -67,7 +67,7 @@ class Worker:
         return self._ready
 
     def ask(self, answer: Tree, gold: Tree, seconds: float) -> Answer:
-        """The worker's answer. Raises `TimeoutError`, and `ClosedError` if the worker dies on it."""
+        """The worker's answer. Raises `TimeoutError`, and `ClosedError` if the worker dies."""
         self.jobs += 1
         message = pack({"answer": answer, "gold": gold, "seconds": seconds})
         try:
@@ -92,7 +92,7 @@ class Worker:
         self._process.wait()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's worker without touching the process."""
+        """In a forked child: forget the parent's worker without touching the process."""
         self._process.returncode = 0  # or its destructor would wait for a process that is not this one's child
         self._close()
 
@@ -126,10 +126,10 @@ class Pool:
         """
         until = None if queue else time.monotonic() + seconds
         found: Answer = "no_worker"
-        for _ in range(2):  # a worker that dies, by whatever hand, costs one more try
+        for _ in range(2):  # whatever kills a worker, the job is tried once more
             try:
                 worker = self._take(None if until is None else until - time.monotonic())
-            except OSError:  # no process to be had: out of memory, processes or descriptors
+            except OSError:  # no process can be started: no memory, processes or descriptors are left
                 continue
             if worker is None:
                 return "no_worker" if self._closed else "deadline"
@@ -180,7 +180,7 @@ class Pool:
             return list(threads.map(timed, jobs))
 
     def close(self) -> None:
-        """End all workers. Jobs that are under way come back as `no_worker`."""
+        """End all workers. Unfinished jobs return `no_worker`."""
         with self._changed:
             self._closed = True
             idle, working = self._free, self._all - {*self._free}
@@ -226,7 +226,7 @@ class Pool:
         with self._changed:
             self._all.discard(worker)
             if replace and not self._closed:
-                with contextlib.suppress(OSError):  # then the next job tries again
+                with contextlib.suppress(OSError):  # the next job will try again
                     self._free.insert(0, self._started())  # at the end of the queue, which is taken from the back
             self._changed.notify()
 

@@ -25,11 +25,11 @@ PRESETS: Mapping[str, tuple[float, float, float]] = {
     "accuracy": (1.0, 0.0, 0.0),
     "format": (1.0, 1.0, 0.0),
 }
-OTHERS: Mapping[str, RewardFunction] = {"knights": knights_reward}  # not about one mathematical answer
+OTHERS: Mapping[str, RewardFunction] = {"knights": knights_reward}  # these are not about one mathematical answer
 
 
 def reward(grade: Grade, preset: str) -> float:
-    """What a preset gives for a grade."""
+    """The reward that a preset gives for a grade."""
     correct, boxed, none = PRESETS[preset]
     return correct if grade.verdict == "correct" else none if grade.extracted is None else boxed
 
@@ -42,10 +42,10 @@ def reward_function(preset: str, rounding: bool = False) -> RewardFunction:
 def reward_functions(presets: Sequence[str], rounding: bool = False) -> list[RewardFunction]:
     """The TRL reward functions of some presets, named `<preset>_reward`; TRL's `reward_weights` weigh their sum.
 
-    Each takes TRL's keyword arguments and returns one float a completion. The dataset columns it reads are `answer` (a
-    canonical gold) and, where there is one, `choices` (a list of strings or None). The first adds `verdict`,
+    Each takes TRL's keyword arguments and returns one float per completion. The dataset columns it reads are `answer`
+    (a canonical gold) and, where there is one, `choices` (a list of strings or None). The first adds `verdict`,
     `extracted` and `reason` to TRL's completions table and logs, for its batch, the shares `grading/<verdict>` and
-    `grading/symbolic` (sympy was asked) and the milliseconds a completion `grading/ms_median` and `grading/ms_p99`.
+    `grading/symbolic` (sympy was asked) and the milliseconds per completion `grading/ms_median` and `grading/ms_p99`.
 
     Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
     gold, since a reward of zero for every answer to a problem would never be noticed.
@@ -125,7 +125,7 @@ def grading_metrics(grades: Sequence[Grade]) -> dict[str, float]:
 
 
 def _golds(answer: Sequence[str] | None, choices: Sequence[Sequence[str] | None] | None, count: int) -> _Golds:
-    """One (gold, choices) a completion. Raises `UserError` where a gold is missing or does not verify itself."""
+    """One (gold, choices) per completion. Raises `UserError` if a gold is missing or is not right by itself."""
     if answer is None:
         raise UserError("the dataset has no column 'answer': the reward needs the gold of every row")
     if len(answer) != count or (choices is not None and len(choices) != count):

@@ -17,7 +17,7 @@ from adora_vl.rewards.tolerance import ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE
 Comparison = Literal["equal", "different", "undefined"]
 
 _DIGITS = 30
-_MAX_PRECISION = 1000  # binary digits that sympy may go up to against cancellation
+_MAX_PRECISION = 1000  # sympy may use this many binary digits to overcome cancellation
 # Where two functions of unknowns are compared. Unlike each other in sign and size, and no zero of anything honest.
 _POINTS = ("37/23", "-53/31", "211/17", "7/41", "-389/29", "1009/13")
 
@@ -62,7 +62,7 @@ def compare(answer: Sequence[Any], gold: Sequence[Any]) -> Comparison:
 
 
 def _close(answer: Any, gold: Any) -> bool:
-    """As `grade` compares numbers: exactly between integers, else within the tolerance."""
+    """Compares as `grade` does: integers exactly, other numbers within the tolerance."""
     if answer.is_Integer and gold.is_Integer:
         return bool(answer == gold)
     bound = max(RELATIVE_TOLERANCE * abs(gold), ABSOLUTE_TOLERANCE)

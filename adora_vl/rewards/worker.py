@@ -1,7 +1,7 @@
 """A worker process of the pool: `python -m adora_vl.rewards.worker PARENT_PID MEMORY_BYTES`; jobs on standard input.
 
-It bounds itself, so that it ends even where nobody is left to kill it: its memory, the processor time of each job, no
-files, and its life by its parent's. It needs sympy and nothing heavier; it starts in about half a second.
+It limits itself, so that it ends even if nobody is left to kill it: its memory, the processor time of each job, no
+files, and it ends when its parent does. It needs sympy and nothing heavier, and starts in about half a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CPU_SLACK_S = 1  # beyond the deadline; the pool kills by the clock, this is fo
 def main(arguments: list[str]) -> int:
     """Announce readiness, then answer one job after the other until standard input closes."""
     parent, memory = (int(argument) for argument in arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a stop is the trainer's; it ends its workers itself
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer ends its workers
         signal.signal(number, signal.SIG_IGN)
     output = os.dup(1)
     null = os.open(os.devnull, os.O_WRONLY)
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
     # sympy imports the half of itself on first use: that belongs to the start, not to a job's deadline
     compare(("call", "sin", ("num", "30")), ("root", 2, ("sum", (1, ("num", "2")), (1, ("unknown", "x")))))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # after the imports, which may write their byte code
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # after the imports, which may write byte code
     os.write(output, pack("ready"))
     try:
         while True:

@@ -14,7 +14,7 @@ _MODULES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",),
 def prepare_trackers(
     report_to: Sequence[str], output_dir: str, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Raises `UserError` for a tracker that is not installed. wandb writes into `output_dir` without a network, unless
+    """Raise `UserError` for a tracker that is not installed. wandb writes into `output_dir` without a network, unless
     WANDB_MODE is set; tensorboard and trackio are local by themselves (trackio_space_id sends it elsewhere).
     """
     for name in report_to:

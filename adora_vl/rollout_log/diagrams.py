@@ -14,7 +14,7 @@ _SIDE = 512  # pixels; a diagram is legible at this size, and a data set of 100,
 
 
 class Diagrams:
-    """Writes into `folder` until it holds `limit_bytes`; any rank may, since equal content has an equal name."""
+    """Writes into `folder` until it holds `limit_bytes`. Every rank may write: equal content has an equal name."""
 
     def __init__(self, folder: Path, limit_bytes: float) -> None:
         self.folder, self.limit_bytes = folder, limit_bytes
@@ -22,12 +22,12 @@ class Diagrams:
         self._bytes: int | None = None
 
     def forget(self) -> None:
-        """The folder may have been emptied."""
+        """Forget what was stored, because the folder may have been emptied."""
         self._names.clear()
         self._bytes = None
 
     def keep(self, row: str | None, images: Sequence[Any]) -> list[str]:
-        """The file names of a row's images, written where they are new. `row`: its id, which stands for its images."""
+        """Store those images of a row that are new, and return all their file names. `row` is the row's id."""
         if row is not None and row in self._names:
             return self._names[row]
         names = [self._keep(image) for image in images if isinstance(image, Image.Image)]

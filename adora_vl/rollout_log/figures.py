@@ -1,4 +1,4 @@
-"""The figures under `adora/` of a generation batch."""
+"""The figures `adora/*` of a generation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from adora_vl.advantage import AdoraWeighting
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> float:
-    """Mean of the chosen values; NaN where none is, which TRL's log leaves out."""
+    """The mean of the chosen values. It is NaN if none is chosen; TRL's log leaves such figures out."""
     return values[chosen].mean().item() if bool(chosen.any()) else float("nan")
 
 
 def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
-    """Shares are of prompts, between 0 and 1; lengths are in tokens, the mean over rollouts."""
+    """Shares of prompts are between 0 and 1. Lengths are in tokens, as means over rollouts."""
     facts = weighting.facts
     wrong_all_truncated_P = facts.wrong_PG.any(dim=1) & ~facts.any_finished_wrong_P
     all_correct_P = facts.any_correct_P & ~facts.wrong_PG.any(dim=1)

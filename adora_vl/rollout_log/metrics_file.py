@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a logged step, appended and flushed to the disk; a resume cuts it back to its step.
+"""`metrics.jsonl`: one JSON object per logged step, appended and flushed. A resumed run first cuts it back to its step.
 
 A training step's line has `"kind": "train"`, an evaluation's `"eval"`, the last one `"end"`; `step` and `time` (UTC)
 are in each, the other keys are those of the log. A figure that is not finite is null.
@@ -38,13 +38,13 @@ def _finite(value: Any) -> Any:
         return value
     try:
         number = float(value)
-    except (TypeError, ValueError):  # a callback of the user's may log anything
+    except (TypeError, ValueError):  # the user's own callbacks may log anything
         return str(value)
     return number if math.isfinite(number) else None
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The whole lines of the file; a last one that a crash has cut is left out. No file, no lines."""
+    """The lines of the file, none if it is missing. A last line that a crash has cut off is left out."""
     lines = []
     for text in path.read_bytes().split(b"\n") if path.is_file() else []:
         try:
@@ -57,8 +57,8 @@ def read_metrics(path: Path) -> list[Line]:
 
 
 def resumed_lines(found: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int) -> list[Line]:
-    """What the file holds when a run goes on after `step`: nothing later, and nothing that the checkpoint's own history
-    has and the file lacks (the checkpoint may come from another folder).
+    """What the file has to hold when a run resumes after `step`: no later line, and also the lines of the checkpoint's
+    history that the file lacks (the checkpoint may come from another folder).
     """
     lines = [*found, *(as_line(entry, int(entry["step"]), None) for entry in history)]
     kept: dict[tuple[Any, ...], Line] = {}
@@ -69,12 +69,12 @@ def resumed_lines(found: Iterable[Line], history: Sequence[Mapping[str, Any]], s
 
 
 def _identity(line: Line) -> tuple[Any, ...]:
-    """A step has one training line, and one line of each evaluation."""
+    """What a line is known by: a step has one line for its training, and one for each evaluation."""
     return line["step"], line["kind"], min((key for key in line if key.startswith("eval_")), default="")
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Writes the file of `output_dir` on the first rank."""
+    """Writes the file in `output_dir`, on the first rank."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:

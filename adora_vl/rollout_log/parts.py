@@ -1,11 +1,11 @@
-"""The record on disk: Parquet files named by the steps that they hold, whole or not there.
+"""The record on disk: Parquet files, named by the range of steps that they hold. Every file is whole.
 
 output_dir/rollouts/rollouts-00000001-00000032.parquet    steps 1 to 32
 output_dir/rollouts/_images/<hash>.png                    the diagrams, each once
 
 Readers of a folder of Parquet files pass over names that begin with _. A file is written under such a name and then
-renamed. A wider file takes the place of those inside its range, so a crash between its rename and their deletion
-leaves nothing twice.
+renamed. When small files are merged, the merged file is renamed first and the small ones are deleted afterwards. If a
+crash happens in between, files whose range lies inside that of another one are ignored, so no row is read twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 ROLLOUTS, IMAGES = "rollouts", "_images"
 _NAME = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
-_MERGE_COUNT, _MERGE_BYTES = 32, 8_000_000  # so many files in a row, each below so many bytes, become one
+_MERGE_COUNT, _MERGE_BYTES = 32, 8_000_000  # when this many consecutive files are below this size, they are merged
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _part(path: Path) -> Part | None:
 
 
 def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
-    """Make the rows of `first` to `last` a file, on the disk before its name is."""
+    """Write the rows of the steps `first` to `last`. The data are on the disk before the file gets its name."""
     part = Part(folder / f"rollouts-{first:08}-{last:08}.parquet", first, last)
     partial = part.path.with_name(f"_{part.path.name}.partial")
     with partial.open("wb") as stream:
@@ -62,7 +62,7 @@ def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
 
 
 def merge_small(folder: Path) -> None:
-    """Make one file of the newest ones where they are many and small: a long run must not leave 100,000 files."""
+    """Merge the newest files if they are many and small: a long run must not leave 100,000 files."""
     newest = parts(folder)[-_MERGE_COUNT:]
     if len(newest) < _MERGE_COUNT or any(part.path.stat().st_size > _MERGE_BYTES for part in newest):
         return
@@ -72,7 +72,7 @@ def merge_small(folder: Path) -> None:
 
 
 def rotate(folder: Path, limit_bytes: float) -> None:
-    """Delete the oldest files until all are within the bound. The newest file stays."""
+    """Delete the oldest files until the rest is within the limit. The newest file always stays."""
     sizes = {part: part.path.stat().st_size for part in parts(folder)}
     total = sum(sizes.values())
     for part in list(sizes)[:-1]:
@@ -83,7 +83,7 @@ def rotate(folder: Path, limit_bytes: float) -> None:
 
 
 def cut_after(folder: Path, step: int) -> None:
-    """Leave what a run that goes on after `step` has behind it; 0 leaves nothing. What is not ours stays."""
+    """Delete everything after `step`, because the run resumes there; 0 deletes all. Other files are not touched."""
     folder.mkdir(parents=True, exist_ok=True)
     counted = parts(folder)
     for path in folder.glob("*rollouts-*"):
@@ -100,6 +100,6 @@ def cut_after(folder: Path, step: int) -> None:
 
 
 def read_parts(chosen: list[Part], columns: list[str] | None = None) -> pa.Table:
-    """The rows of some files together; a column that a file lacks is null in its rows."""
+    """The rows of several files in one table. A column that a file lacks is null in its rows."""
     tables = [pq.read_table(part.path, columns=columns) for part in chosen]
     return pa.concat_tables(tables, promote_options="default")

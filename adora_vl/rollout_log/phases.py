@@ -1,4 +1,4 @@
-"""Where the seconds of a step go."""
+"""How long each phase of a step takes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PHASES = ("rollout", "grading", "policy", "sync", "other")
 
 
 def settle() -> None:
-    """Wait for the GPU, so that a phase pays for the work that it started. At a phase's end it would be waited for soon
-    anyway: the next phase needs the tokens, the rewards or the weights.
+    """Wait for the GPU, so that each phase is charged for the work that it started. This costs little: the next phase
+    would soon have to wait anyway, because it needs the tokens, the rewards or the weights.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 class PhaseClock:
-    """Divides all time among phases. One that begins inside another stops the other's clock; outside all is `other`."""
+    """Divides the time among phases. A phase inside another one pauses it. The time outside all phases is `other`."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, settle: Callable[[], None] = settle) -> None:
         self._now, self._settle = now, settle
@@ -41,7 +41,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of a step; outside a step (an evaluation syncs and samples too) it stays `other`."""
+        """Time a part of a step. Outside of steps it counts as `other`: an evaluation also syncs and samples."""
         if not self._open:
             yield
             return
@@ -52,7 +52,7 @@ class PhaseClock:
             self.leave()
 
     def take(self) -> dict[str, float]:
-        """Seconds of every phase since the last call; together they are the wall clock's."""
+        """The seconds of every phase since the last call. Their sum is the time that has passed."""
         self._count()
         taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return taken
@@ -64,7 +64,7 @@ class PhaseClock:
         self._mark = now
 
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, whose seconds count as those of this phase."""
+        """`call`, with its time counted for this phase."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.phase(name):
@@ -74,9 +74,9 @@ class PhaseClock:
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """A step is the policy's time but for what lies in another phase; each step's seconds go into the log.
+    """Puts the seconds of each step into the log. Inside a step, time that is in no other phase counts as `policy`.
 
-    What lies between two steps (loading data, saving, evaluating) is `other` of the later one.
+    The time between two steps (loading data, saving, evaluating) counts as `other` of the later step.
     """
 
     def __init__(self, clock: PhaseClock, log: Callable[[str, float], None]) -> None:

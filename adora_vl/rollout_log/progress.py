@@ -1,4 +1,4 @@
-"""One line a logged step that a person can read, on a terminal with a bar below it, in a log file without."""
+"""One readable line per logged step; on a terminal there is a progress bar below it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIGURES = (
     ("length", "completions/mean_length", "{:.0f}", 1),
     ("drift", "adora/drift", "{:.1g}", 1),
 )
-_WINDOW = 20  # steps that the time left is judged by
+_WINDOW = 20  # the remaining time is estimated from this many steps
 
 
 def duration(seconds: float) -> str:
@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
 
 
 def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float | None) -> str:
-    """The figures that there are; seconds are those of one step, the mean since the last line."""
+    """The known figures. Seconds are per step, as the mean since the last line."""
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for title, key, form, factor in _FIGURES:
         if logs.get(key) is not None:
@@ -53,7 +53,7 @@ def _short(seconds: float) -> str:
 
 
 class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """In place of Transformers' bar and its dictionaries. The first rank alone speaks."""
+    """Replaces Transformers' progress bar and printed dictionaries. Only the first rank prints."""
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None

@@ -23,7 +23,7 @@ _EXTRA = ("verdict", "extracted", "reason")
 
 
 class Recorder:
-    """Keeps what a step did until its end, then writes it. All ranks call every method; the first one writes."""
+    """Keeps what a step did until the step ends, then writes it. All ranks call every method; the first one writes."""
 
     def __init__(self, record: Record, accelerator: Accelerator, *, every: int, cycle_steps: int) -> None:
         """`every`: record the rollouts of every n-th generation, 0 of none. `cycle_steps`: optimizer steps that learn
@@ -33,14 +33,14 @@ class Recorder:
         self.every, self.cycle_steps = every, max(1, cycle_steps)
         self.numbers = RolloutNumbers(accelerator.process_index, accelerator.num_processes)
         self._counted = 0  # this rank's rollouts in the present step
-        self._spans: list[slice] = []  # those that are recorded, a generation each
+        self._spans: list[slice] = []  # the recorded ones, one entry per generation
 
     def number(self, rows: int) -> Tensor:
-        """The numbers by which the next `rows` rollouts of this rank are known on every rank, (rows,)."""
+        """The numbers of this rank's next `rows` rollouts, valid on every rank, (rows,)."""
         return self.numbers.numbers(rows, self.accelerator.device)
 
     def records(self, step: int) -> bool:
-        """Whether the generation of this step is one of every n-th."""
+        """Whether the generation of this step is to be recorded."""
         return self.every > 0 and step // self.cycle_steps % self.every == 0
 
     def add(
@@ -53,7 +53,7 @@ class Recorder:
         functions: Sequence[str],
         step: int,
     ) -> None:
-        """A generation whose advantages are final. `rows` and `batch` are this rank's, `scores` and `weighed` all
+        """Add a generation whose advantages are final. `rows` and `batch` are this rank's, `scores` and `weighed` all
         ranks'; `table` is TRL's completions table, `functions` the names of the reward functions.
         """
         self._counted += len(rows)
@@ -70,12 +70,12 @@ class Recorder:
             self.record.add(columns, weighed.groups.rewards_PG.shape[1])
 
     def measured(self, micro: Batch, logps_BC: Tensor) -> None:
-        """The policy's own pass was the first to look at these rollouts, so their drift is known only now."""
+        """Add the drift of rollouts for which it is only known after the policy's own forward pass."""
         drift_B = rollout_drift(logps_BC, micro["sampling_per_token_logps"], loss_mask(micro))
         self.numbers.measured(micro["rollout_number"], drift_B)
 
     def complete(self, *, moved: bool) -> None:
-        """At the end of a step. `moved`: whether any rollout was learned from on another rank than its own."""
+        """Called at the end of a step. `moved`: whether any rollout was learned from on another rank than its own."""
         if moved:
             self.numbers.heard(gather_object(self.numbers.take_of_others()))
         late, spans = self.numbers.take(), self._spans
@@ -87,7 +87,7 @@ class Recorder:
             self.record.set_drift([drift_RB[:, span].flatten().tolist() for span in spans])
 
     def _drift(self, batch: Batch, rows: int) -> Tensor:
-        """Of each rollout, in nats per token, (rows,); NaN where only the policy's pass will tell."""
+        """The drift of each rollout in nats per token, (rows,); NaN if only the policy's forward pass will tell."""
         if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
             return rollout_drift(
                 batch["old_per_token_logps"], batch["sampling_per_token_logps"], batch["completion_mask"]
@@ -95,18 +95,18 @@ class Recorder:
         return torch.full((rows,), torch.nan, device=self.accelerator.device)
 
     def _of_row(self, row: Row) -> dict[str, Any]:
-        """What the data set says of a rollout."""
+        """The columns of a rollout that come from the dataset."""
         name = None if row.get("id") is None else str(row["id"])
         try:
             images = self.record.diagrams.keep(name, row.get("images") or [])
-        except OSError:  # a full disk: the record goes without this diagram
+        except OSError:  # if the disk is full, this diagram is left out of the record
             images = []
         problem = row.get("problem") or completion_text(row["prompt"])
         return {"id": name, "problem": problem, "answer": row.get("answer"), "images": images}
 
 
 def _columns(scores: Scores, weighed: Weighed, table: Mapping[str, Any], functions: Sequence[str]) -> Columns:
-    """What grading and weighing say of all ranks' rollouts."""
+    """The columns that come from grading and weighing, for the rollouts of all ranks."""
     groups, weighting = weighed.groups, weighed.weighting
     count, generations = len(scores.rewards_BF), groups.rewards_PG.shape[1]
     extra = {name: list(table["extra"].get(name, ()))[-count:] for name in _EXTRA}

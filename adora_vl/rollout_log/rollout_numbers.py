@@ -1,4 +1,4 @@
-"""Which rollout of the step a row of a micro-batch is, for what is known of it only after the policy's pass."""
+"""Numbers that identify the rollouts of a step, for figures that are only known after the policy's forward pass."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class RolloutNumbers:
-    """A rank's rollouts of the present optimizer step, counted up over its generations, known by the same number on
-    every rank.
+    """Numbers the rollouts of a rank in the current optimizer step, counting over its generations. Every rank knows a
+    rollout by the same number.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
@@ -23,7 +23,7 @@ class RolloutNumbers:
         return torch.arange(first, first + rows, device=device) * self._ranks + self._rank
 
     def measured(self, numbers_B: Tensor, drift_B: Tensor) -> None:
-        """The drift of these rollouts, of whichever rank, in nats a token."""
+        """Note the drift of these rollouts, of any rank, in nats per token."""
         for number, drift in zip(numbers_B.tolist(), drift_B.tolist(), strict=True):
             if number % self._ranks == self._rank:
                 self._drift[number // self._ranks] = drift
@@ -31,17 +31,17 @@ class RolloutNumbers:
                 self._of_others.append((number, drift))
 
     def take_of_others(self) -> list[tuple[int, float]]:
-        """Numbers and drift of other ranks' rollouts that were measured here since the last call."""
+        """Numbers and drift of the other ranks' rollouts that this rank has measured since the last call."""
         taken, self._of_others = self._of_others, []
         return taken
 
     def heard(self, found: list[tuple[int, float]]) -> None:
-        """What all ranks measured for others; those that are this rank's are kept."""
+        """Take what all ranks have measured for others, and keep what concerns this rank."""
         for number, drift in found:
             if number % self._ranks == self._rank:
                 self._drift[number // self._ranks] = drift
 
     def take(self) -> list[float]:
-        """The drift of all rollouts since the last call, NaN where it was not measured in the policy's pass."""
+        """The drift of all rollouts since the last call; NaN where the policy's forward pass did not measure it."""
         taken, self._drift = self._drift, []
         return taken

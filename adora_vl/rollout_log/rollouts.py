@@ -1,4 +1,4 @@
-"""The rows of the record: what is known of each rollout, and of its group."""
+"""The rows of the record: what is known about each rollout and its group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TYPES: dict[str, pa.DataType] = {
     "completion": pa.string(),
     "verdict": pa.string(),
     "extracted": pa.string(),
-    "reason": pa.string(),  # the grader's
+    "reason": pa.string(),  # the rule that decided, from the grader
     "reward": pa.float32(),  # the weighted sum of the parts, which are reward/<function>
     "advantage_raw": pa.float32(),
     "advantage": pa.float32(),  # as the loss gets it
@@ -60,7 +60,7 @@ def criteria_columns(facts: GroupFacts) -> Columns:
 
 
 def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:
-    """The rows with the types of the record. A figure that is not there or not finite is null."""
+    """The rows with the types of the record. A figure that is missing or not finite is null."""
     count = len(columns["step"])
     types = {**_TYPES, **{name: pa.float32() for name in columns if name not in _TYPES}}
     arrays = []
@@ -78,19 +78,19 @@ class Record:
 
     def __init__(self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1) -> None:
         self.folder = output_dir / ROLLOUTS
-        self._limit_bytes = limit_gb * 1e9 / 2  # the diagrams have the other half
+        self._limit_bytes = limit_gb * 1e9 / 2  # the other half is for the diagrams
         self._settings = settings
         self._waiting: list[Columns] = []
         self.diagrams = Diagrams(self.folder / IMAGES, self._limit_bytes / ranks)
         self.failed: str | None = None
 
     def start(self, step: int) -> None:
-        """The run goes on after `step`: what is recorded of later ones never happened."""
+        """Start recording after `step`. The records of later steps are deleted."""
         self._waiting.clear()
         cut_after(self.folder, step)
 
     def add(self, columns: Columns, generations: int) -> None:
-        """One generation's rows of all ranks, group by group."""
+        """Add the rows of one generation, of all ranks, group by group."""
         before = sum(len(waiting["step"]) for waiting in self._waiting) // generations
         count = len(columns["step"])
         columns["group"] = [before + row // generations for row in range(count)]
@@ -98,13 +98,13 @@ class Record:
         self._waiting.append(columns)
 
     def set_drift(self, generations: Sequence[Sequence[float]]) -> None:
-        """Put in the drift of the generations that wait, where it is known (not NaN)."""
+        """Fill in the drift of the waiting generations, where it is known (not NaN)."""
         for columns, late in zip(self._waiting, generations, strict=False):
             both = zip(columns["drift"], late, strict=True)
             columns["drift"] = [before if math.isnan(now) else now for before, now in both]
 
     def flush(self, step: int) -> None:
-        """Write what waits. A disk that refuses ends the record, with one line, and not the run."""
+        """Write the waiting rows. If the disk refuses, one line says so and recording ends, but the run goes on."""
         if not self._waiting:
             return
         tables = [as_table(columns, self._settings) for columns in self._waiting]

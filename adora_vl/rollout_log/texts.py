@@ -1,4 +1,4 @@
-"""What ranks tell one another of their rollouts: texts, and no pixels."""
+"""What ranks send one another about their rollouts: texts, but no pixels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trl.trainer.utils import strip_images_from_messages
 
 
 def gather_texts(values: list[Any]) -> list[Any]:
-    """As accelerate's `gather_object`, but of a conversation only its texts, with `{"type": "image"}` for an image."""
+    """Like accelerate's `gather_object`, but images in conversations are replaced by `{"type": "image"}`."""
     gathered: list[Any] = gather_object([strip_images_from_messages(v) if _is_conversation(v) else v for v in values])
     return gathered
 

@@ -64,7 +64,7 @@ def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(stopped):
     (checkpoint,) = checkpoints(out)
     assert problem_of(checkpoint) is None
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
-    assert "SIGTERM: saving after this generation" in errors
+    assert "SIGTERM: saving after this optimizer step" in errors
     assert f"Stopped after step {step}; the same command goes on from checkpoint-{step}" in errors
     said = json.loads((out / "stopped.json").read_text())
     assert said == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}

@@ -61,7 +61,8 @@ def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
     with (going_on := StopOnSignal(1)):
         going_on._handle(signal.SIGTERM, None)
     assert capfd.readouterr().err == (
-        "SIGTERM: saving after this generation; another signal, 10 seconds from now or later, ends the run at once\n"
+        "SIGTERM: saving after this optimizer step; "
+        "another signal, 10 seconds from now or later, ends the run at once\n"
     )
 
 
