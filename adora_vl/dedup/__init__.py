@@ -1,6 +1,6 @@
-"""What one training step computes, and what it need not compute twice.
+"""What a training step computes once instead of once per rollout.
 
-`processor`: a prompt and an image processed once. `bank`, `vision`: pixels held and seen once. `prefix`, `packed`: a
-group's prompt computed once. `batches`: which rows share a micro-batch. `unfinished`: what is left of a generation, in
-a checkpoint. `importance`: the engine's log-probabilities against the policy's. `trainer`: TRL's trainer with these.
+`images` owns the distinct images of a generation. `processor` processes each prompt and image once. `image_bank` holds
+the pixels of each image once. `shared_vision` runs the vision tower once per image, and `windows` makes that pass
+faster. `policy_pass` and the layouts beside it compute the prompt of a group once.
 """
