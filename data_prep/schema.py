@@ -1,4 +1,4 @@
-"""One row of a prepared dataset, as `datasets` features. Every source writes it, training and evaluation read it."""
+"""The columns of a prepared dataset, as `datasets` features: written by every source, read by training and evaluation."""
 
 from __future__ import annotations
 

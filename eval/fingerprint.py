@@ -1,4 +1,4 @@
-"""What a predictions file was made with, so that no file ever holds the answers of two models or of two settings."""
+"""Records what a predictions file was made with, so that no file ever mixes the answers of two models or settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From problems to `predictions.jsonl`: prompts, batches, an engine, rows on the disk before the next batch."""
+"""Turns problems into `predictions.jsonl`. The rows of a batch are on the disk before the next batch is asked."""
 
 from __future__ import annotations
 
