@@ -1,4 +1,4 @@
-"""The columns of a prepared dataset, as `datasets` features: written by every source, read by training and evaluation."""
+"""The columns of a prepared dataset, as `datasets` features. All sources write them; training and `eval` read them."""
 
 from __future__ import annotations
 

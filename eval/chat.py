@@ -93,7 +93,7 @@ class ChatProcessor:
         return text
 
     def dtype(self, name: str) -> str:
-        """`name`, or for `auto` the dtype in which the model was saved. vLLM's `auto` would turn float32 into 16 bits."""
+        """`name`, or for `auto` the dtype in which the model was saved. vLLM's `auto` would make float32 16 bits."""
         if name != "auto":
             return name
         import torch
@@ -109,7 +109,7 @@ class ChatProcessor:
         return {"dtype": self.dtype(dtype), **limits, **self.pixel_limits}
 
     def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
-        """An upper bound on the tokens of prompt and answer, at most the model's context. A byte counts as one token."""
+        """A bound on the tokens of prompt and answer, at most the model's context. A byte is at most one token."""
         image_tokens = 0
         if not self.text_only:
             # The side, in pixels, of what becomes one image token.
