@@ -1,4 +1,4 @@
-"""From a problem as its source has it to a row of the schema: what every source has to satisfy is checked here."""
+"""Turns a problem from any source into a row of the schema, and checks what every row must satisfy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from data_prep.schema import FEATURES, Row
 class RowError(UserError):
     """One row cannot be used: `{row id}: {what is wrong, with the value}; {what to do}`.
 
-    `kind`: the rule that it breaks, a short stable name such as `image_truncated`. `originals`: the bytes that the
-    source has of the row. `record`: its texts.
+    `kind` is the broken rule, a short stable name such as `image_truncated`. `originals` are the bytes of the row in
+    its source, and `record` its texts.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class RowError(UserError):
 
 @dataclass(frozen=True)
 class RawProblem:
-    """One problem as its source has it, nothing checked but the types.
+    """One problem as it is in its source. Only the types are checked.
 
-    `origin`: where a person finds the row to correct it. `images`: encoded. `problem`: without image placeholder.
-    `answer`: one of the letters of `choices` where there are choices, else the value; with `value_answer` the value in
-    any case.
+    `origin` tells a person where to find and correct the row. `images` are encoded. `problem` has no image placeholder.
+    `answer` is the letter of one of the `choices` if there are any, and otherwise a value. With `value_answer` it is a
+    value in any case.
     """
 
     id: str
@@ -71,21 +71,21 @@ class RawProblem:
         return (*self.other_files, *self.images)
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
-        """The error of this row, with all that the source has of it."""
+        """The error for this row, with everything that the source has of it."""
         record = {"problem": self.problem, "answer": self.answer, "choices": self.choices and list(self.choices)}
         return RowError(self.id, kind, wrong, f"{remedy} {self.origin}", originals=self.originals, record=record)
 
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """What an image may have of pixels; None: no limit."""
+    """The smallest and largest number of pixels of an image. None means no limit."""
 
     low: int | None = None
     high: int | None = None
 
 
 def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
-    """The row of the schema, images as Pillow images. Raises `RowError`."""
+    """The row of the schema, with Pillow images. Raises `RowError`."""
     limits = limits or PixelLimits()
     if not raw.problem.strip():
         raise raw.refuse("no_text", f"the problem text {raw.problem!r} is empty", "write it in")

@@ -1,4 +1,4 @@
-"""From what a source reads to the rows that are kept: each is cleaned alone, then looked at as one of many."""
+"""Decides which rows of a source are kept. Each row is cleaned alone, then compared with the others."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _SHOWN_LEAKS = 1000  # in the manifest; a dropped row is in the quarantine anywa
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A sound row with images as they will be stored, what it is recognised by, and the bytes of the source."""
+    """A usable row with images as they will be stored, its fingerprint, and its original bytes."""
 
     row: Row
     print_: Fingerprint
     originals: tuple[bytes, ...]
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
-        """The row sent to the quarantine after all."""
+        """The error that sends this row to the quarantine."""
         record = {name: self.row[name] for name in ("problem", "answer", "answer_raw", "choices")}
         return RowError(self.row["id"], kind, wrong, remedy, originals=self.originals, record=record)
 
 
 def clean_one(read: Callable[[], RawProblem], limits: PixelLimits) -> Cleaned | RowError:
-    """One row, read and cleaned; an error is a value here, because it crosses from process to process."""
+    """Read and clean one row. An error is returned instead of raised, because it is sent between processes."""
     try:
         raw = read()
         row = to_row(raw, limits)
@@ -44,7 +44,7 @@ def clean_one(read: Callable[[], RawProblem], limits: PixelLimits) -> Cleaned | 
 
 
 class Intake:
-    """What is known of all rows so far: ids, held-out diagrams, and what was refused. It holds hashes, not rows."""
+    """Remembers the ids, held-out diagrams and refused rows seen so far. It holds hashes instead of rows."""
 
     def __init__(self, quarantine: Quarantine, *, keep_leaks: bool) -> None:
         self._quarantine = quarantine
@@ -55,7 +55,7 @@ class Intake:
         self.leaks_found = self.leaks_dropped = self.read = 0
 
     def kept(self, split: str, results: Iterable[Cleaned | RowError]) -> Iterator[Row]:
-        """The rows to store, in order; the others go into the quarantine."""
+        """Yields the rows to store, in order. The others go into the quarantine."""
         for result in results:
             self.read += 1
             refused = result if isinstance(result, RowError) else self._refused(split, result)
@@ -78,7 +78,7 @@ class Intake:
         return self._leaked(split, cleaned)
 
     def _leaked(self, split: str, cleaned: Cleaned) -> RowError | None:
-        """The error of a training row that is to be dropped as a leak."""
+        """The error for a training row that is dropped as a leak, or None."""
         leak = self._index.find(split, cleaned.print_)
         if split in HELD_OUT:
             self._index.add(split, cleaned.row["id"], cleaned.print_)

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parser().parse_args(argv)
         arguments.run(arguments)
 
-    return exit_code_of(command, "nothing was written, and what was there before is as it was")
+    return exit_code_of(command, "nothing was written, and what was there before is unchanged")
 
 
 def parser() -> Parser:
@@ -45,10 +45,10 @@ def parser() -> Parser:
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    synthetic = commands.add_parser("synthetic", help="drawn geometry problems, the same for the same arguments")
+    synthetic = commands.add_parser("synthetic", help="drawn geometry problems; equal arguments give equal problems")
     _add_drawn(synthetic, _synthetic)
     add = synthetic.add_argument
-    add("--size", type=whole(*SIZES), default=DEFAULT_SIZE, metavar="PIXELS", help="of a side, default: %(default)s")
+    add("--size", type=whole(*SIZES), default=DEFAULT_SIZE, metavar="PIXELS", help="side length, default: %(default)s")
     add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
     add("--level", type=whole(min(LEVELS), max(LEVELS)), default=1, help="difficulty, 1 to 3, default: %(default)s")
     add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
@@ -59,16 +59,16 @@ def parser() -> Parser:
     )
     _add_drawn(puzzles, _knights)
     puzzles.add_argument(
-        "--people", type=_people, default=PEOPLE, metavar="A-B", help="in a puzzle, default: {}-{}".format(*PEOPLE)
+        "--people", type=_people, default=PEOPLE, metavar="A-B", help="per puzzle, default: {}-{}".format(*PEOPLE)
     )
 
     _add_geometry3k(commands)
 
     inspect = commands.add_parser("inspect", help="what a prepared folder holds, as text and as an HTML page")
     inspect.add_argument("folder", type=path, metavar="DIR")
-    inspect.add_argument("--html", type=optional(path), metavar="FILE", help="where the page goes, default: DIR.html")
+    inspect.add_argument("--html", type=optional(path), metavar="FILE", help="file for the page, default: DIR.html")
     inspect.add_argument("--text-only", action="store_true", help="write no page")
-    inspect.add_argument("--model", type=optional(text), metavar="M", help="whose tokenizer measures the problems")
+    inspect.add_argument("--model", type=optional(text), metavar="M", help="measure problems with its tokenizer")
     inspect.set_defaults(run=_inspect)
     return top
 
@@ -109,12 +109,14 @@ def _add_geometry3k(commands: Any) -> None:
         "--limit", type=optional(whole(1)), metavar="N",
         help="only N rows of every split: the first ones, or with --seed a sample",
     )  # fmt: skip
-    add("--seed", type=optional(whole(0, MAX_SEED)), metavar="S", help="of the sample")
-    add("--workers", type=whole(1, MAX_WORKERS), default=1, metavar="N", help="that clean, default: %(default)s")
-    add("--keep-leaks", action="store_true", help="keep training rows that a held-out split has too")
+    add("--seed", type=optional(whole(0, MAX_SEED)), metavar="S", help="seed of the sample")
+    add(
+        "--workers", type=whole(1, MAX_WORKERS), default=1, metavar="N", help="cleaning processes, default: %(default)s"
+    )
+    add("--keep-leaks", action="store_true", help="keep training rows that also occur in a held-out split")
     add(
         "--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE",
-        help="largest share of unusable rows that is no error, default: %(default)s",
+        help="largest share of unusable rows that is not an error, default: %(default)s",
     )  # fmt: skip
     command.set_defaults(run=_geometry3k)
 

@@ -1,4 +1,4 @@
-"""Preparing Geometry3K: rows from a source, through the cleaning, onto the disk or into quarantine, with a manifest."""
+"""Prepares Geometry3K: reads rows from a source, cleans them, and writes them, the quarantine and the manifest."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ MAX_WORKERS = 64
 
 @dataclass(frozen=True)
 class Options:
-    """What decides the rows that are kept, and goes into the manifest.
+    """The options that decide which rows are kept. They are written into the manifest.
 
-    `min_pixels`, `max_pixels`: images outside are resized by the model's rule. `limit`: rows of each split, the first
-    ones or with a `seed` a sample. `diagram`: `plain` or `point` (intergps). `keep_leaks`: keep training rows that a
-    held-out split has too. `allow_quarantined`: the largest share of unusable rows that is no error.
+    Attributes:
+        min_pixels, max_pixels: images outside these limits are resized by the rule of the model.
+        limit: number of rows per split, the first ones, or with a `seed` a random sample.
+        seed: the seed of the sample.
+        diagram: `plain` or `point`, for intergps only.
+        keep_leaks: keep training rows that also occur in a held-out split.
+        allow_quarantined: the largest share of unusable rows that is not an error.
     """
 
     min_pixels: int | None = None
@@ -54,10 +58,11 @@ def prepare_geometry3k(
 ) -> Manifest:
     """Prepare Geometry3K from `source` (`data_prep.sources.SOURCES`) at `location`, a dataset id or a path.
 
-    `revision`: a branch, tag or commit of the hub. `workers`: processes that clean; the output does not depend on it.
-    `overwrite`: replace another prepared dataset at `output`; the same one is replaced in any case.
-    Returns the manifest. Raises `UserError`, after writing `NAME.quarantine` beside `output` where too many rows were
-    refused.
+    `revision`: a branch, tag or commit of the hub. `workers`: number of processes that clean rows; the output does not
+    depend on it. `overwrite`: replace another prepared dataset at `output`; the same one is always replaced.
+
+    Returns the manifest. Raises `UserError`. If too many rows were refused, `NAME.quarantine` is written beside
+    `output` first.
     """
     options = options or Options()
     _check(options, workers)

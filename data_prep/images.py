@@ -1,4 +1,4 @@
-"""From an encoded picture of any kind to an upright RGB image that the model can take, and from that to PNG bytes."""
+"""Turns an encoded picture of any kind into an upright RGB image that the model accepts, and that into PNG bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prepared dataset holds, in one pass over its rows: counts, image tokens, the longest prompts, a gallery."""
+"""Surveys a prepared dataset in one pass over its rows: counts, image tokens, the longest problems, a gallery."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TextTokens = Callable[[str], int]
 
 @dataclass
 class SplitFacts:
-    """Of one split: how often each value of each property, and numbers of every row.
+    """The facts of one split: how often each value of each property occurs, and numbers for every row.
 
     `tokens`: image tokens of each row. `characters`: of each problem. `sizes`: (width, height) of the first images.
     `longest`: (measure, row id, problem) of the longest problems, the longest first. `gallery`: whole rows.

@@ -1,4 +1,5 @@
-"""The same diagram with the same question in two splits: a model that trained on it was not tested on it.
+"""Finds the same diagram with the same question in two splits. A model that has trained on such a row is not tested by
+it.
 
 Two hashes are compared, together with the question (case, spaces and punctuation aside):
 - SHA-256 of the pixels: the same picture, whatever the gold;

@@ -1,4 +1,4 @@
-"""An output folder that appears complete or not at all, whenever the power, the process or the disk gives up."""
+"""Makes an output folder appear complete or not at all, even if the power, the process or the disk fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparing drawn data (geometry, puzzles): rows onto the disk, with a manifest."""
+"""Prepares generated data (drawn geometry, puzzles): writes the rows and a manifest."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def prepare_synthetic(
 
 
 def ensure_synthetic(folder: Path, *, rows: int, test_rows: int, seed: int, size: int) -> Path:
-    """`folder` with the synthetic dataset of these arguments, made unless it is there already, complete and the same.
+    """Make sure that `folder` holds the synthetic dataset with these arguments, and make it if it does not.
 
-    Several processes may call it at once: one makes it, the others wait. Raises `UserError` where the folder holds
-    something else than a synthetic dataset.
+    Several processes may call this at once: one makes the dataset, the others wait. Raises `UserError` if the folder
+    holds anything other than a synthetic dataset.
     """
     wanted = _synthetic_description(rows, test_rows, seed, size, ())
     make = partial(prepare_synthetic, rows=rows, test_rows=test_rows, seed=seed, size=size, overwrite=True)
@@ -103,7 +103,7 @@ def prepare_knights(
 
 
 def ensure_knights(folder: Path, *, rows: int, test_rows: int, seed: int = 0, people: tuple[int, int] = (3, 3)) -> Path:
-    """As `ensure_synthetic`, for puzzles."""
+    """Like `ensure_synthetic`, but for puzzles."""
     wanted = _knights_description(rows, test_rows, seed, people)
     make = partial(prepare_knights, rows=rows, test_rows=test_rows, seed=seed, people=people, overwrite=True)
     return _ensure(folder, wanted, make)
@@ -128,7 +128,7 @@ def _is_made(folder: Path, wanted: Manifest) -> bool:
 def _synthetic_description(
     rows: int, test_rows: int, seed: int, size: int, families: tuple[str, ...], **more: Any
 ) -> Manifest:
-    """What decides the rows: the arguments, and the code that draws, so that data from older code is made again."""
+    """What determines the rows: the arguments and the drawing code. Data from older code is therefore made again."""
     arguments = {"rows": rows, "test_rows": test_rows, "seed": seed, "size": size, "families": list(families)}
     code = hashlib.sha256()
     for path in sorted(Path(data_prep.synthetic.__path__[0]).glob("*.py")):

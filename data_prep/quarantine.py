@@ -1,7 +1,7 @@
-"""Rows that cannot be used, kept with the reason: `quarantine.jsonl`, and their original bytes in `quarantine/`.
+"""Keeps rows that cannot be used: `quarantine.jsonl` has the reasons, and `quarantine/` the original bytes.
 
-The bytes are files of their own and not text in the JSON, so that a picture can be opened by a viewer, `less` stays
-usable, and a 40 MB scan is not one line. A file is named by its content: nothing of the input gets into a path.
+The bytes are separate files instead of text in the JSON. A viewer can then open a picture, `less` stays usable, and a
+40 MB scan is not one line. Files are named by their content, so that nothing from the input becomes part of a path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One row of a prepared dataset, as `datasets` features. Every source writes it, training and evaluation read it."""
+"""The columns of a prepared dataset, as `datasets` features. All sources write them; training and `eval` read them."""
 
 from __future__ import annotations
 

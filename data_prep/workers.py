@@ -1,4 +1,4 @@
-"""The cleaning on several processes, in order, with a bounded number of rows in memory."""
+"""Cleans rows in several processes, in order, with a bounded number of rows in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AHEAD = 8  # rows of each worker that are on their way
 
 @contextmanager
 def ordered_map(workers: int) -> Iterator[Mapper]:
-    """A `map` that keeps the order: in this process for one worker, else on a pool that ends with the block."""
+    """A `map` that keeps the order. One worker means this process; more use a pool that ends with the block."""
     if workers == 1:
         yield map
         return

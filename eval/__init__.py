@@ -1,1 +1,1 @@
-"""Evaluation: one runner (engine, resume), one module a benchmark, and scores that say how they were made."""
+"""Evaluation: a runner with engines and resuming, one package per benchmark, and scores that say how they were made."""

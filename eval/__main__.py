@@ -1,4 +1,4 @@
-"""`python -m eval BENCHMARK ...`, or `adora-vl-eval BENCHMARK ...`: as `python -m eval.BENCHMARK ...`."""
+"""`python -m eval BENCHMARK ...` and `adora-vl-eval BENCHMARK ...` do the same as `python -m eval.BENCHMARK ...`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _USAGE = f"usage: adora-vl-eval {{{','.join(BENCHMARKS)},compare}} ..."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of the benchmark's command, or of `compare`; 2 for a name that is neither."""
+    """Run a benchmark's command or `compare`. Returns its exit code, or 2 for an unknown name."""
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
     if name in ("-h", "--help"):
         print(_USAGE)

@@ -1,4 +1,4 @@
-"""What the engines share, so that they cannot differ in it: prompt text, pixel limits, token bans, decoding, dtype."""
+"""What all engines have in common, in one place: prompt text, pixel limits, token bans, decoding, dtype."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _TEMPLATE_TOKENS = 256  # more than any chat template and the rounding of image 
 class ChatProcessor:
     """The model's own processor and configuration, with the user's pixel limits.
 
-    `pixel_limits` is empty when the user gave none, else it has both: Qwen's image processor ignores, without a word, a
-    `min_pixels` or `max_pixels` that comes alone, while vLLM counts image tokens with it. Raises `UserError` where the
-    model has no configuration or processor, or where the limits cross. `text_only`: a language model without vision.
+    `pixel_limits` is empty if the user gave none, and otherwise holds both. Qwen's image processor silently ignores a
+    `min_pixels` or `max_pixels` that is given alone, while vLLM counts image tokens with it. `text_only` says that the
+    model is a language model without vision. Raises `UserError` if the model has no configuration or processor, or if
+    the limits contradict each other.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ChatProcessor:
         self.context: int = self._config.get_text_config().max_position_embeddings
 
     def _limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[dict[str, int], int]:
-        """What to tell the image processor, and the largest image in pixels that comes of it."""
+        """The limits for the image processor, and the number of pixels of the largest image that results."""
         if self._image_processor is None:
             if min_pixels or max_pixels:
                 raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
@@ -69,9 +70,9 @@ class ChatProcessor:
         return limits, limits["max_pixels"]
 
     def render(self, messages: list[Message]) -> str:
-        """The prompt as text, with one placeholder an image.
+        """The prompt as text, with one placeholder per image.
 
-        Raises `UserError` where there is an image and the model sees none.
+        Raises `UserError` if there is an image but the model has no vision.
         """
         if self.text_only:
             messages = [{**message, "content": _text_of(message["content"])} for message in messages]
@@ -79,7 +80,7 @@ class ChatProcessor:
         return text
 
     def encode(self, requests: Sequence[tuple[list[Message], list[Image.Image]]]) -> BatchFeature:
-        """Left-padded model inputs, placeholders expanded; with `mm_token_type_ids`, which the forward needs."""
+        """Left-padded model inputs with expanded placeholders, including `mm_token_type_ids`, which the model needs."""
         images = [image for _, row_images in requests for image in row_images]
         kwargs: dict[str, Any] = {"images": images, **self.pixel_limits} if images else {}
         texts = [self.render(messages) for messages, _ in requests]
@@ -92,7 +93,7 @@ class ChatProcessor:
         return text
 
     def dtype(self, name: str) -> str:
-        """`name`, or for `auto` the dtype the model was saved in (vLLM's `auto` turns float32 into 16 bits)."""
+        """`name`, or for `auto` the dtype in which the model was saved. vLLM's `auto` would make float32 16 bits."""
         if name != "auto":
             return name
         import torch
@@ -102,13 +103,13 @@ class ChatProcessor:
         return str(own).removeprefix("torch.") if own is not None else fallback
 
     def resolved(self, dtype: str) -> dict[str, Any]:
-        """What is the model's own where the user says nothing: the dtype, and the limits of an image in pixels."""
+        """The dtype and the pixel limits that are used, with the model's own values where the user gave none."""
         own = {} if self._image_processor is None else self._image_processor.size
         limits = {"min_pixels": own["shortest_edge"], "max_pixels": own["longest_edge"]} if own else {}
         return {"dtype": self.dtype(dtype), **limits, **self.pixel_limits}
 
     def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
-        """A bound, in tokens, on prompt and answer (a byte is at most one token), at most the model's context."""
+        """A bound on the tokens of prompt and answer, at most the model's context. A byte is at most one token."""
         image_tokens = 0
         if not self.text_only:
             # The side, in pixels, of what becomes one image token.
@@ -118,7 +119,7 @@ class ChatProcessor:
 
 
 def _text_of(content: str | list[Message]) -> str:
-    """The content of a message as one text, which is what the templates of language models without vision take."""
+    """The content of a message as one text, as the templates of language models without vision expect it."""
     if isinstance(content, str):
         return content
     if any(part["type"] != "text" for part in content):

@@ -1,4 +1,4 @@
-"""The command that the benchmarks share: `infer`, `score`, and `run`, which is both."""
+"""The command that all benchmarks share: `infer`, `score`, and `run`, which does both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from eval.runner import PREDICTIONS, SCORE, Problem, infer
 from eval.scoring import Score
 from eval.table import table
 
-# The options that an answer can depend on. Not the limit (a run may be extended), nor the batch size.
+# The options that an answer can depend on. The limit is not one, because a run may be extended, nor is the batch size.
 _FINGERPRINT = (
     "engine",
     "split",
@@ -41,8 +41,9 @@ _FINGERPRINT = (
 class Benchmark:
     """What one benchmark adds to the command.
 
-    `load` gives the problems that the options ask for and a hash of their data; `score` the figures of prediction
-    rows; `check` what is wrong with a row, or None. `fingerprint` names further options that an answer depends on.
+    `load` returns the problems that the options ask for and a hash of their data. `score` returns the figures for
+    prediction rows. `check` says what is wrong with a row, or None. `fingerprint` names further options that an answer
+    depends on.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Benchmark:
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0 done, 2 the user's input is wrong, 130 after Ctrl-C."""
+    """Run the command. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
 
     def command() -> None:
         options = parse(argv, benchmark.name, benchmark.split, benchmark.add_data_options, benchmark.add_score_options)
@@ -73,12 +74,12 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
 
 
 def score_path(output: Path) -> Path:
-    """Where a score goes: into a file whose name ends in .json, else into the folder as score.json."""
+    """Where a score is written: `output` itself if its name ends in .json, otherwise score.json in that folder."""
     return output if output.suffix == ".json" and not output.is_dir() else output / SCORE
 
 
 def _check_folder(output: Path) -> None:
-    """Before anything is loaded. Raises `UserError`."""
+    """Check the output folder before anything is loaded. Raises `UserError`."""
     check_folder("output", output)
     if not output.exists() and output.suffix == ".json":
         raise UserError(f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending out")
@@ -143,7 +144,7 @@ def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Raise `UserError` where a file stands at `output` that is no score: it would be lost."""
+    """Raise `UserError` if `output` is a file that is not a score, because it would be lost."""
     if not output.exists():
         return
     try:
@@ -156,7 +157,7 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> Score:
-    """The score of a predictions file, with the fingerprint that lies beside it (null where there is none)."""
+    """The score of a predictions file, with the fingerprint that lies beside it, or null if there is none."""
     rows = read_predictions(predictions, benchmark.check)
     path = predictions.parent / FILE_NAME
     fingerprint = read(path) if path.is_file() else None

@@ -1,6 +1,6 @@
 """`python -m eval.compare A B ...`: scores of one benchmark side by side, with tests of their differences.
 
-A, B are score files or folders of a `run`. Every run is tested against the first, on the items that both have.
+A and B are score files or the output folders of `run`. Every run is tested against the first, on their common items.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "ru
 
 @dataclass(frozen=True)
 class Run:
-    """A score file: its name here, its content, and the share of right answers to each problem."""
+    """A score file: its name in the table, its content, and the share of right answers to each problem."""
 
     name: str
     score: dict[str, Any]
@@ -33,13 +33,13 @@ class Run:
 
     @property
     def cells(self) -> dict[str, dict[str, Any]]:
-        """The figures that have a row of their own: all, ID, OOD."""
+        """The figures that get a row of their own: all, ID and OOD."""
         id_ood = self.score.get("id_ood") or {}
         return {"all": self.score} | {name: id_ood[name] for name in ("ID", "OOD") if id_ood.get(name)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0 done, 2 the user's input is wrong, 130 after Ctrl-C."""
+    """Run the command. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
     parser = build_parser()
 
     def command() -> None:
@@ -61,7 +61,7 @@ def build_parser() -> Parser:
 
 
 def read_run(path: str) -> Run:
-    """Read a score. Raises `UserError` where it is none."""
+    """Read a score file. Raises `UserError` if it is not one."""
     file = Path(path) / SCORE if Path(path).is_dir() else Path(path)
     try:
         score = json.loads(file.read_bytes())
@@ -83,7 +83,7 @@ def read_run(path: str) -> Run:
 
 
 def comparison(runs: Sequence[Run], by: Sequence[str], *, published: bool) -> list[str]:
-    """The lines of the table, the tests, and the notes. Raises `UserError` for runs of two benchmarks."""
+    """The lines of the table, the tests, and the notes. Raises `UserError` if the runs are of different benchmarks."""
     first = runs[0]
     for run in runs:
         if run.score["benchmark"] != first.score["benchmark"]:
@@ -136,7 +136,7 @@ def _by_group(runs: Sequence[Run], key: str, width: int) -> list[str]:
 
 
 def _test(first: Run, other: Run) -> str:
-    """The difference on common items: its paired bootstrap interval, and McNemar's test where answers are single."""
+    """The difference on common items with its paired bootstrap interval, and for single answers McNemar's test."""
     common = [pid for pid in first.shares if pid in other.shares]
     if not common:
         raise UserError(f"run: {other.name!r} and {first.name!r} have no problem in common")

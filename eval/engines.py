@@ -1,4 +1,4 @@
-"""Who answers: vLLM or Transformers, behind one method. Both see the same prompt, pixels and token bans."""
+"""The engines that generate answers, vLLM and Transformers. Both get the same prompt, pixels and token bans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINES: tuple[EngineName, ...] = ("vllm", "transformers")
 
 
 class Request(NamedTuple):
-    """Messages with one placeholder an image, the images in their order, and the seed of this answer's sampling."""
+    """Messages with one placeholder per image, the images in the same order, and the seed for sampling this answer."""
 
     messages: list[Message]
     images: list[Image.Image]
@@ -43,7 +43,7 @@ class Generation:
 
 
 class Engine(Protocol):
-    """Answers requests; `batch_size` is how many it likes to get at a time."""
+    """Answers requests. `batch_size` is how many it should get at a time."""
 
     batch_size: int
 
@@ -54,9 +54,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is built from. `temperature` 0 is greedy; `dtype` `auto` is the model's own.
+    """The settings from which an engine is built. `temperature` 0 is greedy, and `dtype` `auto` is the model's own.
 
-    `max_images` and `max_text_bytes` bound the requests to come, from which vLLM's context length is set.
+    `max_images` and `max_text_bytes` are upper bounds for all requests. vLLM's context length is set from them.
     """
 
     model: str
@@ -74,12 +74,12 @@ class EngineSettings:
 
 
 def default_engine() -> EngineName:
-    """vLLM where it is installed, else Transformers."""
+    """vLLM if it is installed, otherwise Transformers."""
     return "vllm" if importlib.util.find_spec("vllm") else "transformers"
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, or a hub id as it is; `tiny` and a LoRA run's folder are understood too.
+    """The absolute path of a model folder, or a hub id unchanged. Also accepts `tiny` and the folder of a LoRA run.
 
     Raises `UserError` for anything else.
     """
@@ -96,14 +96,14 @@ def check_model(model: str) -> str:
 
 
 def build_engine(settings: EngineSettings) -> Engine:
-    """Load the model into the engine that `settings` name. Raises `UserError` where the model cannot be loaded."""
+    """Load the model into the engine that `settings` name. Raises `UserError` if the model cannot be loaded."""
     return VLLMEngine.start(settings) if settings.engine == "vllm" else TransformersEngine(settings)
 
 
 class VLLMEngine:
-    """vLLM in this process. Prompts go in as text with one placeholder an image: vLLM would expand more again.
+    """vLLM in this process. Prompts have one placeholder per image, because vLLM itself expands placeholders.
 
-    `llm` is a `vllm.LLM`, made by `start` or lent by a trainer.
+    `llm` is a `vllm.LLM`, created by `start` or lent by a trainer.
     """
 
     def __init__(self, chat: ChatProcessor, llm: Any, *, max_tokens: int, temperature: float, batch_size: int) -> None:
@@ -121,7 +121,7 @@ class VLLMEngine:
 
     @classmethod
     def start(cls, settings: EngineSettings) -> VLLMEngine:
-        """Load the model into an engine of our own. Raises `UserError` where vLLM is not installed."""
+        """Load the model into a new vLLM engine. Raises `UserError` if vLLM is not installed."""
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine: vllm is not installed; install it or use --engine transformers")
         from adora_vl.rollout.environment import prepare_engine_environment
@@ -170,7 +170,7 @@ class VLLMEngine:
 
 
 class TransformersEngine:
-    """`model.generate` on left-padded batches: slower, and there wherever Transformers is."""
+    """`model.generate` on left-padded batches. Slower than vLLM, but available wherever Transformers is."""
 
     def __init__(self, settings: EngineSettings) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""What a predictions file was made with, so that no file ever holds the answers of two models or of two settings."""
+"""Records what a predictions file was made with, so that no file ever mixes the answers of two models or settings."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _WINDOWS, _WINDOW_BYTES = 64, 64 * 1024
 
 
 def model_hash(model: str, revision: str | None = None) -> str | None:
-    """A hash of a model folder's weights, settings and tokenizer; of a hub id the commit, None where it is not known.
+    """A hash of the weights, settings and tokenizer in a model folder. For a hub id the commit, or None if it is
+    unknown.
 
-    The commit, because a branch such as `main` moves. Of a file over 4 MiB only 64 evenly spaced windows of 64 KiB are
-    read: enough to tell two checkpoints apart, and quick for 15 GB.
+    A hub id is identified by its commit, because a branch such as `main` moves. Of a file over 4 MiB only 64 evenly
+    spaced windows of 64 KiB are read. This is enough to tell two checkpoints apart, and quick for 15 GB.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -74,10 +75,10 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields) -> None:
-    """Write the fingerprint of a folder without predictions; else check that they were made with the same `fields`.
+    """Write the fingerprint of a new folder. If it has predictions, check that they were made with the same `fields`.
 
-    `asked`: how many answers the run is for, which may grow from one run to the next. Raises `UserError` that names the
-    first field that differs, or says that the predictions have no fingerprint.
+    `asked`: number of answers that the run asks for, which may grow from one run to the next. Raises `UserError` with
+    the first field that differs, or if the predictions have no fingerprint.
     """
     path = output / FILE_NAME
     if not has_predictions:
@@ -119,7 +120,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file that is never half there."""
+    """Write a JSON file that appears complete or not at all."""
     replace_file(path, json.dumps(value, indent=2) + "\n")
 
 

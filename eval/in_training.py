@@ -1,7 +1,8 @@
-"""The same evaluation on an engine that somebody else runs: a trainer hands over how to generate, and logs the figures.
+"""The same evaluation on an engine that somebody else runs: a trainer passes a function that generates, and logs
+figures.
 
-Two halves, so that several processes can each answer a slice and put the rows together in between: `answer_all` and
-`figures`. Nothing is written, and no model is loaded.
+There are two functions, `answer_all` and `figures`. Between them several processes can put together the rows that each
+of them answered. Nothing is written, and no model is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Generate = Callable[[Sequence[Request]], Sequence[Generation]]
 
 @dataclass
 class _Borrowed:
-    """An engine made of somebody's `generate`."""
+    """An engine that calls the `generate` function of the caller."""
 
     batch_size: int
     call: Generate
@@ -41,9 +42,9 @@ def answer_all(
     seed: int = 0,
     batch_size: int = 256,
 ) -> list[Prediction]:
-    """A predictions row for each problem and sample, by `generate`: one answer a request, in order.
+    """Returns a predictions row for each problem and sample. `generate` gives one answer per request, in order.
 
-    A request has the messages with an image placeholder each, the decoded images, and the seed of its own sampling.
+    A request has the messages with one placeholder per image, the decoded images, and the seed for sampling its answer.
     """
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
     engine = _Borrowed(batch_size, generate)

@@ -1,4 +1,4 @@
-"""The command line that the benchmarks share: verbs, options, and a YAML file of the same options."""
+"""The command line that all benchmarks share: verbs, options, and a YAML file with the same options."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ def parse(
     add_data_options: AddOptions | None,
     add_score_options: AddOptions,
 ) -> argparse.Namespace:
-    """The options of `python -m eval.{benchmark}`: command line over `--config` file over defaults.
+    """The options of `python -m eval.{benchmark}`. The command line overrides the `--config` file, which overrides
+    defaults.
 
-    Raises `UserError` for an unknown option or key, a value of the wrong kind, or a needed option that is missing.
+    Raises `UserError` for an unknown option or key, a value of the wrong kind, or a required option that is missing.
     """
     parser = build_parser(benchmark, split, add_data_options, add_score_options)
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(words)
     config: Path | None = getattr(options, "config", None)
     if config is not None:
-        # The file's options first: argparse keeps the last of two.
-        # What is for the score may stand in the file of an `infer` too: it is the file of a `run`.
+        # The options of the file come first, because argparse keeps the last of two equal options.
+        # `infer` ignores options for the score, so that one file serves `infer` and `run`.
         unused = set(vars(score_defaults(add_score_options))) if options.verb == "infer" else set()
         options = parser.parse_args([options.verb, *_file_options(config, options, unused), *words[1:]])
     for name in _NEEDED[options.verb]:
@@ -65,7 +66,7 @@ def build_parser(
             sub.add_argument("--config", type=optional(path), metavar="FILE.yaml", help="these options, with _ for -")
             if add_data_options:
                 add_data_options(sub)
-            where = "a folder; resumed if it is there"
+            where = "a folder; a run that is there is resumed"
         sub.add_argument("--output", type=optional(path), help=where)
         if verb != "infer":
             add_score_options(sub)
@@ -79,8 +80,8 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--data", type=optional(text), help="a folder or file, or a hub id")
     add("--split", type=_split, default=split, help=f"default {split}")
     add("--engine", choices=ENGINES, default=default_engine(), help="default: vllm where it is installed")
-    add("--limit", type=optional(whole(1)), metavar="N", help="the first N problems only")
-    add("--max-tokens", type=whole(1, MAX_TOKENS), default=2048, metavar="N", help="of an answer; default 2048")
+    add("--limit", type=optional(whole(1)), metavar="N", help="use only the first N problems")
+    add("--max-tokens", type=whole(1, MAX_TOKENS), default=2048, metavar="N", help="limit per answer; default 2048")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
     add("--min-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
     add("--max-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
@@ -92,7 +93,7 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
         help="or none; default: the training's",
     )
     add("--temperature", type=number(0.01, 100, also=0.0), default=0.0, help="0: greedy, the default")
-    add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers a problem, for avg@k and pass@k")
+    add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers per problem, for avg@k, pass@k")
     add("--seed", type=whole(0, MAX_SEED), default=0)
     add(
         "--batch-size",
@@ -103,7 +104,7 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
 
 
 def score_defaults(add_score_options: AddOptions) -> argparse.Namespace:
-    """The options of a benchmark's score as they are when none is given."""
+    """The default values of the options of a benchmark's score."""
     parser = Parser()
     add_score_options(parser)
     return parser.parse_args([])
@@ -116,7 +117,7 @@ def _split(word: str) -> str:
 
 
 def _file_options(file: Path, options: argparse.Namespace, unused: set[str]) -> list[str]:
-    """The YAML file's keys as command-line words, so that they are checked in one place."""
+    """The keys of the YAML file as command-line words, so that both are checked by the same code."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""`predictions.jsonl`: one JSON object a line and a problem, appended by the batch, so a killed run loses one."""
+"""`predictions.jsonl`: one JSON object per answer and line. Rows are appended per batch, so a kill loses one batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Inference on several processes at once, as `accelerate launch` starts them: each takes a slice of the problems.
+"""Inference in several processes, as `accelerate launch` starts them. Each process answers a slice of the problems.
 
-The processes share nothing but a store of counters, so that an engine in each is an engine on its own.
+The processes share only a store of counters. Their engines do not know of each other.
 """
 
 from __future__ import annotations

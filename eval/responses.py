@@ -1,4 +1,4 @@
-"""What is said of the answers beside right and wrong: how long, how many cut off, how often they look back."""
+"""Statistics of the answers besides right and wrong: their lengths, how many were cut off, and reflective words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From problems to `predictions.jsonl`: prompts, batches, an engine, rows on the disk before the next batch."""
+"""Turns problems into `predictions.jsonl`. The rows of a batch are on the disk before the next batch is asked."""
 
 from __future__ import annotations
 
@@ -86,13 +86,14 @@ def infer(
     in_data: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Summary:
-    """Give each problem the answers that `output` has no row for yet. The engine is built only when there are any.
+    """Ask for every answer that `output` does not have yet. The engine is built only if answers are missing.
 
-    `in_data`: how many problems the data has, of which `problems` may be the first ones.
+    `in_data`: number of problems in the data; `problems` may be only the first ones of them.
 
-    Of several `ranks` each answers a slice into a part of its own; rank 0 merges them, in the order of the problems.
+    With several `ranks` each answers a slice and writes a part of its own. Rank 0 merges the parts in the order of the
+    problems.
 
-    Raises `UserError` where `output` holds predictions made with something else, or rows of problems not asked for now.
+    Raises `UserError` if `output` holds predictions made with other settings, or rows of problems not asked for now.
     """
     _check_unique(problems)
     make_folder("output", output)
@@ -175,7 +176,7 @@ class _Work:
 
 
 def answer(engine: Engine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None) -> list[Prediction]:
-    """One row an ask, in order; a problem whose image fails to decode gets an empty response and the reason."""
+    """One row per ask, in order. A problem whose image cannot be decoded gets an empty response and the reason."""
     rows: list[Prediction] = []
     asked: list[Prediction] = []
     requests: list[Request] = []
@@ -205,7 +206,7 @@ def answer(engine: Engine, batch: Sequence[Ask], *, seed: int, system_prompt: st
 
 
 def _seed_of(seed: int, pid: str, sample: int) -> int:
-    """A seed of its own for each answer, so that a resumed run samples what an uninterrupted one would."""
+    """A separate seed for each answer, so that a resumed run samples what an uninterrupted one would."""
     text = f"{seed}/{pid}" + (f"/{sample}" if sample else "")
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
@@ -216,9 +217,10 @@ def _bounded(settings: EngineSettings, problems: Sequence[Problem], system_promp
 
 
 def _batches(asks: Sequence[Ask], size: int, done: Container[tuple[str, int]]) -> Iterator[Sequence[Ask]]:
-    """What is left of each batch of the whole list.
+    """What is left to answer of each batch.
 
-    The whole list's, so that a resumed run has an uninterrupted one's batches, on whose make-up rounding can depend.
+    The whole list is divided into batches, so that a resumed run has the same batches as an uninterrupted one. Rounding
+    can depend on what a batch contains.
     """
     for start in range(0, len(asks), size):
         batch = [ask for ask in asks[start : start + size] if ask.key not in done]

@@ -1,4 +1,4 @@
-"""From graded answers to a score: counts overall and by group, each with its interval, and how the answers were."""
+"""Turns graded answers into a score: counts overall and by group with intervals, and statistics of the answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eval.responses import lengths, reflection, truncation
 from eval.statistics import bootstrap, pass_at, wilson
 
 Score = dict[str, Any]
-FAILED = "failed"  # the verdict on a problem that was not asked or whose extraction failed; counts as not correct
+FAILED = "failed"  # not asked, or the extraction failed; counts as not correct
 # By total pixels of the first image: the upper ends of the groups.
 _SIZES = (
     (128 * 128, "to 128x128"),
@@ -24,9 +24,9 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class Graded:
-    """One graded answer. `groups`: for each kind of group, the values that it counts for.
+    """One graded answer. `groups` gives, for each kind of group, the groups in which the answer is counted.
 
-    `extracted` is the answer that was compared, `reason` how it was found or why the verdict fell.
+    `extracted` is the answer that was compared. `reason` says how it was found, or why it got its verdict.
     """
 
     pid: str
@@ -43,7 +43,7 @@ class Graded:
 
 
 def failed_image(row: Prediction, groups: dict[str, list[str]]) -> Graded | None:
-    """The verdict on a problem whose image could not be read, whatever stands in its response; None for any other."""
+    """The verdict on a problem whose image could not be read, whatever its response is. None for any other problem."""
     if row.get("finish_reason") != IMAGE_FAILED:
         return None
     return Graded(
@@ -64,7 +64,7 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
 
 
 def aggregate(graded: Sequence[Graded]) -> Score:
-    """Counts over all answers (at least one) and each group. The total has every one, also where the image failed."""
+    """Counts over all answers (at least one) and by group. Problems with a broken image are counted too."""
     members: dict[str, dict[str, list[Graded]]] = defaultdict(lambda: defaultdict(list))
     for item in graded:
         for key, values in item.groups.items():
@@ -81,7 +81,7 @@ def aggregate(graded: Sequence[Graded]) -> Score:
 
 
 def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> Score:
-    """Lengths of right and wrong answers, the share cut off, reflective words: over the problems that were asked."""
+    """Lengths of right and wrong answers, share cut off, and reflective words, over the problems that were asked."""
     asked = [(row, item) for row, item in zip(rows, graded, strict=True) if row.get("finish_reason") != IMAGE_FAILED]
     return {
         "tokens": {
@@ -95,10 +95,11 @@ def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> Score:
 
 
 def cell(items: Sequence[Graded]) -> Score:
-    """Correct of total, and the Wilson interval of the accuracy.
+    """Number of correct answers, their total, and the Wilson interval of the accuracy.
 
-    With several answers a problem the interval is that of as many answers as there are problems: answers to one problem
-    are not independent, so more of them must not narrow it (never too narrow, and wider than needed where they differ).
+    Answers to the same problem are not independent, so more answers per problem must not narrow the interval. It is
+    therefore computed as if there were only as many answers as problems. It is never too narrow, and wider than
+    necessary if the answers to a problem differ.
     """
     correct, total = sum(item.correct for item in items), len(items)
     problems = len({item.pid for item in items})
@@ -107,7 +108,7 @@ def cell(items: Sequence[Graded]) -> Score:
 
 
 def counted(correct: int, total: int, answers: int = 1) -> Score | None:
-    """A cell from counts, with so many answers a problem; None where there is nothing to count."""
+    """Like `cell`, but from counts, with `answers` answers per problem. None if there is nothing to count."""
     if total <= 0 or not 0 <= correct <= total:
         return None
     interval = list(wilson(correct / answers, max(1, total // answers)))
@@ -115,7 +116,7 @@ def counted(correct: int, total: int, answers: int = 1) -> Score | None:
 
 
 def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
-    """Right or wrong of each answer, by problem, in the order of the answers and of the problems' first ones."""
+    """For each problem, whether each of its answers is right. Problems are in the order of their first answers."""
     verdicts: dict[str, list[bool]] = {}
     for item in items:
         verdicts.setdefault(item.pid, []).append(item.correct)
@@ -123,7 +124,7 @@ def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
 
 
 def _samples(graded: Sequence[Graded]) -> Score | None:
-    """avg@k and pass@j for j in 1, 2, 4 ... k, with intervals over problems; None with one answer each."""
+    """avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems. None if each problem has one answer."""
     problems = list(by_problem(graded).values())
     k = max(len(answers) for answers in problems)
     if k == 1:
@@ -139,7 +140,9 @@ def _samples(graded: Sequence[Graded]) -> Score | None:
 
 
 def _mean_with_interval(values: Sequence[float]) -> Score:
-    """The mean over problems: by Wilson where each is 0 or 1, where a bootstrap of few or like values falls short."""
+    """The mean over problems and its interval. If all values are 0 or 1 it is a Wilson interval, because the bootstrap
+    of few or similar values is too narrow. Otherwise it is a bootstrap interval.
+    """
     mean, by_wilson = sum(values) / len(values), set(values) <= {0.0, 1.0}
     interval = wilson(sum(values), len(values)) if by_wilson else bootstrap(values)
     return {"value": mean, "interval_95": list(interval), "interval": "wilson" if by_wilson else "bootstrap"}

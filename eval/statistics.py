@@ -1,4 +1,4 @@
-"""How sure a figure is: intervals of one run, and tests of the difference of two."""
+"""The uncertainty of a figure: intervals for one run, and tests for the difference between two."""
 
 from __future__ import annotations
 

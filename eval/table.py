@@ -1,4 +1,4 @@
-"""A score as a person reads it on the screen."""
+"""Formats a score for the screen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MANY = 12  # values of a group; the longest are for the file
 
 
 def table(score: Score) -> str:
-    """The overall line, the group lines, the benchmark's own figures, lengths, and whatever lessens the number."""
+    """The overall line, the groups, the benchmark's own figures, lengths, and everything that qualifies the result."""
     lines = [made_with(score), ""]
     rows, hidden = [("all", "", score)], list[str]()
     for key, group in score["groups"].items():

@@ -1,17 +1,17 @@
-"""Advantages and their weights as pure functions on tensors. Imports torch and nothing else.
+"""Advantages and their weights, as pure functions on tensors. This package depends on torch alone.
 
 Shape suffixes used throughout the project:
 
 ====  =============================================
-`P`   prompts of a generation batch
-`G`   rollouts of a prompt (a group)
-`M`   bins of pass rate, G - 1 of them
-`B`   sequences of a batch, `B = P * G` on one rank
-`T`   tokens of a sequence
-`C`   tokens of a completion
+`P`   prompts in a generation batch
+`G`   rollouts per prompt, which form a group
+`M`   bins by pass rate, `M = G - 1`
+`B`   sequences in a batch, `B = P * G` on one rank
+`T`   tokens in a sequence
+`C`   tokens in a completion
 ====  =============================================
 
-`methods.METHODS` is the register of the family; each method is a file with its formula and its source.
+`methods.METHODS` lists the methods by name. Each method has a file of its own with its formula and its source.
 """
 
 from adora_vl.advantage.adora import AdoraWeighting, adora_weights, weigh_groups

@@ -1,7 +1,7 @@
-"""A-GRAE: positive advantages held back while the policy is weak, and attention that moves from easy to hard prompts.
+"""A-GRAE: positive advantages are reduced while the policy is weak, and weight moves from easy to hard prompts.
 
-Source: arXiv 2602.05548 and its repository (Yu7-code/A-GRAE), whose formulas these are, with the share of right
-answers in the place of the mean reward (the same for 0/1 rewards).
+Source: arXiv 2602.05548 and its repository (Yu7-code/A-GRAE), which has these formulas. We use the pass rate where the
+repository uses the mean reward; for rewards of 0 and 1 both are the same.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from torch import Tensor
 def a_grae(
     advantages: Tensor, pass_rates: Tensor, *, curriculum: bool = True, alpha: float | None = 1.0, eps: float = 1e-6
 ) -> Tensor:
-    """With p a prompt's pass rate and R the mean of p over the batch, which stands for progress:
+    """Scale the advantages by two factors. p is the pass rate of a prompt, and R, the mean of p over the batch,
+    measures how far training has come.
 
-    - curriculum: x [ (1 - R) 0.5 / (1 - sqrt p) + R 0.5 / sqrt p ]: easy prompts first, hard ones later;
-    - suppression: positive advantages x min(1, R / alpha).
+    - Curriculum: all advantages x [(1 - R) 0.5 / (1 - sqrt p) + R 0.5 / sqrt p]. Easy prompts first, hard ones later.
+    - Suppression: positive advantages x min(1, R / alpha).
 
     Args:
-        advantages: (P, G), GRPO's or another's.
+        advantages: (P, G), of GRPO or another method.
         pass_rates: (P,), between 0 and 1.
-        curriculum: False leaves the first factor out.
-        alpha: the batch's pass rate from which nothing is held back (the repository: 1 for mathematics, 0.5 for
-            Geometry3K); None leaves the second factor out. Without both this is GRPO.
+        curriculum: False omits the first factor.
+        alpha: the pass rate of the batch from which on nothing is reduced. The repository uses 1 for mathematics and
+            0.5 for Geometry3K. None omits the second factor. Without both factors this is GRPO.
 
     Returns:
-        (P, G). Where p is 0 or 1 the first factor is left out: it has no finite value there, and with 0/1 rewards such
-        groups have advantages of 0 anyway.
+        (P, G). The first factor is omitted where p is 0 or 1, because it has no finite value there. With rewards of 0
+        and 1 such groups have advantages of 0 anyway.
     """
     if alpha is not None and alpha <= 0:
         raise ValueError(f"alpha: {alpha} must be above 0, or null")

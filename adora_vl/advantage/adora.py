@@ -1,9 +1,10 @@
-"""ADORA's weight of a prompt, from the criteria: attenuation for weak policies, amplification for strong ones.
+"""ADORA's weight of each prompt, from its criteria: attenuation for weak policies, amplification for strong ones.
 
-The weight is one positive scalar a group, so the sign and the ranking of advantages inside a group never change.
-Source: arXiv 2602.10019 and the reference code (ShadeCloak/ADORA): `weight_func` of its VLM half, in
-`ADORA_VL/openrlhf/trainer/ppo_utils/experience_maker_vl.py`, and `compute_grpo_outcome_advantage_ADORA` of its LLM
-half, in `ADORA/verl/trainer/ppo/core_algos.py`.
+The weight is one positive scalar per group, so the sign and the ranking of advantages inside a group never change.
+
+Source: arXiv 2602.10019 and the reference code (ShadeCloak/ADORA). Its VLM half has `weight_func`, in
+`ADORA_VL/openrlhf/trainer/ppo_utils/experience_maker_vl.py`. Its LLM half has `compute_grpo_outcome_advantage_ADORA`,
+in `ADORA/verl/trainer/ppo/core_algos.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NO_CORRECT = ("keep", "attenuate")
 
 @dataclass(frozen=True)
 class AdoraWeighting:
-    """One batch of groups, judged. `weights_P` float32; `tds_P` bool; `facts` what the judgement rests on."""
+    """The judgement of one batch: `weights_P` is float32, `tds_P` is bool, and `facts` are the reasons."""
 
     weights_P: Tensor
     tds_P: Tensor
@@ -67,7 +68,9 @@ def weigh_groups(
     difficulty_needs_correct: bool = False,
     truncated: Tensor | None = None,
 ) -> AdoraWeighting:
-    """As `adora_weights`, with the reasons. `truncated` (bool, (P, G)) may replace the threshold `truncated_at`."""
+    """Like `adora_weights`, but with the reasons. A rollout also counts as truncated where `truncated` (bool, (P, G))
+    says so.
+    """
     _check_arguments(rewards, lengths, mode, factor, criteria)
     _check("combine", combine, COMBINATIONS)
     _check("empty_wrong", empty_wrong, EMPTY_WRONG)
@@ -110,19 +113,20 @@ def adora_weights(
 
     Args:
         rewards: (P, G). NaN marks a rollout that was not scored.
-        lengths: (P, G), completion tokens.
-        mode: `"attenuation"` multiplies TDS groups by `factor`, `"amplification"` TAS groups, `"off"` none.
-        factor: the reference's attenuation uses 0.1.
-        criteria: `"length"` and/or `"difficulty"`.
-        combine: a group is TAS if `"any"` or `"all"` of the criteria hold.
-        tau: the pass rate up to which the difficulty criterion holds, 0 included (paper, Eq. 6).
+        lengths: (P, G), number of completion tokens.
+        mode: `"attenuation"` gives `factor` to TDS groups, `"amplification"` gives it to TAS groups, `"off"` to none.
+        factor: the weight; the reference uses 0.1 for attenuation.
+        criteria: `"length"`, `"difficulty"`, or both.
+        combine: whether a group is TAS if `"any"` criterion holds, or only if `"all"` hold.
+        tau: the highest pass rate at which the difficulty criterion holds; 0 is included (paper, Eq. 6).
         correct_above: a rollout is correct if its reward is above this.
-        truncated_at: tokens from which a rollout counts as truncated; None for none.
-        empty_wrong: the length criterion where no wrong rollout is untruncated: `"attenuate"` as the VLM reference
-            (the group is TDS), or `"keep"` (it is TAS).
-        no_correct: a group without a correct rollout that no criterion makes TAS, and whose rewards can still differ
-            (0.0 and 0.1): `"keep"` as the VLM reference (it is not TDS), or `"attenuate"` as the LLM reference (it is).
-        difficulty_needs_correct: the difficulty criterion does not hold at a pass rate of 0.
+        truncated_at: number of tokens from which on a rollout counts as truncated. With None no length does.
+        empty_wrong: what the length criterion says of a group without an untruncated wrong rollout. `"attenuate"`: the
+            group is TDS, as in the VLM reference. `"keep"`: it is TAS.
+        no_correct: what happens to a group without a correct rollout that no criterion makes TAS; its rewards can
+            still differ (0.0 and 0.1). `"keep"`: it is not TDS, as in the VLM reference. `"attenuate"`: it is TDS, as
+            in the LLM reference.
+        difficulty_needs_correct: True makes the difficulty criterion fail at a pass rate of 0.
 
     Returns:
         (P,), float32.

@@ -13,10 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What the criteria ask of each group; everything is (P,) or (P, G)."""
+    """What the criteria look at in each group. Every tensor is (P,) or (P, G)."""
 
     correct_PG: Tensor  # bool: the reward is above `correct_above`
-    wrong_PG: Tensor  # bool: scored, and not above it
+    wrong_PG: Tensor  # bool: scored, and the reward is not above it
     finished_wrong_PG: Tensor  # bool: wrong and not truncated
     lengths_PG: Tensor  # float
 
@@ -34,7 +34,7 @@ class GroupFacts:
 
     @property
     def pass_rate_P(self) -> Tensor:
-        """Share of correct among the scored rollouts; 0 where none was scored."""
+        """Share of correct rollouts among the scored ones; 0 where none was scored."""
         scored_P = (self.correct_PG | self.wrong_PG).sum(dim=1)
         return self.correct_PG.sum(dim=1) / scored_P.clamp(min=1)
 
@@ -49,8 +49,8 @@ def group_facts(rewards_PG: Tensor, lengths_PG: Tensor, correct_above: float, tr
 def length_advantage(facts: GroupFacts, empty_wrong: str) -> Tensor:
     """TAS where the longest correct rollout is longer than the mean of the untruncated wrong ones. Bool, (P,).
 
-    Where there is no untruncated wrong rollout the comparison has no right-hand side. The VLM reference takes it as
-    +inf (TDS, `empty_wrong="attenuate"`), its text sibling as -inf (TAS, `"keep"`).
+    Where there is no untruncated wrong rollout, there is no mean to compare with. The VLM reference takes it as +inf,
+    so the group is TDS (`empty_wrong="attenuate"`). The LLM reference takes it as -inf, so the group is TAS (`"keep"`).
     """
     longest_P = torch.where(facts.correct_PG, facts.lengths_PG, -torch.inf).amax(dim=1)
     count_P = facts.finished_wrong_PG.sum(dim=1)
@@ -61,10 +61,10 @@ def length_advantage(facts: GroupFacts, empty_wrong: str) -> Tensor:
 
 
 def difficulty_advantage(facts: GroupFacts, tau: float, needs_correct: bool = False) -> Tensor:
-    """TAS where the pass rate is at most `tau`, 0 included (paper, Eq. 6). Bool, (P,).
+    """TAS where the pass rate is at most `tau`; a pass rate of 0 is included (paper, Eq. 6). Bool, (P,).
 
-    `needs_correct` leaves the pass rate of 0 out: hard now, yet solvable. A group without a scored rollout has no pass
-    rate, so it is not TAS.
+    `needs_correct` excludes a pass rate of 0, so that TAS means hard now, but solvable. A group without a scored
+    rollout has no pass rate, so it is not TAS.
     """
     counted_P = facts.any_correct_P if needs_correct else facts.any_scored_P
     return counted_P & (facts.pass_rate_P <= tau)

@@ -1,19 +1,20 @@
-"""DARO: prompts are binned by pass rate, and the weight of each bin is learned beside the policy.
+"""DARO: prompts are binned by pass rate, and the weight of each bin is learned together with the policy.
 
-Source: arXiv 2510.09001. With L_mu the bin's policy loss by the bin's own number of tokens,
+Source: arXiv 2510.09001. With L_mu the policy loss of a bin, divided by the number of tokens in that bin, the loss is
 
     L = sum over mu in {1/G, ..., (G-1)/G} of  w_mu L_mu - ln w_mu,
 
-so that at the optimum of the weights w_mu = 1 / L_mu and every difficulty contributes alike. What is our reading:
+The optimum of the weights is w_mu = 1 / L_mu, at which every difficulty contributes equally. Where the paper leaves
+something open we read it as follows:
 
-- On freshly sampled rollouts the ratios are 1 and the surrogate's value is -sum A_i tokens_i / tokens of the bin,
-  which is often negative, where the objective has no minimum. The scale of a bin is therefore measured by the
-  magnitude of its terms, `sum |A_i| tokens_i / tokens of the bin` (`measure="magnitude"`). `"surrogate"` takes the
-  absolute surrogate value.
-- w_mu = exp(v_mu) keeps the weights positive; a bin that is not in a batch keeps its weight and its optimizer's
+- On freshly sampled rollouts the ratios are 1, and the value of the surrogate loss is -sum A_i tokens_i / tokens of the
+  bin. This is often negative, and then the objective has no minimum. The scale of a bin is therefore measured by the
+  magnitude of its terms, `sum |A_i| tokens_i / tokens of the bin` (`measure="magnitude"`). `measure="surrogate"` takes
+  the absolute value of the surrogate loss instead.
+- w_mu = exp(v_mu) keeps the weights positive. A bin that does not occur in a batch keeps its weight and its optimizer's
   moments.
 
-Everything follows from tensors that are gathered over the ranks, in float64 on the CPU, so every rank has the same
+All of this is computed from tensors that are gathered across ranks, in float64 on the CPU, so every rank has the same
 weights.
 """
 
@@ -25,37 +26,38 @@ import torch
 from torch import Tensor
 
 MEASURES = ("magnitude", "surrogate")
-OUTSIDE = -1  # the bin of prompts that are right or wrong throughout
+OUTSIDE = -1  # the bin of prompts whose rollouts are all right or all wrong
 
 
 def bins_of(pass_rates: Tensor, generations: int) -> Tensor:
-    """The number of right rollouts minus one, 0 to G - 2, for each prompt; `OUTSIDE` for none and for all. int64, (P,).
+    """The bin of each prompt: its number of right rollouts minus one, 0 to G - 2. int64, (P,).
 
-    With unscored rollouts a pass rate lies between two bins and goes to the nearer one.
+    Prompts without a right rollout, and prompts with only right ones, are `OUTSIDE`. If some rollouts are unscored, the
+    pass rate may lie between two bins; the nearer one is taken.
     """
     right_P = (pass_rates * generations).round().long().clamp(1, generations - 1)
     return torch.where((pass_rates > 0) & (pass_rates < 1), right_P - 1, OUTSIDE)
 
 
 def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
-    """Sum of the rows' values by bin, float64, (bins,)."""
+    """Sum of the values in each bin. float64, (bins,)."""
     inside_P = bins_P != OUTSIDE
     zero = torch.zeros(bins, dtype=torch.float64, device=values_PG.device)
     return zero.index_add(0, bins_P[inside_P], values_PG.to(torch.float64).sum(dim=1)[inside_P])
 
 
 def bin_losses(advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bins: int, measure: str) -> Tensor:
-    """L_mu of each bin, float64, (bins,); 0 where no prompt fell into it. See the module for `measure`."""
+    """L_mu of each bin, 0 for an empty bin. float64, (bins,). The module docstring explains `measure`."""
     terms_PG = advantages_PG.abs() if measure == "magnitude" else advantages_PG
     terms_M = bin_sums(terms_PG.to(torch.float64) * tokens_PG, bins_P, bins)
     return terms_M.abs() / bin_sums(tokens_PG, bins_P, bins).clamp(min=1)
 
 
 class DaroWeights:
-    """The learnable weights of the bins with their optimizer (Adam)."""
+    """The learnable weights of the bins, and their optimizer (Adam)."""
 
     def __init__(self, bins: int, learning_rate: float, floor: float = 1e-2) -> None:
-        """`floor`: a smaller bin loss counts as this, so no weight goes beyond 1 / floor."""
+        """`floor`: the smallest bin loss that counts, so that no weight can grow beyond 1 / floor."""
         self.floor = floor
         self.logs = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(bins)]
         self.optimizer = torch.optim.Adam(self.logs, lr=learning_rate)
@@ -66,14 +68,14 @@ class DaroWeights:
         return torch.stack([log.detach().exp() for log in self.logs])
 
     def update(self, losses_M: Tensor, present_M: Tensor) -> None:
-        """One optimizer step on `sum w_mu L_mu - ln w_mu` of the bins that are present (bool, (bins,))."""
+        """Take one optimizer step on `sum w_mu L_mu - ln w_mu`, over the bins for which `present_M` (bool) is true."""
         for log, loss, present in zip(self.logs, losses_M.tolist(), present_M.tolist(), strict=True):
-            # the derivative by v of exp(v) L - v; without a gradient Adam leaves a bin and its moments alone
+            # the derivative of exp(v) L - v by v; Adam leaves a bin without a gradient, and its moments, alone
             log.grad = (log.detach().exp() * max(loss, self.floor) - 1) if present else None
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """Numbers only, for a checkpoint's JSON; `load` restores them exactly."""
+        """The state as plain numbers, for the JSON of a checkpoint. `load` restores it exactly."""
         moments = [self.optimizer.state.get(log, {}) for log in self.logs]
         return {
             "log_weights": [log.item() for log in self.logs],
@@ -81,7 +83,7 @@ class DaroWeights:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Raises `ValueError` where the state has another number of bins."""
+        """Restore what `state` returned. Raises `ValueError` if it has another number of bins."""
         if len(state["log_weights"]) != len(self.logs):
             raise ValueError(f"DARO: {len(state['log_weights'])} saved weights, but {len(self.logs)} bins")
         with torch.no_grad():
@@ -102,19 +104,19 @@ def daro(
     by_bin_tokens: bool = True,
     drop_outside: bool = True,
 ) -> Tensor:
-    """Advantages with which TRL's token-mean loss (`loss_type: dapo`) is `sum w_mu L_mu`.
+    """Advantages with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum w_mu L_mu`.
 
-    That loss divides the sum over all tokens by their number T; with A multiplied by `w_mu T / T_mu` a bin's part is
-    divided by its own T_mu. Weights of 1 with both options off are GRPO.
+    TRL's loss divides the sum over all tokens by their number T. With A multiplied by `w_mu T / T_mu`, the part of a
+    bin is divided by its own number T_mu. With weights of 1 and both options off this is GRPO.
 
     Args:
-        advantages: (P, G), the group-normalised ones. With 0/1 rewards any scale by group is absorbed by the weights.
-        tokens: (P, G), counted by the loss.
+        advantages: (P, G), normalised by group. With rewards of 0 and 1 the weights absorb any scale per group.
+        tokens: (P, G), number of tokens that the loss counts.
         pass_rates: (P,).
         weights_M: (G - 1,).
-        by_bin_tokens: normalise by the bin's tokens.
-        drop_outside: prompts with no right and with only right rollouts get 0; with rewards of 0.0, 0.1 and 1.0 the
-            former would have a signal.
+        by_bin_tokens: divide by the tokens of the bin instead of by all tokens.
+        drop_outside: give 0 to prompts without a right rollout and to prompts with only right ones. Without this the
+            former would have a signal if rewards are 0.0, 0.1 and 1.0.
 
     Returns:
         (P, G).

@@ -9,7 +9,7 @@ SCALES = ("group", "batch", "none")
 
 
 def is_constant(rewards_PG: Tensor) -> Tensor:
-    """Which groups carry no signal because all their scored rewards are equal. Bool, (P,). NaN is unscored."""
+    """Which groups carry no signal because all their scored rewards are equal. Bool, (P,). NaN means unscored."""
     scored_PG = ~torch.isnan(rewards_PG)
     highest_P = torch.where(scored_PG, rewards_PG, -torch.inf).amax(dim=1)
     lowest_P = torch.where(scored_PG, rewards_PG, torch.inf).amin(dim=1)
@@ -17,9 +17,9 @@ def is_constant(rewards_PG: Tensor) -> Tensor:
 
 
 def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
-    """Sample standard deviation about `mean` along the last dimension, NaN left out, 0 where fewer than two are scored.
+    """Sample standard deviation about `mean` along the last dimension. NaN is ignored; fewer than two values give 0.
 
-    In TRL's order of operations (`trl.trainer.utils.nanstd`), so that both agree to the bit.
+    The order of operations is that of TRL (`trl.trainer.utils.nanstd`), so that both agree to the bit.
     """
     count = (~torch.isnan(rewards)).sum(dim=-1, keepdim=True)
     variance = torch.nanmean((rewards - mean) ** 2, dim=-1, keepdim=True) * (count / (count - 1).clamp(min=1))
@@ -31,16 +31,16 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
 
     Args:
         rewards: (P, G), NaN for a rollout that no reward function scored.
-        scale: `"group"` divides by the group's standard deviation, `"batch"` by that of all rewards, `"none"` by
-            nothing (Dr. GRPO, arXiv 2503.20783). The names are those of TRL's `scale_rewards`.
-        eps: added to the standard deviation. TRL's value is 1e-4, the reference's 1e-9.
+        scale: `"group"` divides by the standard deviation of the group, `"batch"` by that of all rewards, and `"none"`
+            does not divide (Dr. GRPO, arXiv 2503.20783). The names are those of TRL's `scale_rewards`.
+        eps: added to the standard deviation. TRL uses 1e-4, the reference 1e-9.
 
     Returns:
-        (P, G). An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of seven 0.1
-        is not 0.1, and dividing that rounding error by a tiny `eps` would invent advantages near 1.
+        (P, G). An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of seven
+        times 0.1 is not 0.1, and dividing that rounding error by a tiny `eps` would invent advantages near 1.
 
     Raises:
-        ValueError: `scale` is none of the three.
+        ValueError: `scale` is not one of the three.
     """
     if scale not in SCALES:
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")

@@ -1,7 +1,7 @@
-"""MC-GRPO: the median instead of the mean as the baseline, from one rollout more than is trained on.
+"""MC-GRPO: the baseline is the median instead of the mean, and one rollout more is sampled than is learned from.
 
 Source: arXiv 2601.22582 and its repository (lotusroot-kim/MC-GRPO): `(r - median) / (MAD + eps)` over G + 1 rollouts,
-the pivot left out of the update.
+where the pivot, which is the median rollout, is left out of the update.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ SPREADS = ("mad", "std")
 def mc_grpo(
     rewards: Tensor, *, centre: str = "median", spread: str = "mad", exclude_pivot: bool = True, eps: float = 1e-4
 ) -> Tensor:
-    """Median-centred advantages of odd groups.
+    """Median-centred advantages of groups with an odd number of rollouts.
 
     Args:
-        rewards: (P, G + 1), NaN for unscored. Of an even number of scored rewards the lower middle one is the median.
+        rewards: (P, G + 1), NaN for an unscored rollout. If the number of scored rewards is even, the lower of the two
+            middle ones is the median.
         centre: `"mean"` with `spread="std"` and `exclude_pivot=False` is GRPO.
-        spread: `"mad"` divides by the median absolute deviation. With 0/1 rewards it is 0 in every group in which one
-            value has the majority, and the division would leave 1/eps; there we divide by the standard deviation about
-            the centre instead. That exception is ours: the repository scales with eps 1e-3.
-        exclude_pivot: the pivot has advantage 0; the others are multiplied by (G + 1) / G, so that a mean over all rows
-            is the mean over the G that count (of losses that divide by sequences; those that divide by tokens go on
-            counting the pivot's).
+        spread: `"mad"` divides by the median absolute deviation. With rewards of 0 and 1 it is 0 in every group in
+            which one value has the majority, so the division would multiply by 1/eps. There we divide by the standard
+            deviation about the centre instead. This exception is ours: the repository uses an eps of 1e-3.
+        exclude_pivot: give the pivot an advantage of 0, and multiply the others by (G + 1) / G. A mean over all rows is
+            then the mean over the G rows that count. This is exact for losses that divide by sequences. Losses that
+            divide by tokens still count the tokens of the pivot.
 
     Returns:
-        (P, G + 1); constant groups exactly 0.
+        (P, G + 1). Constant groups are exactly 0.
     """
     for name, value, known in (("centre", centre, CENTRES), ("spread", spread, SPREADS)):
         if value not in known:

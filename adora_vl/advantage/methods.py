@@ -1,4 +1,4 @@
-"""The methods by name: which function, which options, which settings of TRL belong to it, and what it needs."""
+"""The methods by name. Each has its function, its options, and the settings of TRL that belong to it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def _canon(groups: Groups, advantages_PG: Tensor, options: opt.CanonOptions, run
 
 
 def _daro(groups: Groups, advantages_PG: Tensor, options: opt.DaroOptions, run: MethodRun) -> Tensor:
-    """Weigh with the present weights, then update them, as both have one optimizer step each on the same loss.
+    """Weigh the advantages with the present weights, then update the weights on the same loss.
 
-    On the CPU, since sums by index come in any order on a GPU, and the ranks have to agree to the bit.
+    This runs on the CPU. On a GPU sums by index are added in any order, and all ranks have to agree to the bit.
     """
     generations, bins = advantages_PG.shape[1], max(1, advantages_PG.shape[1] - 1)
     raw_PG, tokens_PG, rates_P = (t.cpu() for t in (advantages_PG, groups.loss_tokens_PG, groups.pass_rate_P))
@@ -70,13 +70,13 @@ def _daro(groups: Groups, advantages_PG: Tensor, options: opt.DaroOptions, run: 
 
 @dataclass(frozen=True)
 class Method:
-    """`plain(options)`: whether the method leaves every advantage as TRL made it, for whatever rewards."""
+    """One method. `plain(options)` says whether it leaves every advantage as TRL computed it, whatever the rewards."""
 
     apply: Callable[[Groups, Tensor, Any, MethodRun], Tensor] | None = None
     options: type = opt.NoOptions
     settings: Mapping[str, Any] = field(default_factory=dict)  # TRL's keys that belong to it
     plain: Callable[[Any], bool] = lambda options: False
-    remakes: bool = False  # the advantages come from the rewards, not from those that TRL made
+    remakes: bool = False  # computes advantages from the rewards and ignores those of TRL
     source: str = ""
 
 

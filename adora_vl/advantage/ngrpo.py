@@ -1,7 +1,7 @@
-"""NGRPO: an imagined rollout of the highest reward takes part in the mean and the deviation of its group.
+"""NGRPO: an imagined rollout with the highest reward takes part in the mean and standard deviation of its group.
 
-Source: arXiv 2509.18851, "Advantage Calibration"; its asymmetric clipping (0.16 down, 0.24 up) is TRL's `epsilon` and
-`epsilon_high`.
+Source: arXiv 2509.18851, "Advantage Calibration". Its asymmetric clipping (0.16 down, 0.24 up) is set by TRL's
+`epsilon` and `epsilon_high`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from adora_vl.advantage.grpo import group_advantages
 
 
 def ngrpo(rewards: Tensor, *, virtual: int = 1, max_reward: float = 1.0, eps: float = 1e-4) -> Tensor:
-    """GRPO's advantages of the group with `virtual` more rewards of `max_reward`, which are then taken away.
+    """GRPO's advantages, computed with `virtual` additional rewards of `max_reward`, which are then removed again.
 
-    A group that is wrong throughout is pushed away from all it said; one that is right throughout (at `max_reward`)
-    stays at 0. `virtual=0` is GRPO.
+    If all rollouts of a group are wrong, all get negative advantages. If all have the reward `max_reward`, all get 0.
+    `virtual=0` is GRPO.
 
     Args:
-        rewards: (P, G), NaN for unscored.
+        rewards: (P, G), NaN for an unscored rollout.
 
     Returns:
-        (P, G); 0 where nothing was scored.
+        (P, G). A group in which nothing was scored gets 0.
     """
     if virtual < 0:
         raise ValueError(f"virtual: {virtual} must be at least 0")

@@ -1,4 +1,4 @@
-"""The options of each method. Every name is used by one method only, so that several can be given in one block."""
+"""The options of each method. No two methods share an option name, so one block can hold the options of several."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """A method of TRL's own keys."""
+    """The options of a method that is fully described by keys of TRL."""
 
 
 @dataclass(frozen=True)
 class AdoraOptions:
-    """The values of the `adora_*` keys unless given here; on in `steps` only: [first, first no more]."""
+    """ADORA's options. Those that are not given take the values of the `adora_*` keys.
+
+    `steps` is a half-open range of steps, [first, end): ADORA is on in these steps only. None means all steps.
+    """
 
     mode: str = "attenuation"
     factor: Schedule = field(default_factory=lambda: Schedule(0.1))
@@ -50,10 +53,10 @@ class AdoraOptions:
         if not 0 < min(self.tau.values) <= max(self.tau.values) <= 1:
             raise ValueError(f"tau: {min(self.tau.values)} to {max(self.tau.values)} must be above 0 and at most 1")
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
-            raise ValueError(f"steps: {list(self.steps)} must be [first, first no more] with 0 <= first < second")
+            raise ValueError(f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= first < end")
 
     def weighing(self, step: int) -> dict[str, Any]:
-        """The arguments of `weigh_groups` in a step."""
+        """The arguments of `weigh_groups` in this step."""
         on = within(step, self.steps)
         return {
             "mode": self.mode if on else "off",
@@ -100,7 +103,7 @@ class AGraeOptions:
 
 @dataclass(frozen=True)
 class CanonOptions:
-    """`measure`: length, or entropy, of which the mean of -log p over the sampled tokens is an estimate."""
+    """`measure` is length or entropy. Entropy is estimated by the mean of -log p over the sampled tokens."""
 
     measure: str = "entropy"
     inter: Schedule = field(default_factory=lambda: Schedule(1.0))
@@ -113,7 +116,7 @@ class CanonOptions:
 
 @dataclass(frozen=True)
 class D3sOptions:
-    """The authors begin with few rollouts and relax; the numbers of this default are ours."""
+    """The authors begin with few rollouts and keep more later. The default of 0.5 is ours."""
 
     keep: Schedule = field(default_factory=lambda: Schedule(0.5))
     across: str = "group"
@@ -136,7 +139,7 @@ class SsbOptions:
 
 @dataclass(frozen=True)
 class DapoOptions:
-    """`overlong_cache`: tokens before the limit over which the reward is lowered by up to 1; null: not."""
+    """`overlong_cache`: over so many tokens before the length limit the reward falls by up to 1. None: it does not."""
 
     drop_constant: bool = True
     overlong_cache: int | None = None

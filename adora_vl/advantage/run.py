@@ -1,4 +1,4 @@
-"""The methods of one run: applied one after the other, with what they remember from batch to batch."""
+"""The methods of one run, which are applied one after the other, and what they remember from batch to batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adora_vl.advantage.options import AdoraOptions, DaroOptions
 
 
 class MethodRun:
-    """Some methods, one after the other, over a run: what they remember, and the figures of the last batch."""
+    """Applies the chosen methods in order. Holds what they remember over the run, and the figures of the last batch."""
 
     def __init__(
         self,
@@ -28,9 +28,14 @@ class MethodRun:
         sums_rewards: bool = True,
         judged_by: AdoraOptions | None = None,
     ) -> None:
-        """`chosen`: the options of each method, in order. `scale` and `max_length` as in TRL's `scale_rewards` and
-        `max_completion_length`. `sums_rewards`: a group of constant rewards has advantages of 0. `judged_by`: ADORA's
-        options where it is not among the methods; its figures are logged all the same.
+        """Set up a run.
+
+        Args:
+            chosen: the options of each method, in order.
+            scale: TRL's `scale_rewards`.
+            max_length: TRL's `max_completion_length`.
+            sums_rewards: whether a group of constant rewards has advantages of 0.
+            judged_by: ADORA's options if it is not among the methods. Its figures are logged in any case.
         """
         self.chosen = dict(chosen)
         self.judged_by: AdoraOptions = self.chosen.get("adora", judged_by or AdoraOptions(mode="off"))
@@ -44,11 +49,11 @@ class MethodRun:
 
     @property
     def is_plain(self) -> bool:
-        """Whether TRL's advantages stay as they are, to the bit."""
+        """Whether TRL's advantages stay unchanged, to the bit."""
         return all(METHODS[name].plain(options) for name, options in self.chosen.items())
 
     def judge(self, groups: Groups) -> AdoraWeighting:
-        """ADORA's weights and their reasons; weights of 1 where ADORA is not among the methods."""
+        """ADORA's weights and their reasons. The weights are 1 if ADORA is not among the methods."""
         return weigh_groups(
             groups.rewards_PG,
             groups.lengths_PG,
@@ -58,8 +63,9 @@ class MethodRun:
         )
 
     def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
-        """From TRL's advantages of whole groups to the ones to learn from, both (P, G). Afterwards `weighting` has the
-        weights that were applied, with their reasons.
+        """Turn TRL's advantages of whole groups into the ones to learn from, both (P, G).
+
+        Afterwards `weighting` holds the weights that were applied, and their reasons.
         """
         self.figures, self.weighting = {}, self.judge(groups)
         if self.is_plain:
@@ -73,7 +79,7 @@ class MethodRun:
         return advantages_PG
 
     def daro_weights(self, bins: int, options: DaroOptions) -> DaroWeights:
-        """The learnable weights, made at the first batch."""
+        """DARO's learnable weights, which are created at the first batch."""
         if self._daro is None:
             self._daro = DaroWeights(bins, options.learning_rate, options.floor)
             if self._saved is not None:
@@ -81,9 +87,9 @@ class MethodRun:
         return self._daro
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON takes it; empty where nothing is remembered."""
+        """What a resumed run needs, in a form that JSON can hold. Empty if no method remembers anything."""
         return {"daro": self._daro.state()} if self._daro is not None else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave, before the first batch."""
+        """Restore what `state` returned. Call it before the first batch."""
         self._saved, self._daro = state.get("daro"), None

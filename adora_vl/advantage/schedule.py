@@ -1,4 +1,4 @@
-"""A number that may change over the steps of a run, and the steps in which something is on at all."""
+"""Numbers that may change over the steps of a run, and ranges of steps in which something is on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SHAPES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class Schedule:
-    """`start` up to step `steps[0]`, `end` from step `steps[1]` on, and between them a line or half a cosine.
+    """`start` up to step `steps[0]`, `end` from step `steps[1]` on, and a line or half a cosine between them.
 
-    ADORA's authors suggest to change lambda and tau over training (arXiv 2602.10019); the shapes are the usual ones.
+    ADORA's authors suggest changing lambda and tau during training (arXiv 2602.10019). The shapes are the usual ones.
     """
 
     start: float
@@ -21,7 +21,7 @@ class Schedule:
     steps: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` naming what is wrong."""
+        """Raises `ValueError` if the fields contradict each other."""
         if self.shape not in SHAPES:
             raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):
@@ -43,7 +43,7 @@ class Schedule:
 
     @property
     def values(self) -> tuple[float, float]:
-        """Both ends; every value lies between them."""
+        """The first and the last value; all others lie between them."""
         return self.start, self.start if self.end is None else self.end
 
 
@@ -52,5 +52,5 @@ def constant(value: float) -> Schedule:
 
 
 def within(step: int, steps: tuple[int, int] | None) -> bool:
-    """Whether a step, counted from 0, is one of `steps` (first, and first no more); None means all."""
+    """Whether a step, counted from 0, lies in the half-open range `steps`, [first, end). None means all steps."""
     return steps is None or steps[0] <= step < steps[1]

@@ -1,10 +1,12 @@
-"""Selective sample replay: rollouts without an advantage give their places to ones that have one.
+"""Selective sample replay: rollouts without an advantage give their places to rollouts that have one.
 
 Source: Selective Sample Replay of VL-Rethinker (arXiv 2504.08837) and the Selective Sample Buffer of Skywork R1V2
-(arXiv 2504.16656): a stored sample is drawn with probability |A|^alpha / sum |A|^alpha. Ours replays from the same
-generation batch, and each sample as often as it would be drawn on average: since the policy loss is linear in a
-positive factor of the advantage, that is a factor, without copies and without chance (losses that divide by tokens go
-on dividing by those that were sampled). Samples of earlier steps are not kept.
+(arXiv 2504.16656): a stored sample is drawn with probability |A|^alpha / sum |A|^alpha.
+
+We replay only from the same generation batch, and each sample as often as it would be drawn on average. The policy loss
+is linear in a positive factor of the advantage, so replaying is multiplying by a factor: nothing is copied, and nothing
+is left to chance. Losses that divide by tokens still divide by the tokens that were sampled. Samples of earlier steps
+are not kept.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from torch import Tensor
 
 
 def ssb(advantages: Tensor, *, share: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """`A_i (1 + share N_0 |A_i|^alpha / sum |A|^alpha)`, N_0 the number of rollouts with advantage 0.
+    """`A_i (1 + share N_0 |A_i|^alpha / sum |A|^alpha)`, where N_0 is the number of rollouts with advantage 0.
 
     Args:
-        advantages: (P, G), all ranks'.
-        share: of the free places that are filled; 0 is GRPO.
-        alpha: 0 draws evenly, larger ones prefer large advantages.
+        advantages: (P, G), of all ranks.
+        share: the share of the free places that are filled. 0 is GRPO.
+        alpha: 0 draws all samples equally often. Larger values prefer large advantages.
 
     Returns:
         (P, G).
@@ -32,6 +34,6 @@ def ssb(advantages: Tensor, *, share: float = 1.0, alpha: float = 1.0) -> Tensor
     live = magnitude > 0
     if share == 0 or not bool(live.any()):
         return advantages
-    # the largest is taken out first: powers of huge advantages would overflow
+    # divide by the largest first, because powers of huge advantages would overflow
     chance = torch.where(live, (magnitude / magnitude.max()) ** alpha, 0.0)
     return advantages * (1 + share * (~live).sum() * chance / chance.sum())

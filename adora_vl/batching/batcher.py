@@ -1,4 +1,4 @@
-"""Cuts a generation into micro-batches: groups stay together, those without signal are left out, padding is cut off."""
+"""Divides a generation into micro-batches. Groups stay together, those without signal are left out, padding is cut."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from adora_vl.options.speed import SpeedOptions
 
 @dataclass(frozen=True)
 class Shape:
-    """How many rollouts go where. Rows are rollouts of one process."""
+    """The sizes of a generation. Rows are the rollouts of one process."""
 
-    rows: int  # of a micro-batch: per_device_train_batch_size
-    generations: int  # G
-    steps: int  # micro-batches of a generation: steps_per_generation
-    iterations: int  # how often a generation is gone through: num_iterations
-    accumulated: int  # micro-batches of an optimizer step: gradient_accumulation_steps
+    rows: int  # per micro-batch: per_device_train_batch_size
+    generations: int  # rollouts per prompt (G): num_generations
+    steps: int  # micro-batches per generation: steps_per_generation
+    iterations: int  # passes over each generation: num_iterations
+    accumulated: int  # micro-batches per optimizer step: gradient_accumulation_steps
 
     @property
     def unit(self) -> int:
-        """Rows that stay together."""
+        """How many rows stay together."""
         return unit_size(self.rows, self.generations)
 
     @property
     def cycle(self) -> int:
-        """Micro-batches that learn from one generation."""
+        """How many micro-batches learn from one generation."""
         return self.steps * self.iterations
 
     @property
     def chunk(self) -> int:
-        """How many micro-batches one generation has within one optimizer step; all but the last may be empty."""
+        """How many micro-batches of one generation belong to one optimizer step. All but the last may be empty."""
         steps, accumulated = self.steps, self.accumulated
         return min(steps, accumulated) if steps % accumulated == 0 or accumulated % steps == 0 else 1
 
@@ -60,7 +60,7 @@ class Shape:
 
 
 class Batcher:
-    """All ranks call every method together; each gets as many micro-batches with work."""
+    """All ranks call every method together, and each gets the same number of micro-batches with work."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Batcher:
         loss_type: str,
         every_row_counts: bool,
     ) -> None:
-        """`every_row_counts`: a row without advantage adds something to the loss all the same."""
+        """`every_row_counts`: whether a row adds to the loss even if its advantage is 0."""
         self.accelerator, self.banks, self.log = accelerator, banks, log
         self.shape, self.switches, self.pad_id = shape, switches, pad_id
         self._loss_type, self._every_row_counts = loss_type, every_row_counts
@@ -82,7 +82,7 @@ class Batcher:
         self._moved = False
 
     def split(self, batch: Batch) -> list[Batch]:
-        """The generation as `steps_per_generation` micro-batches of whole units; an empty one has no work."""
+        """Divide the generation into `steps_per_generation` micro-batches of whole units. An empty one has no work."""
         shape, unit = self.shape, self.shape.unit
         live = live_units(batch["advantages"], unit)
         count = len(live)
@@ -111,19 +111,21 @@ class Batcher:
         return cast("Batch", {**micro, "share_of_rows": len(units) * unit / self.shape.rows})
 
     def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
-        """Stock TRL takes a mean over the rows of a micro-batch; one with fewer rows weighs as many less."""
+        """The loss, weighed by the number of rows. Stock TRL takes a mean over the rows of a micro-batch, so without
+        this the rows of a smaller micro-batch would weigh more.
+        """
         share = micro.get("share_of_rows", 1.0)
         return loss * share if share != 1.0 and self._loss_type in MEAN_OVER_ROWS else loss
 
     def take_moved(self) -> bool:
-        """Whether rollouts of this step are learned from on another rank than their own; asked once a step."""
+        """Whether rollouts of this step moved to another rank. Call it once per step, because it resets the answer."""
         taken, self._moved = self._moved, False
         return taken
 
     def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:
-        """Move units with signal between ranks where the one with most of them would otherwise take longer."""
+        """Move units with signal between ranks, if the rank with the most of them would otherwise take longer."""
         counts, names = zip(*gather_object([(sum(live), movable(batch))]), strict=True)
-        alike = names[0] and all(own == names[0] for own in names)  # a rank without any image has no columns for them
+        alike = names[0] and all(own == names[0] for own in names)  # a rank without images lacks their columns
         plan = moves(counts, self.shape.steps // self.shape.chunk) if alike else []
         self.log("adora/moved_groups", len(plan) / max(sum(counts), 1))
         if not plan:

@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: groups without signal give their place to groups with some, from further problems."""
+"""DAPO's dynamic sampling: groups without signal are replaced by groups with signal, from further problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adora_vl.options.speed import SpeedOptions
 
 
 class Rows(Protocol):
-    """A data set that reads the rows of a batch together."""
+    """A dataset that can read several rows at once."""
 
     def __len__(self) -> int: ...
 
@@ -27,7 +27,7 @@ class Rows(Protocol):
 
 
 class DynamicSampling:
-    """Replaces groups without signal, on every rank as often as any rank needs it."""
+    """Replaces groups without signal. All ranks sample further batches as long as any rank needs one."""
 
     def __init__(
         self,
@@ -43,8 +43,10 @@ class DynamicSampling:
         self.generations, self.seed, self.pad_id = generations, seed, pad_id
 
     def __call__(self, batch: Batch, collect: Callable[[list[Row], int], Batch], rows: Rows, place: str) -> Batch:
-        """`batch` with signal where further problems gave some. `collect(rows, attempt)` samples and grades; `place`:
-        where the run stands, so that a resumed run draws the same problems.
+        """Return `batch`, with groups without signal replaced as far as further problems had groups with signal.
+
+        `collect(rows, attempt)` samples and grades. `place` says where the run is; it seeds the choice of problems, so
+        that a resumed run draws the same ones.
         """
         tries = self.switches.adora_dynamic_sampling
         if not tries:
@@ -60,7 +62,7 @@ class DynamicSampling:
             further = collect(rows.__getitems__([row for row in drawn for _ in range(size)]), attempt)
             self.log("adora/further_batches", 1.0)
             if not all(gather_object([further.keys() == batch.keys()])):
-                continue  # images in one of the two batches only, so the rows have not the same columns
+                continue  # only one of the two batches has images, so their rows have different columns
             pairs = exchanges(live, live_units(further["advantages"], size))
             batch = cast("Batch", refilled(dict(batch), dict(further), pairs, size, self.pad_id))
             live = live_units(batch["advantages"], size)
@@ -71,7 +73,7 @@ class DynamicSampling:
 
 
 def further_rows(rows: int, groups: int, place: str) -> list[int]:
-    """Row numbers of `groups` further problems. `place`: what they are drawn for; a resumed run draws them again."""
+    """Row numbers of `groups` further problems, drawn with `place` as the seed, so a resumed run draws the same."""
     digest = hashlib.sha256(place.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     drawn: list[int] = torch.randperm(rows, generator=generator)[:groups].tolist()
@@ -79,14 +81,14 @@ def further_rows(rows: int, groups: int, place: str) -> list[int]:
 
 
 def exchanges(live: list[bool], further_live: list[bool]) -> list[tuple[int, int]]:
-    """Which dead group takes over which live one of the further batch: pairs in order, until either runs out."""
+    """Pairs (group without signal, group of the further batch that replaces it), until either kind runs out."""
     dead = [group for group, alive in enumerate(live) if not alive]
     found = [group for group, alive in enumerate(further_live) if alive]
     return list(zip(dead, found, strict=False))
 
 
 def joined(batch: dict[str, Any], further: dict[str, Any], pad_id: int) -> dict[str, Any]:
-    """The rows of both, padded to the wider of the two. What has no rows is that of `batch`."""
+    """The rows of both batches, padded to the wider of the two. Values without rows are taken from `batch`."""
     prompt = max(part["prompt_ids"].size(1) for part in (batch, further))
     completion = max(part["completion_ids"].size(1) for part in (batch, further))
     both_sequence = all(_sequence_ratio(part) for part in (batch, further))
@@ -105,9 +107,9 @@ def joined(batch: dict[str, Any], further: dict[str, Any], pad_id: int) -> dict[
 def refilled(
     batch: dict[str, Any], further: dict[str, Any], pairs: list[tuple[int, int]], size: int, pad_id: int
 ) -> dict[str, Any]:
-    """`batch` with groups of `size` rows replaced by groups of `further`; both padded to the wider of the two.
+    """`batch` with some groups of `size` rows replaced by groups of `further`, padded to the wider of the two.
 
-    `num_items_in_batch` is left as it is: it spans all ranks.
+    `num_items_in_batch` is left unchanged, because it is a sum over all ranks.
     """
     source = list(range(len(batch["prompt_ids"])))
     for dead, found in pairs:
@@ -119,13 +121,13 @@ def refilled(
 
 
 def _sequence_ratio(batch: dict[str, Any]) -> bool:
-    """Whether the ratio to the engine is one number a rollout."""
+    """Whether the importance ratio to the engine is one number per rollout."""
     ratio = batch.get("importance_sampling_ratio")
     return ratio is None or ratio.size(1) == 1
 
 
 def _widened(batch: dict[str, Any], prompt: int, completion: int, pad_id: int, sequence_ratio: bool) -> dict[str, Any]:
-    """Prompts padded on their left, completions on their right, and what spans both on both sides."""
+    """Pad prompts on the left, completions on the right, and tensors that span both on both sides."""
     left, right = prompt - batch["prompt_ids"].size(1), completion - batch["completion_ids"].size(1)
     wide: dict[str, Any] = {}
     for name, value in batch.items():

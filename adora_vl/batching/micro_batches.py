@@ -10,29 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Losses that take a mean over the micro-batch's rows: with fewer rows each would weigh more.
+# Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
 MEAN_OVER_ROWS = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
 
 
 def unit_size(rows: int, generations: int) -> int:
-    """Rows that stay together: a whole group, or the part of it that `rows` a micro-batch allow."""
+    """How many rows stay together: a whole group, or the largest part of it that divides `rows` per micro-batch."""
     return math.gcd(rows, generations)
 
 
 def live_units(advantages: Tensor, unit: int) -> list[bool]:
-    """Whether each unit has a row with an advantage other than 0. `advantages`: (B,) or (B, C)."""
+    """For each unit, whether any of its advantages is not 0. `advantages`: (B,) or (B, C)."""
     return [bool(part.any()) for part in torch.split(advantages, unit)]
 
 
 def chosen_units(live: Sequence[bool], wanted: int) -> list[int]:
-    """The live units and, up to `wanted`, the first of the others; in their order."""
+    """All live units, filled up to `wanted` with the first of the others, in their original order."""
     dead = [unit for unit, alive in enumerate(live) if not alive]
     kept = {unit for unit, alive in enumerate(live) if alive}
     return sorted(kept | set(dead[: max(0, wanted - len(kept))]))
 
 
 def dealt(units: Sequence[int], micro_batches: int) -> list[list[int]]:
-    """Neighbours into the same micro-batch, as evenly as they go. Every micro-batch gets one or more."""
+    """Distribute the units as evenly as possible. Neighbours share a micro-batch, and none stays empty."""
     assert len(units) >= micro_batches, f"{len(units)} units for {micro_batches} micro-batches"
     share, more = divmod(len(units), micro_batches)
     sizes = [share + (number < more) for number in range(micro_batches)]
@@ -41,10 +41,11 @@ def dealt(units: Sequence[int], micro_batches: int) -> list[list[int]]:
 
 
 def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[list[int]]:
-    """The units of each of `chunks` x `chunk` micro-batches: few of `full` units rather than many of less.
+    """The units of each of `chunks` x `chunk` micro-batches.
 
-    A chunk are those of one generation within one optimizer step. What a chunk does not need is empty and comes first,
-    so that its last one, with which gradients are reduced, is not.
+    A chunk is the set of micro-batches that one generation contributes to one optimizer step. A chunk uses as few
+    micro-batches as possible, each of up to `full` units. The others are empty and come first. The last one triggers
+    the reduction of gradients, so it must not be empty.
     """
     plan: list[list[int]] = []
     for part in dealt(units, chunks):
@@ -54,13 +55,15 @@ def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[li
 
 
 def by_length(units: Sequence[int], lengths_B: Tensor, unit: int) -> list[int]:
-    """Longest first: padding costs least among equals, and what runs out of memory does so at once."""
+    """The units by falling length. Units of similar length need little padding, and with the longest first a run that
+    does not fit into memory fails at once.
+    """
     longest = [int(part.max()) for part in torch.split(lengths_B, unit)]
     return sorted(units, key=lambda number: (-longest[number], number))
 
 
 def take_rows(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The rows of everything that has rows; scalars stay."""
+    """Select these rows from every column. Scalars are kept."""
     taken: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, list):
@@ -73,7 +76,7 @@ def take_rows(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 
 def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch without columns that are padding in every row: prompts on their left, completions on their right."""
+    """Cut off columns that are padding in every row: on the left of prompts and on the right of completions."""
     prompt_mask, completion_mask = batch["prompt_mask"], batch["completion_mask"]
     prompt, completion = prompt_mask.size(1), completion_mask.size(1)
     first = int(prompt_mask.any(dim=0).int().argmax())

@@ -1,4 +1,4 @@
-"""Units with signal from ranks that have many of them to ranks that have few, so that none waits for another."""
+"""Moves units with signal from ranks that have many to ranks that have few, so that no rank waits for another."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CPU = torch.device("cpu")
 
 
 def moves(counts: Sequence[int], least: int = 1) -> list[tuple[int, int]]:
-    """(from, to) of each unit that moves; every rank computes the same.
+    """The pairs (from rank, to rank) of all units that move. Every rank computes the same list.
 
-    `counts`: units with signal of each rank. `least`: as many a rank goes through anyway. No rank keeps more than it
-    must; what is below that stays where it is.
+    `counts`: number of units with signal on each rank. `least`: number of units that every rank processes anyway. A
+    rank only gives away units above the mean (rounded up) or above `least`, whichever is larger.
     """
     most = max(least, math.ceil(sum(counts) / len(counts)))
     giving = [rank for rank, count in enumerate(counts) for _ in range(count - most)]
@@ -36,13 +36,16 @@ def moves(counts: Sequence[int], least: int = 1) -> list[tuple[int, int]]:
 
 
 class Carrier:
-    """Takes parcels from rank to rank over the CPU, so that no card has to hold them twice."""
+    """Sends parcels from rank to rank through CPU memory, so that no GPU has to hold them twice."""
 
     def __init__(self) -> None:
         self._group: Any = None
 
     def carry(self, plan: Sequence[tuple[int, int]], sending: Sequence[Any], rank: int) -> list[Any]:
-        """What arrives here. `sending`: this rank's parcels, in the order of the plan, which all ranks go through."""
+        """Returns what arrives on this rank. `sending`: the parcels of this rank, in the order of the plan.
+
+        All ranks go through the plan together.
+        """
         if self._group is None:
             self._group = distributed.new_group(backend="gloo")
         waiting, arrived = list(sending), []
@@ -66,8 +69,22 @@ def rebalanced(
     pad_id: int,
     carry: Callable[[Sequence[tuple[int, int]], Sequence[Any], int], list[Any]],
 ) -> tuple[dict[str, Any], list[bool]]:
-    """Carry out the `plan` on every rank. Returned are the batch with what came at its end, and which units of it are
-    to be learned from here. `unit`: rows of a unit; `live`: of each, before. What is given away has advantages of 0.
+    """Carry out the `plan`. All ranks call this together.
+
+    Units that are given away stay in the batch with advantages of 0. Units that arrive are appended.
+
+    Args:
+        batch: the batch of this rank.
+        live: for each unit, whether it has a signal.
+        unit: rows per unit.
+        plan: as from `moves`.
+        rank: this rank.
+        banks: the images that the rows refer to.
+        pad_id: the token that pads.
+        carry: `Carrier.carry`.
+
+    Returns:
+        The new batch, and for each of its units whether this rank learns from it.
     """
     live, split = list(live), split_pixel_values_by_grid(batch)
     advantages, sending = batch["advantages"].clone(), []
@@ -82,20 +99,20 @@ def rebalanced(
     for parcel in carry(plan, sending, rank):
         batch = joined(batch, _unpacked(parcel, banks, advantages.device), pad_id)
         live.append(True)
-    banks.more()  # sharded weights are gathered by all ranks at the same vision passes
+    banks.more()  # all ranks must take part in the same vision passes, which gather sharded weights
     return batch, live
 
 
 def movable(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of what a rank's rows have, which have to be alike on all ranks; empty where each row has its own
-    pixels, which are too much to send.
+    """The names of the columns, which must be the same on all ranks. Empty if each row has pixels of its own, because
+    these are too large to send.
     """
     pixels = batch.get("pixel_values")
     return () if pixels is not None and pixels.is_floating_point() else tuple(sorted(batch))
 
 
 def _packed_up(rows: dict[str, Any], banks: Banks) -> dict[str, Any]:
-    """On the CPU, without the rest of the storage that they are cut from; each image once, instead of references."""
+    """The rows, copied to the CPU as separate tensors. Each image is included once, in place of references to it."""
     parcel: dict[str, Any] = _apart({name: value for name, value in rows.items() if name != "pixel_values"})
     references = rows.get("pixel_values")
     if isinstance(references, list):

@@ -1,4 +1,4 @@
-"""What is left of a generation to learn from: into a checkpoint and out of it, each rank's part in its own file."""
+"""Saves and restores the part of a generation that is still to be learned from. Each rank has a file of its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from adora_vl.checkpoint.store import facts_of
 from adora_vl.dedup.image_bank import Banks
 from adora_vl.errors import UserError
 
-_FACTS = "unfinished_generation"  # in the manifest of such a checkpoint
-# TRL's keys that have to stay as they are for the micro-batches to mean the same, by their names in `Shape`
+_FACTS = "unfinished_generation"  # the key in the manifest of such a checkpoint
+# TRL's keys on which the division into micro-batches depends, by their names in `Shape`. They must not change.
 _KEYS = {
     "rows": "per_device_train_batch_size",
     "accumulated": "gradient_accumulation_steps",
@@ -27,23 +27,27 @@ _KEYS = {
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """A rank's part in the checkpoint `folder`."""
+    """The file of a rank in the checkpoint `folder`."""
     return folder / f"generation-{rank:05}.pt"
 
 
 class UnfinishedGeneration:
-    """Stock TRL's checkpoints have neither the rollouts that are left to learn from nor where the run stands in them,
-    so a run that goes on within a generation samples anew, out of phase.
+    """Lets a run resume within a generation.
+
+    Stock TRL saves neither the rollouts that are left nor the position of the run within them. A run that resumes
+    within a generation then samples a new one, and its steps are out of phase.
     """
 
     def __init__(self, accelerator: Accelerator, banks: Banks, shape: Shape) -> None:
         self.accelerator, self.banks, self.shape = accelerator, banks, shape
 
     def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None) -> dict[str, Any]:
-        """Write the micro-batches that are left, and the images that they refer to; nothing between two generations.
+        """Write the micro-batches that are left and the images that they refer to. Between two generations write
+        nothing.
 
-        `micro_step`: how many micro-batches the run has gone through. The whole bank of images is kept, so that what is
-        computed for all of them at once is computed from the same ones again. Returns what the manifest says of it.
+        `micro_step`: number of micro-batches that the run has processed. The whole image bank is saved, because some
+        things are computed for all images at once, and a resumed run has to compute them from the same images. Returns
+        the entry for the manifest.
         """
         within = micro_step % self.shape.cycle
         if not within or micro_batches is None:
@@ -61,9 +65,9 @@ class UnfinishedGeneration:
         return {_FACTS: {"micro_step": micro_step, **self._sizes()}}
 
     def load(self, checkpoint: Path) -> tuple[int, list[Batch]] | None:
-        """The step within the run and the micro-batches that `save` wrote; None where it wrote none.
+        """The `micro_step` and the micro-batches that `save` wrote, or None if it wrote none.
 
-        Raises `UserError` where the micro-batches have other sizes now.
+        Raises `UserError` if the sizes of the run have changed since.
         """
         facts = facts_of(checkpoint).get(_FACTS)
         if facts is None:
@@ -71,9 +75,9 @@ class UnfinishedGeneration:
         for name, now in self._sizes().items():
             if facts[name] != now:
                 raise UserError(
-                    f"resume_from_checkpoint: {str(checkpoint)!r} lies within a generation, of which rollouts are "
-                    f"still to be learned from, and was written with {name}: {facts[name]}, now {now}; set it as "
-                    "before, or name a checkpoint between two generations"
+                    f"resume_from_checkpoint: {str(checkpoint)!r} was saved in the middle of a generation "
+                    f"with {name}: {facts[name]}, now {now}; set it as before, or name a checkpoint between two "
+                    "generations"
                 )
         file, device = file_of(checkpoint, self.accelerator.process_index), self.accelerator.device
         own = torch.load(file, map_location="cpu", weights_only=True)
@@ -93,5 +97,5 @@ class UnfinishedGeneration:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, without the rest of the storage that it is cut from."""
+    """A copy on the CPU with storage of its own."""
     return tensor.detach().cpu().clone()

@@ -1,6 +1,6 @@
-"""What one training step would compute twice, and computes once.
+"""What a training step computes once instead of once per rollout.
 
-`images`, `processor`, `image_bank`, `shared_vision`: each image is processed once, held once and seen by the vision
-tower once; `windows`: the tower's windows in one call. `policy_pass`: a group's prompt once, by `shared_prompt` (which
-token goes where) and `split_attention` (who attends to whom), or rows end to end (`flat`).
+`images` owns the distinct images of a generation. `processor` processes each prompt and image once. `image_bank` holds
+the pixels of each image once. `shared_vision` runs the vision tower once per image, and `windows` makes that pass
+faster. `policy_pass` and the layouts beside it compute the prompt of a group once.
 """

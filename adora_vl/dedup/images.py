@@ -18,28 +18,30 @@ from adora_vl.rollout.image_cache import ImageCache, can_cache
 
 
 class DistinctImages:
-    """Holds the images whose references are in use."""
+    """Owns the distinct images of the present generation."""
 
     def __init__(
         self, models: Sequence[nn.Module], processor: Any, device: torch.device, switches: SpeedOptions
     ) -> None:
-        """`models`: the policy, and the reference where there is one."""
+        """`models`: the policy, and the reference model if there is one."""
         self.banks = Banks()
         self.vision = SharedVision(self.banks)
         self._device, self._switches = device, switches
-        takes_references = [self.vision.install(model) for model in models]  # of every model, also after a refusal
+        takes_references = [self.vision.install(model) for model in models]  # a list, so that every model is tried
         able = all(takes_references) and can_cache(getattr(processor, "image_processor", None))
         self._cache = ImageCache(switches.adora_image_cache_mb * 2**20) if able else None
 
     @property
     def cache(self) -> ImageCache | None:
-        """Processed images, for the engine too; None where they cannot be shared or should not be."""
+        """The cache of processed images, which the engine uses too. None if sharing is impossible or switched off."""
         return self._cache if self._switches.adora_cache_images else None
 
     @contextmanager
     def generation(self, rows: Sequence[Row], mode: str, *, further: bool, processor: Any) -> Iterator[Any]:
-        """Yields the processor for these rows. `further`: they join the batch that was begun before, else the images of
-        the batch before are let go. `mode`: `train` or `eval`.
+        """Yields the processor for these rows.
+
+        `mode` is `train` or `eval`. With `further` the rows are added to the present batch. Otherwise a new batch
+        begins, and the images of the previous one are released.
         """
         self.vision.share = self._switches.adora_share_vision
         self.vision.batch_windows(self._switches.adora_batch_windows)

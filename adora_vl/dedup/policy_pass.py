@@ -1,4 +1,4 @@
-"""The log-probabilities of a batch: by shared prompts or rows end to end where that is less work, else as TRL does."""
+"""The log-probabilities of a batch: with shared prompts or without padding where that is less work, else as in TRL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Seen = Callable[[Tensor], None]
 
 
 class PolicyPass:
-    """What `_get_per_token_logps_and_entropies` computes, for the policy's loss, the old policy and the reference."""
+    """What TRL's `_get_per_token_logps_and_entropies` computes, for the policy, the old policy and the reference."""
 
     def __init__(self, accelerator: Accelerator, switches: SpeedOptions) -> None:
         self._accelerator, self._switches = accelerator, switches
@@ -26,7 +26,7 @@ class PolicyPass:
 
     @contextmanager
     def watched(self, seen: Seen) -> Iterator[None]:
-        """`seen` gets the log-probabilities of the first pass inside the block, detached."""
+        """Inside the block, `seen` is called once, with the detached log-probabilities of the first pass."""
         self._seen = seen
         try:
             yield
@@ -45,7 +45,10 @@ class PolicyPass:
         compute_aux_loss: bool = False,
         **inputs: Any,
     ) -> Result:
-        """As TRL's method, which is `separate_rows`: log-probabilities (B, C), entropies and auxiliary loss or None."""
+        """Same arguments and result as TRL's method, which is `separate_rows`.
+
+        The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
+        """
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
         separate = partial(separate_rows, model, *tokens, compute_entropy, compute_aux_loss, **inputs)
         result: Result | None = None

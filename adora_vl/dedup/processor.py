@@ -1,4 +1,4 @@
-"""The processor for one generation batch: every distinct prompt and image goes through it once."""
+"""A processor for one generation batch that processes every distinct prompt and image once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adora_vl.rollout.image_cache import ImageCache, effective_settings, flat, n
 
 
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """The first row of each key, and for each row the number of its key."""
+    """The first row of each distinct key, and for every row the number of its key."""
     number: dict[Hashable, int] = {}
     rows: list[int] = []
     for row, key in enumerate(keys):
@@ -25,7 +25,9 @@ def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
 
 
 class StepProcessor:
-    """Stands in for the trainer's processor while TRL prepares a batch. All but the two ways to process are its own."""
+    """Stands in for the trainer's processor while TRL prepares a batch. It replaces `apply_chat_template` and the call;
+    everything else is passed on.
+    """
 
     def __init__(self, processor: Any, cache: ImageCache, bank: ImageBank, device: torch.device) -> None:
         self._processor = processor
@@ -35,7 +37,7 @@ class StepProcessor:
         return getattr(self._processor, name)
 
     def apply_chat_template(self, conversation: Any, tokenize: bool = False, **kwargs: Any) -> Any:
-        """As the processor's; conversations that are equal, with the very same images, are processed once."""
+        """Like the processor's, but equal conversations with identical images are processed once."""
         if not tokenize or not kwargs.get("return_dict"):
             return self._processor.apply_chat_template(conversation, tokenize=tokenize, **kwargs)
         if not conversation or not isinstance(conversation[0], list):
@@ -48,7 +50,7 @@ class StepProcessor:
         return _expanded(once, number, images)
 
     def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
-        """As the processor's, with references (`adora_vl.dedup.image_bank`) as `pixel_values`."""
+        """Like the processor's, but `pixel_values` are references (`adora_vl.dedup.image_bank`)."""
         if images is None:
             output: BatchFeature = self._processor(text=text, **kwargs)
             return output
@@ -59,7 +61,7 @@ class StepProcessor:
         return _expanded(once, number, [len(images[row] or []) for row in rows])
 
     def _referring(self) -> Any:
-        """Inside, the image processor gives references into the bank instead of pixels."""
+        """Inside this context the image processor returns references into the bank instead of pixels."""
         image_processor = self._processor.image_processor
         original = type(image_processor).preprocess.__get__(image_processor)
 
@@ -78,7 +80,7 @@ class StepProcessor:
 
 
 def _described(messages: Any) -> Any:
-    """The messages with images by identity, so that comparing them compares no pixels."""
+    """The messages with each image replaced by its identity, so that comparing them compares no pixels."""
     if isinstance(messages, dict):
         return {key: _described(value) for key, value in messages.items()}
     if isinstance(messages, (list, tuple)):
@@ -92,7 +94,7 @@ def _count_images(messages: Any) -> int:
 
 
 def _expanded(once: Any, number: list[int], images: list[int]) -> BatchFeature:
-    """The output for the distinct rows, repeated for all rows. `images`: how many each distinct row has."""
+    """Repeat the output for the distinct rows for all rows. `images`: number of images in each distinct row."""
     values: dict[str, Any] = dict(once)
     grids, references = values.get("image_grid_thw"), values.get("pixel_values")
     if grids is not None and references is not None:

@@ -1,4 +1,4 @@
-"""One vision pass a distinct image: the model's own features, expanded to the copies."""
+"""Runs the vision tower once per distinct image and gives its features to every copy of the image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adora_vl.dedup.windows import batch_windows
 
 
 def vision_model(model: nn.Module) -> Any | None:
-    """The submodule with the vision tower (`visual`) under whatever wraps it; None where there is none."""
+    """The submodule that holds the vision tower (`visual`), inside any wrappers. None if there is none."""
     for module in model.modules():
         if "visual" in module._modules and hasattr(module, "get_image_features") and hasattr(module, "get_rope_index"):
             return module
@@ -20,9 +20,9 @@ def vision_model(model: nn.Module) -> Any | None:
 
 
 class SharedVision:
-    """Takes references (`adora_vl.dedup.image_bank`) for pixels.
+    """Makes a model accept references (`adora_vl.dedup.image_bank`) in place of pixels.
 
-    `seen` counts the images that went through the tower.
+    `seen` counts the images that went through the vision tower.
     """
 
     def __init__(self, banks: Banks) -> None:
@@ -32,9 +32,9 @@ class SharedVision:
         self._towers: list[Any] = []
 
     def install(self, model: nn.Module) -> bool:
-        """Take references in `model` from now on. False where it has no vision tower of a known kind.
+        """Make `model` accept references from now on. Returns False if it has no vision tower of a known kind.
 
-        The model's method stays as it is for pixels, so generation and everything else go on.
+        Pixels still go to the model's own method, so generation and everything else work as before.
         """
         inner = vision_model(model)
         if inner is None:
@@ -52,7 +52,7 @@ class SharedVision:
         return True
 
     def batch_windows(self, on: bool) -> None:
-        """Whether the towers attend to all windows of one size at once (`adora_vl.dedup.windows`)."""
+        """Switch on or off that the towers attend to all windows of one size at once (`adora_vl.dedup.windows`)."""
         for tower in self._towers:
             batch_windows(tower, on)
 
@@ -77,8 +77,10 @@ class SharedVision:
         return original(pixels, grids.to(device), **kwargs)
 
     def _frozen(self, bank: ImageBank, starts: list[int], original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
-        """All images of the bank at the first need, then from memory. Where a rank has nothing new it looks at one
-        image again: sharded weights are gathered by all ranks at the same passes or by none.
+        """Features of a frozen tower: computed for all images of the bank when first needed, then read from memory.
+
+        A rank without new images computes one image again. All ranks must take part in the same passes, because these
+        gather sharded weights.
         """
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 

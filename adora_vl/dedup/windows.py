@@ -1,9 +1,9 @@
-"""Windows of the vision tower that are equally large, in one call of the attention instead of one call per window.
+"""Attends to all windows of one size in the vision tower with one call, instead of one call per window.
 
-Most blocks of Qwen2.5-VL's tower attend within windows of 8 x 8 patches, smaller at the edges. Under `sdpa`
-Transformers splits the patches at the windows' bounds and calls the attention once per window, in every block. Here the
-windows of one size are the batch of one call: each is a row that sees itself alone, so the numbers are those of the
-loop up to rounding. Blocks of full attention have one window per image and go the same way.
+Most blocks of Qwen2.5-VL's vision tower attend within windows of 8 x 8 patches, or fewer at the edges. Under `sdpa`,
+Transformers splits the patches at the bounds of the windows and calls the attention once per window, in every block.
+Here all windows of one size form the batch of one call. Each window is a row that attends only to itself, so the result
+is that of the loop up to rounding. Blocks with full attention have one window per image and are treated the same way.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
 
-# Transformers hands the windows' bounds to an implementation with "flash" in its name, and to others window by window.
+# Transformers passes the bounds of all windows to an implementation with "flash" in its name. It calls any other one
+# window by window.
 BATCHED = "sdpa_windows_flash_bounds"
 STOCK = "sdpa"
 
 
 def can_batch(tower: Any) -> bool:
-    """Whether every attention of the tower is one whose windows we know."""
+    """Whether every attention module of the tower is of the kind that we know."""
     blocks = getattr(tower, "blocks", None) or []
     return len(blocks) > 0 and all(type(getattr(block, "attn", None)) is Qwen2_5_VLVisionAttention for block in blocks)
 
 
 def batch_windows(tower: Any, on: bool) -> bool:
-    """Switch a vision tower between the batched windows and Transformers' loop. Returns whether they are batched.
+    """Switch a vision tower between the batched windows and Transformers' loop. Returns whether they are batched now.
 
-    A tower of another kind or with another attention than `sdpa` stays as it is.
+    A tower of another kind, or with another attention than `sdpa`, is left unchanged.
     """
     now = tower.config._attn_implementation
     if now not in (STOCK, BATCHED) or not can_batch(tower):
         return False
     if now != (wanted := BATCHED if on else STOCK):
         AttentionInterface.register(BATCHED, attend)
-        # `set_attn_implementation` would look for a kernel to install behind such a name
+        # `set_attn_implementation` would search for an installable kernel of this name
         tower.config._attn_implementation = wanted
     return on
 
@@ -48,9 +49,10 @@ def batch_windows(tower: Any, on: bool) -> bool:
 def by_size(
     lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
-    """How many windows there are of each size, as (size, windows); the patches in that order, and the way back.
+    """Sort the windows by size.
 
-    None and None where they are in that order already.
+    Returns the number of windows of each size as (size, number), the permutation of the patches into that order, and
+    its inverse. Both permutations are None if the patches are in that order already.
     """
     sizes = list(dict.fromkeys(lengths))
     ordered = sorted(range(len(lengths)), key=lambda window: sizes.index(lengths[window]))
@@ -58,7 +60,7 @@ def by_size(
     if ordered == list(range(len(lengths))):
         return counts, None, None
     bounds = [0, *accumulate(lengths)]
-    with torch.inference_mode(False):  # kept for later passes, some of which are differentiated
+    with torch.inference_mode(False):  # later passes reuse these tensors, some with gradients
         order = torch.cat([torch.arange(bounds[window], bounds[window + 1]) for window in ordered])
         return counts, order.to(device), order.argsort().to(device)
 
@@ -77,10 +79,14 @@ def attend(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of packed patches within their windows, as Transformers calls a kernel for variable lengths.
+    """Attention of packed patches within their windows, with the signature of a kernel for variable lengths.
 
-    `query`, `key`, `value`: (1, heads, S, head size). `cu_seq_lens_*`: where the windows begin and end, (windows + 1,).
-    Returns (1, S, heads, head size).
+    Args:
+        query, key, value: (1, heads, S, head size).
+        cu_seq_lens_q, cu_seq_lens_k: (windows + 1,), the bounds of the windows.
+
+    Returns:
+        (1, S, heads, head size), and None for the attention weights.
     """
     assert cu_seq_lens_q is cu_seq_lens_k and attention_mask is None and not is_causal and len(query) == 1
     sizes, order, back = by_size(tuple(cu_seq_lens_q.diff().tolist()), query.device)

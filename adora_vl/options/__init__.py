@@ -1,1 +1,1 @@
-"""The `adora_` keys of the training config, a dataclass a topic; `adora_vl.config` joins them."""
+"""The `adora_` keys of the training config, one dataclass per topic. `adora_vl.config` joins them."""

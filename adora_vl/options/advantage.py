@@ -1,4 +1,4 @@
-"""Which method makes the advantages: the keys, the method's own block of options, and what it needs of a run."""
+"""Which method computes the advantages: its keys, its own block of options, and what it needs from a run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from adora_vl.advantage import METHODS, MethodRun, Schedule
 from adora_vl.advantage.options import AdoraOptions
 from adora_vl.errors import UserError, nearest
 
-KEEP = "keep_settings"  # in the block of options: TRL's keys that the method is not to set
+KEEP = "keep_settings"  # in the block of options: the keys of TRL that the method must not set
 
 
 @dataclass
 class AdvantageConfig:
-    """The keys of `adora_vl.advantage.methods`."""
+    """The keys that choose among `adora_vl.advantage.methods`."""
 
     adora_method: str = field(
         default="adora",
-        metadata={"help": f"What makes the advantages: {', '.join(METHODS)}; several as in dapo+adora, left to right."},
+        metadata={"help": f"Method for the advantages: {', '.join(METHODS)}; several as dapo+adora, left to right."},
     )
     adora_method_options: dict[str, Any] | str | None = field(
         default=None,
@@ -61,7 +61,7 @@ def _block(config: Any) -> dict[str, Any]:
 
 
 def set_method_settings(config: Any) -> list[str]:
-    """Give TRL's keys the values that belong to the method, and say which. Raises `UserError`."""
+    """Set the keys of TRL that belong to the method. Returns one note per key that changed. Raises `UserError`."""
     names, keep = method_names(config), _block(config).get(KEEP, [])
     settings = {key: (value, name) for name in names for key, value in METHODS[name].settings.items()}
     if not isinstance(keep, list) or not set(map(str, keep)) <= settings.keys():
@@ -133,7 +133,7 @@ def _from_keys(config: Any) -> dict[str, Any]:
 
 
 def chosen_methods(config: Any) -> dict[str, Any]:
-    """The options of each method, in order. Raises `UserError` for an unknown option (the nearest one) or a value."""
+    """The options of each method, in order. Raises `UserError` for an unknown option or a wrong value."""
     names, block = method_names(config), _block(config)
     block.pop(KEEP, None)
     owners = {each.name: name for name in names for each in fields(METHODS[name].options)}
@@ -168,7 +168,7 @@ def method_run(config: Any) -> MethodRun:
 
 
 def check_method(config: Any) -> None:
-    """What a method needs of the other keys. Raises `UserError`."""
+    """Check that the other keys fit the method. Raises `UserError`."""
     chosen = chosen_methods(config)
     for name in chosen:
         if METHODS[name].remakes and config.multi_objective_aggregation != "sum_then_normalize":
@@ -203,13 +203,13 @@ def check_method(config: Any) -> None:
 
 
 def method_needs(config: Any) -> list[str]:
-    """What the methods cost beyond GRPO, a line each, for the run's first lines."""
+    """What the methods cost beyond GRPO, one line each, for the first lines of the run."""
     needs = {
-        "mc_grpo": f"mc_grpo: of {config.num_generations} rollouts a prompt one is the median and is not learned from",
-        "daro": f"daro: {config.num_generations - 1} learned weights, in every checkpoint",
-        "canon": "canon: the log-probabilities of the rollouts" if config.use_vllm else "",
+        "mc_grpo": f"mc_grpo: of {config.num_generations} rollouts per prompt, the median is not learned from",
+        "daro": f"daro: {config.num_generations - 1} learned weights, saved in every checkpoint",
+        "canon": "canon: vLLM returns the log-probabilities of the rollouts" if config.use_vllm else "",
         "dapo": "dapo: groups without signal are dropped and not replaced",
-        "d3s": "d3s: rollouts that are not chosen are sampled and graded all the same",
+        "d3s": "d3s: rollouts that are not chosen are still sampled and graded",
     }
     lines = [needs[name] for name in method_names(config) if needs.get(name)]
     return [*getattr(config, "method_notes", []), *lines]

@@ -12,7 +12,7 @@ class CheckOptions:
     adora_self_check: bool = field(
         default=True,
         metadata={
-            "help": "Before the first step, compare engine and trainer on two prompts and refuse to train where they "
-            "disagree; false trains all the same. `python -m adora_vl.doctor` looks at more."
+            "help": "Before the first step, compare engine and trainer on two prompts and refuse to train if they "
+            "disagree; false skips this check. `python -m adora_vl.doctor` checks more."
         },
     )

@@ -12,7 +12,7 @@ _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true
 
 
 class NoGPUError(UserError):
-    """The config is for a GPU. `key`: the one that says so."""
+    """The config needs a GPU and there is none. `key` is the key that needs it."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"{key}: true needs a GPU, and there is none here; {_CPU_RECIPE}")
@@ -20,7 +20,7 @@ class NoGPUError(UserError):
 
 
 def check_device(config: Any) -> None:
-    """Raises `UserError`. Transformers refuses the same settings, without naming a key or a way on."""
+    """Raises `UserError`. Transformers refuses the same settings, but without naming a key or a remedy."""
     if config.use_cpu:
         return
     bf16 = bool(config.bf16) if config.bf16 is not None else not config.fp16  # as TRL fills it in

@@ -1,4 +1,4 @@
-"""When a run that goes wrong is skipped past, and when it is stopped."""
+"""When a bad step is skipped, and when the run is stopped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class FaultOptions:
-    """Bounds of what training goes on through."""
+    """Limits on the faults that a run survives."""
 
     adora_max_bad_steps: int = field(
         default=3,
@@ -19,7 +19,7 @@ class FaultOptions:
     adora_max_ratio: float | None = field(
         default=1000.0,
         metadata={
-            "help": "Skip a step with a larger importance ratio of new to old policy (a token, or a sequence with "
+            "help": "Skip a step with a larger importance ratio of new to old policy (per token, or per sequence with "
             "importance_sampling_level: sequence); null: never."
         },
     )

@@ -1,4 +1,4 @@
-"""Which words a key takes, where Transformers' parser or TRL would find a wrong one late, or not at all."""
+"""Which words a key accepts, for keys whose wrong words Transformers' parser or TRL would find late or never."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from adora_vl.advantage.adora import CRITERIA
 from adora_vl.errors import nearest
 
-_MANY = 12  # names that still fit a line
+_MANY = 12  # as many names still fit into one line
 _LEVELS = ("token", "sequence")
 _MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
-# What TRL and Transformers declare as a text only. True and false stand for what TRL makes of them.
+# Keys that TRL and Transformers declare as plain text. `_OF_TRUTH` says what TRL makes of true and false.
 NAMES: dict[str, tuple[str, ...]] = {
     "adora_criteria": tuple(CRITERIA),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
@@ -35,7 +35,7 @@ _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
 
 
 def names_of(key: str, hint: Any, choices: Any) -> tuple[str, ...]:
-    """The words that `key` takes, by its annotation, the choices of its metadata, or the table; empty for any text."""
+    """The words that `key` accepts, from the table, its choices, or its annotation. Empty if any text is accepted."""
     if key in NAMES:
         return NAMES[key]
     if choices:
@@ -45,7 +45,7 @@ def names_of(key: str, hint: Any, choices: Any) -> tuple[str, ...]:
 
 
 def as_name(key: str, value: object, known: tuple[str, ...]) -> str | None:
-    """`value` as one of `known`; None where it is none of them."""
+    """`value` as one of `known`, or None if it is none of them."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, bool) or str(value).lower() in ("true", "false"):
@@ -58,7 +58,7 @@ def as_name(key: str, value: object, known: tuple[str, ...]) -> str | None:
 
 
 def expected_names(value: object, known: tuple[str, ...]) -> str:
-    """What would be right, with the nearest name; of many names a few."""
+    """The names that would be right, or a few if there are many, and the nearest one."""
     close = nearest(str(value), known)
     if len(known) <= _MANY:
         return f"one of {', '.join(known)}{close}"

@@ -1,6 +1,6 @@
-"""Which numbers a key takes. One table for our keys and for those of TRL and Transformers that a run reads.
+"""Which numbers a key accepts. One table holds our keys and those of TRL and Transformers that a run reads.
 
-It is a table and not metadata of the fields, because Transformers' parser hands the metadata to argparse.
+It is a table instead of metadata of the fields, because Transformers' parser hands the metadata to argparse.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _LARGEST_SEED = 2**32 - 1  # numpy's
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from `low` to `high`, both included unless said otherwise.
+    """Finite numbers from `low` to `high`. Both are included, except with `above` and `below`.
 
-    `null`: whether null is a value too. `also`: values outside the range that mean something.
+    `null`: whether null is accepted too. `also`: values outside the range that have a meaning of their own.
     """
 
     low: float = -math.inf
@@ -28,7 +28,7 @@ class Range:
     also: tuple[Any, ...] = ()
 
     def number(self, value: object) -> int | float | None:
-        """`value` as a number of this range; None where it is none. Text is read as a number."""
+        """`value` as a number in this range, or None if it is not. Text is read as a number."""
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             return None
         try:

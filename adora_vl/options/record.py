@@ -1,4 +1,4 @@
-"""Keys of the record of the rollouts."""
+"""Keys for the record of the rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed once instead of G times. Each key gives stock TRL's way back when it is false."""
+"""What is computed once instead of G times. Setting a key to false restores what stock TRL does."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Any
 
 from adora_vl.errors import UserError
 
-# Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo divides each micro-batch by
-# its own tokens.
+# Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo is not among them, because
+# it divides each micro-batch by its own number of tokens.
 REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "vespo"})
 
 
 @dataclass
 class SpeedOptions:
-    """Switches of the step's work; none changes what is learned, docs/speed.md states how exact each one is."""
+    """Switches for the work of a step. None changes what is learned; docs/speed.md says how exact each one is."""
 
     adora_cache_images: bool = field(
         default=True,
         metadata={"help": "Decode and process each distinct image once, for the trainer and vLLM alike."},
     )
     adora_image_cache_mb: int = field(
-        default=1024, metadata={"help": "Processed images kept over steps and epochs, in MB a process."}
+        default=1024, metadata={"help": "Cache of processed images, kept over steps and epochs, in MB per process."}
     )
     adora_group_requests: bool = field(
-        default=True, metadata={"help": "Ask vLLM once a prompt for n rollouts, not once a rollout."}
+        default=True, metadata={"help": "Send one request per prompt to vLLM, instead of one per rollout."}
     )
     adora_share_vision: bool = field(
         default=True,
-        metadata={"help": "One vision pass a distinct image; once a generation batch where vision is frozen."},
+        metadata={"help": "Run the vision tower once per distinct image; once per generation batch if it is frozen."},
     )
     adora_batch_windows: bool = field(
         default=True,
-        metadata={"help": "Attend to all windows of one size at once in the vision tower, with sdpa attention."},
+        metadata={"help": "In the vision tower attend to all windows of one size in one call; sdpa attention only."},
     )
     adora_share_prompt: bool = field(
         default=True,
@@ -40,24 +40,24 @@ class SpeedOptions:
     )
     adora_skip_old_pass: bool = field(
         default=True,
-        metadata={"help": "No separate pass for the old log-probabilities where the policy's own are the same."},
+        metadata={"help": "Skip the pass for the old log-probabilities where they equal the policy's own."},
     )
     adora_skip_zero_signal: bool = field(
-        default=True, metadata={"help": "Leave groups out of the policy step whose advantages are all zero."}
+        default=True, metadata={"help": "Leave out of the policy step groups whose advantages are all zero."}
     )
     adora_spread_signal: bool = field(
         default=True,
-        metadata={"help": "Move groups with signal between processes, so that each takes as many through the step."},
+        metadata={"help": "Move groups with signal between processes, so that each has as many in the policy step."},
     )
     adora_dynamic_sampling: int = field(
         default=0,
         metadata={
-            "help": "DAPO's dynamic sampling: sample up to this many further batches a generation, to replace groups "
+            "help": "DAPO's dynamic sampling: sample up to this many further batches per generation, to replace groups "
             "whose advantages are all zero."
         },
     )
     adora_less_padding: bool = field(
-        default=True, metadata={"help": "Micro-batches of like length, without columns of padding."}
+        default=True, metadata={"help": "Put rows of similar length into a micro-batch and cut off columns of padding."}
     )
 
 
@@ -68,7 +68,7 @@ def regroups(options: SpeedOptions) -> bool:
 
 
 def regroup_obstacle(config: Any) -> str:
-    """The setting whose loss depends on which rows share a micro-batch; empty where none does."""
+    """The setting, if any, that makes the loss depend on which rows share a micro-batch; otherwise empty."""
     if config.loss_type not in REGROUPABLE:
         return f"loss_type: {config.loss_type}"
     if config.top_entropy_quantile < 1:  # of each micro-batch's tokens
@@ -77,7 +77,7 @@ def regroup_obstacle(config: Any) -> str:
 
 
 def check_speed(config: Any) -> None:
-    """Raises `UserError`."""
+    """Check the switches against the other keys. Raises `UserError`."""
     tries, rows = config.adora_dynamic_sampling, config.per_device_train_batch_size * config.steps_per_generation
     if tries and rows % config.num_generations:
         raise UserError(
@@ -98,5 +98,5 @@ SWITCHES = tuple(key.name for key in fields(SpeedOptions) if key.type == "bool")
 
 
 def stock_work() -> dict[str, bool]:
-    """Settings under which a step does what stock TRL does, as often as it does."""
+    """Settings with which a step does the same work as stock TRL, without sharing any of it."""
     return dict.fromkeys(SWITCHES, False)

@@ -1,6 +1,6 @@
-"""What the user wrote for a key, as the value that the key takes: the one place where a wrong one is said.
+"""Turns what the user wrote for a key into a value. All messages about wrong values come from here.
 
-A message is `key: value is not what would be right`.
+A message reads `key: VALUE is not WHAT IT SHOULD BE`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from adora_vl.options.names import as_name, expected_names, names_of
 from adora_vl.options.ranges import RANGES
 from adora_vl.words import is_null, split_list, truth
 
-# A run cannot do without these, whatever their annotation says.
+# A run needs these keys, even if their annotation allows them to be empty.
 _NEEDED = frozenset({
     "output_dir", "dataset_name", "dataset_train_split", "model_name_or_path", "model_revision", "adora_method",
     "vllm_server_host",
 })  # fmt: skip
 _OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})  # a mapping, or the path of one
 _OWN_MESSAGES = frozenset({"adora_method_options"})  # `options/advantage.py` says what is wrong with them
-_NULL_IS = {"report_to": "none"}  # Transformers fails on a null there
+_NULL_IS = {"report_to": "none"}  # Transformers fails on null for this key
 _SHOWN = 80
 
 
 def convert(key: str, value: Any, hint: Any, choices: Any = None) -> Any:
-    """`value` of the command line or a YAML file for `key`, which is annotated `hint`. Raises `UserError`."""
+    """Convert a value from the command line or a YAML file to the type `hint` of `key`. Raises `UserError`."""
     if is_null(value):
         _check_null(key, hint, choices)
         return _NULL_IS.get(key)
@@ -48,11 +48,11 @@ def convert(key: str, value: Any, hint: Any, choices: Any = None) -> Any:
         return value if isinstance(value, str) and str in kinds else _entries(key, value)
     if str in kinds:
         return _text(key, value)
-    return value  # an object of a library, which only Python can give
+    return value  # an object of a library, which only Python code can pass
 
 
 def check_fields(config: Any) -> None:
-    """The numbers and names of a dataclass that Python made, which no parser has seen. Raises `UserError`."""
+    """Check the numbers and names of a dataclass that Python code made without a parser. Raises `UserError`."""
     kind: Any = type(config)
     for name, (hint, choices) in declared(kind).items():
         value = getattr(config, name)
@@ -151,7 +151,7 @@ def _refuse(key: str, value: Any, expected: str) -> NoReturn:
 
 
 def _shown(value: Any) -> str:
-    """As a person writes it: null for None, a number without quotes, other text with them, all in one line."""
+    """The value as a person writes it, in one line: null for None, numbers without quotes, other text with them."""
     if value is None:
         return "null"
     text = repr(value)

@@ -1,1 +1,1 @@
-"""Finding the answer in a response without a model: by rules, in the order in which they are surest."""
+"""Finds the answer in a response by rules, without a model. The surest rules are tried first."""

@@ -1,4 +1,4 @@
-"""Which choice a response means: a letter or a choice's text, by the surest sign that is there."""
+"""Finds which choice a response means, by a letter or by the text of a choice. The surest sign decides."""
 
 from __future__ import annotations
 
@@ -113,9 +113,10 @@ def _without_unit(key: str) -> str:
 
 
 def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
-    """The letter of the choice that a response means, or what is left of it where no rule finds one.
+    """The letter of the choice that a response means. If no rule finds one, its last number or sentence, or
+    nothing for a refusal.
 
-    Raises nothing, whatever the response; `choices` has 1 to 26 texts.
+    Never raises, whatever the response is. `choices` has 1 to 26 texts.
     """
     response = response[-MAX_CHARS:].strip()
     if not response:
@@ -150,7 +151,7 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
 
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:
-    """Whether the letter stands there to be called wrong: `the incorrect answer is A`, `option (D) is incorrect`."""
+    """Whether the text calls this letter wrong, as in `the incorrect answer is A` or `option (D) is incorrect`."""
     around = (
         text[max(0, match.start() - 15) : match.start()] + " | " + text[match.end() : match.end() + 40].split("\n")[0]
     )

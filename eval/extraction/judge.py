@@ -1,7 +1,7 @@
-"""A language model behind an OpenAI-compatible endpoint reads the answer out of a response. Off unless asked for.
+"""A language model behind an OpenAI-compatible endpoint reads the answer out of a response. Off by default.
 
-A call that fails is a failure that is counted: never an answer, and never stored. What was answered is kept on disk, so
-that scoring again asks nothing twice and gives the same figures.
+A call that fails is counted as a failure. It is never taken for an answer, and never stored. Answers are kept on disk,
+so that scoring again asks nothing twice and gives the same figures.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Judge:
-    """Where the judge is and how patient we are. `wait_s` doubles from one attempt to the next."""
+    """The address of the judge, and how long to wait for it. `wait_s` doubles from one attempt to the next."""
 
     url: str
     model: str
@@ -62,7 +62,7 @@ class Judge:
 
 
 class JudgeError(Exception):
-    """One call gave no usable answer; `str` says why. `again`: another attempt may."""
+    """One call gave no usable answer; `str` says why. `again`: whether another attempt may succeed."""
 
     def __init__(self, reason: str, *, again: bool = True) -> None:
         super().__init__(reason)
@@ -91,7 +91,7 @@ def judge_of(options: Namespace) -> Judge:
 
 
 def judged(rows: Sequence[Prediction], judge: Judge) -> list[Extraction]:
-    """One extraction a row, in order; the judge is asked only where the official code would ask one, and once each."""
+    """One extraction per row, in order. The judge is asked once per row, if the official code would ask one."""
     cache = _Cache(judge)
     with ThreadPoolExecutor(judge.workers) as pool:
         found = pool.map(lambda row: _extraction(row, judge, cache), rows)
@@ -183,7 +183,7 @@ def reported(text: Any) -> str:
 
 
 class _Cache:
-    """Answers by model and conversation, a JSON line each; a line that cannot be read is as if it were not there."""
+    """Answers by model and conversation, one per JSON line. A line that cannot be read is ignored."""
 
     def __init__(self, judge: Judge) -> None:
         self._judge, self._answers = judge, dict[str, str]()

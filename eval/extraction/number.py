@@ -1,4 +1,4 @@
-"""Which number or list a response answers with, by the surest sign that is there."""
+"""Finds the number or list that a response gives as its answer. The surest sign decides."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 
 
 def extract_number(response: str, question: str = "") -> Extraction:
-    """The number that a response answers with, as `float` reads it; empty where it answers none.
+    """The number that a response gives as its answer, in a form that `float` reads. Empty if there is none.
 
-    Numbers of the item's own question count only where the answer is stated or there are no others.
+    Numbers that occur in the question count only if the answer is stated, or if there are no others.
     """
     response = response[-MAX_CHARS:].strip()
     if not response:

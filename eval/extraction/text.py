@@ -1,4 +1,4 @@
-"""What the extractors of choices and numbers share: markup off, sentences, refusals, the answer's own statement."""
+"""What the extractors of choices and numbers share: removing markup, splitting sentences, detecting refusals."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _REFUSAL = re.compile(
 
 
 class Extraction(NamedTuple):
-    """What a response answers, empty where it answers nothing, and the rule that found it.
+    """The answer in a response, empty if there is none, and the rule that found it.
 
-    `text` is text but for a stored extraction, which is whatever the file has.
+    `text` is a string, except for a stored extraction, which is whatever the file has.
     """
 
     text: Any
@@ -32,7 +32,7 @@ class Extraction(NamedTuple):
 
 
 def own_part(response: str) -> str:
-    """The response up to where the model starts to put questions to itself; all of it if it starts so."""
+    """The response up to where the model starts to ask itself questions, or all of it if it begins with one."""
     cut = _RUNS_ON.search(response)
     return response[: cut.start()] if cut and response[: cut.start()].strip() else response
 
@@ -48,7 +48,7 @@ def plain(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences and lines, none empty; a decimal point ends none."""
+    """The non-empty sentences and lines. A decimal point does not end a sentence."""
     return [part.strip() for part in _END.split(text) if part.strip()]
 
 

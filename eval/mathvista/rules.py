@@ -1,4 +1,4 @@
-"""The three rule sets by which an extracted answer of a MathVista item becomes a hit or a miss.
+"""The three rule sets that decide whether an extracted MathVista answer is a hit or a miss.
 
 `official`: the repository today (lupantech/MathVista, evaluation/calculate_score.py). `published_2023`: the same with a
 strict `int`, which reproduces the numbers of the paper. `vlmevalkit`: option letters, strict `int`, floats without
@@ -19,7 +19,7 @@ _NOT_A_NUMBER = (ValueError, TypeError, OverflowError)  # what `int` and `float`
 
 
 class Hit(NamedTuple):
-    """Whether an item is right, and what its extraction was normalised to (None: no prediction)."""
+    """Whether an item is right, and its normalised extraction, or None if there is no prediction."""
 
     correct: bool
     prediction: str | None
@@ -40,7 +40,7 @@ def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) ->
 
 
 def chosen(extraction: object, choices: Sequence[str]) -> int:
-    """The position of the choice that an extraction means: never undecided, the nearest in edit distance at worst."""
+    """The position of the choice that an extraction means. If none matches, the one with the smallest edit distance."""
     text = extraction.strip() if isinstance(extraction, str) else str(extraction)
     in_brackets = _LETTER_IN_BRACKETS.search(text)
     if in_brackets:

@@ -36,7 +36,7 @@ def check(row: Prediction) -> str | None:
 def official_hit(response: str, answer: str) -> bool:
     """The official rule: the gold letter at one of four places (MMStar-Benchmark/MMStar, eval/mmstar_eval/evaluate).
 
-    Made for answers that start with the letter; of a chain of thought it reads the first letter, so `Based on` is B.
+    It is made for answers that start with the letter. Of a chain of thought it reads the first letter: `Based on` is B.
     """
     letter, text = answer.lower().strip().replace("\n", " "), response.lower().strip().replace("\n", " ")
     return (
@@ -100,7 +100,8 @@ def _item(row: Prediction, item: Graded) -> dict[str, Any]:
 def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> Score | None:
     """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024, MMStar, section 3.3).
 
-    S_v is this run, S_wv the same model without the image, S_t its language backbone; shares, over the same items.
+    All three are shares of right answers on the same items. S_v is this run, S_wv the same model without the image, and
+    S_t its language backbone.
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")

@@ -110,8 +110,8 @@ def test_what_does_not_fit_is_named(arguments, message):
 def test_what_a_method_needs_stands_in_the_runs_first_lines():
     ours = config("--adora_method", "mc_grpo", "--num_generations", "9", "--per_device_train_batch_size", "9")
     check_method(ours)
-    assert method_needs(ours) == ["mc_grpo: of 9 rollouts a prompt one is the median and is not learned from"]
-    assert "7 learned weights, in every checkpoint" in " ".join(method_needs(config("--adora_method", "daro")))
+    assert method_needs(ours) == ["mc_grpo: of 9 rollouts per prompt, the median is not learned from"]
+    assert "7 learned weights, saved in every checkpoint" in " ".join(method_needs(config("--adora_method", "daro")))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -73,7 +73,8 @@ def test_other_sizes_are_refused_where_rollouts_are_left(whole, tmp_path, capsys
     other = {**settings, "steps_per_generation": 8, "resume_from_checkpoint": run / f"checkpoint-{SAVED}"}
     assert main(arguments(tmp_path / "out", **other)) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "lies within a generation" in error and "steps_per_generation: 4, now 8; set it as before" in error
+    assert "was saved in the middle of a generation" in error
+    assert "steps_per_generation: 4, now 8; set it as before" in error
 
 
 def test_between_two_generations_there_is_nothing_to_keep(adora_run):
