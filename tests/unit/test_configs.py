@@ -18,11 +18,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 PAIRS = {
     "smoke_cpu": "cpu",
     "smoke_text_cpu": "cpu",
+    "annotated": "cpu",
     "adora_7b_geo3k": "zero3_offload",
     "grpo_7b_geo3k": "zero3_offload",
     "adora_3b_1gpu_lora": "gpu1",
 }
-ROWS = {"smoke_cpu": 4096, "smoke_text_cpu": 4096}  # the others: Geometry3K's 2,101
+ROWS = {"smoke_cpu": 4096, "smoke_text_cpu": 4096, "annotated": 4096}  # the others: Geometry3K's 2,101
 
 
 def test_every_shipped_config_is_in_the_pairs():

@@ -42,12 +42,15 @@ def data(tmp_path_factory):
     return folder
 
 
+DRAWN = ("smoke_cpu", "annotated")  # they train on drawn problems, which the fixture makes
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_shipped_config(name, tmp_path, capsys, data):
     """As a user runs it, on a machine without a GPU, a hub or (but for the demo) the dataset."""
     words = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), "--dry-run", "--json", str(tmp_path / "d.json")]
     words += ["--accelerate-config", str(CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml")]
-    if name == "smoke_cpu":
+    if name in DRAWN:
         words += ["--dataset_name", str(data)]
     if name == "smoke_text_cpu":  # a stand-in for the model, which takes a minute to make
         build_tiny_text_model(tmp_path / "model", TextStart(steps=50, rows=64))
@@ -58,7 +61,7 @@ def test_every_shipped_config(name, tmp_path, capsys, data):
     assert "prompts are sampled together" in text and "at the first update" in text
     assert figures["learning_rate"]["last"] <= figures["learning_rate"]["first"]
     assert ("Largest max_pixels that fits" in text) == ("text" not in name), "only a policy that sees has images"
-    if name == "smoke_cpu":
+    if name in DRAWN:
         assert "Not known here" not in text and "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
         assert "no GPU" not in text
     elif name != "smoke_text_cpu":  # whose puzzles are made on the spot, or were
