@@ -63,15 +63,6 @@ class PhaseClock:
         self._seconds[self._open[-1] if self._open else "other"] += now - self._mark
         self._mark = now
 
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, whose seconds count as those of this phase."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(name):
-                return call(*args, **kwargs)
-
-        return timed
-
 
 class StepClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """A step is the policy's time but for what lies in another phase; each step's seconds go into the log.
