@@ -223,15 +223,19 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
         `position` as in `prepare`. `further`: vLLM's sampling parameters, beside those of `generation_kwargs`.
         """
-        kept = self.position, self.max_completion_length, self.temperature, self.generation_kwargs
-        self.position = self.position if position is None else position
-        self.max_completion_length = self.max_completion_length if max_tokens is None else max_tokens
-        self.temperature = self.temperature if temperature is None else temperature
-        self.generation_kwargs = {**self.generation_kwargs, **further}
+        asked = {
+            "position": position,
+            "max_completion_length": max_tokens,
+            "temperature": temperature,
+            "generation_kwargs": {**self.generation_kwargs, **further},
+        }
+        lent = {name: value for name, value in asked.items() if value is not None}
+        kept = {name: getattr(self, name) for name in lent}
+        vars(self).update(lent)
         try:
             yield
         finally:
-            self.position, self.max_completion_length, self.temperature, self.generation_kwargs = kept
+            vars(self).update(kept)
 
     def _place_features(self, features: dict[str, Any] | None, prompt_ids: list[int]) -> dict[str, Any] | None:
         """Stock TRL moves a server's image features to the trainer's image tokens without comparing their numbers.
