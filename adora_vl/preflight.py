@@ -41,8 +41,8 @@ def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig) -> None:
         raise UserError(f"eval_steps: {config.eval_steps} must be a whole number of optimizer steps")
 
 
-def _check_rollouts(config: AdoraGRPOConfig, model_config: PretrainedConfig) -> None:
-    if config.use_vllm and config.vllm_mode == "colocate":
+def _check_rollouts(config: AdoraGRPOConfig, model_config: PretrainedConfig, *, for_this_machine: bool) -> None:
+    if for_this_machine and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
     unguarded = config.use_vllm and not config.vllm_importance_sampling_correction
     if unguarded and config.adora_max_drift is not None:
@@ -77,13 +77,22 @@ def batch_plan(config: AdoraGRPOConfig, num_processes: int) -> BatchPlan:
 
 
 def check_run(
-    config: AdoraGRPOConfig, model: ModelConfig, model_config: PretrainedConfig, rows: int, num_processes: int
+    config: AdoraGRPOConfig,
+    model: ModelConfig,
+    model_config: PretrainedConfig,
+    rows: int,
+    num_processes: int,
+    *,
+    for_this_machine: bool = True,
 ) -> BatchPlan:
-    """Raise `UserError` for the first thing that cannot work; returns the batch arithmetic."""
+    """Raise `UserError` for the first thing that cannot work; returns the batch arithmetic.
+
+    `for_this_machine`: false leaves out what only vLLM on this machine's CPU cannot do.
+    """
     _check_unsupported(config, model)
     _check_adora(config)
     check_method(config)
-    _check_rollouts(config, model_config)
+    _check_rollouts(config, model_config, for_this_machine=for_this_machine)
     plan = batch_plan(config, num_processes)
     check_rows(plan, rows)
     return plan

@@ -11,6 +11,7 @@ stock TRL is overridden, the docstring says what it does and why that is not eno
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
-from adora_vl import build
+from adora_vl import build, compat
 from adora_vl.batch import Batch, Row, loss_mask
 from adora_vl.batching.batcher import Batcher
 from adora_vl.batching.dynamic_sampling import DynamicSampling
@@ -42,7 +43,6 @@ from adora_vl.models.merged import save_merged
 from adora_vl.models.precision import restore_buffers
 from adora_vl.options.advantage import method_run
 from adora_vl.options.speed import regroup_obstacle, regroups
-from adora_vl.replaced import replaced
 from adora_vl.report.card import Card
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.importance import has_dropout
@@ -78,8 +78,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             processing_class = load_processor(name, revision=revision)
         limit_pixels(processing_class, args.min_pixels, args.max_pixels)
-        engine = partial(AdoraVLLMGeneration, settings=build.engine_settings(args, revision))
-        with replaced(grpo_trainer, "VLLMGeneration", engine):
+        engine = partial(
+            AdoraVLLMGeneration,
+            settings=build.engine_settings(args, revision),
+            timed_sync=partial(self.clock.phase, "sync"),
+        )
+        with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs
             )
@@ -126,9 +130,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         # Stock TRL gathers all images for the trackers' tables even where there is no such table.
         tables = self.log_completions and {"wandb", "trackio"} & set(args.report_to)
         self.log_multimodal = bool(args.log_multimodal and tables)
-        if self.use_vllm:
-            self.vllm_generation.sync_weights = self.clock.timed("sync", self.vllm_generation.sync_weights)
-        else:
+        if not self.use_vllm:
             self._never_sample(never_sampled_ids(self._tokenizer))
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
@@ -165,7 +167,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         training, mode = self.model.training, "train" if self.model.training else "eval"
         self.row_guard.check(rows, self.state.global_step)
         processor = self.images.generation(rows, mode, further=attempt > 0, processor=self.processing_class)
-        with processor as taken, replaced(self, "processing_class", taken), self._old_pass(needed=not training):
+        with (
+            processor as taken,
+            compat.PROCESSOR.replaced_by(taken, on=self),
+            self._old_pass(needed=not training),
+        ):
             batch = self._sample_and_grade(rows, mode, attempt)
         assert self._scores is not None
         generations = self.num_generations if training else self.num_generations_eval
@@ -190,7 +196,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             position = (self.args.seed, where) if self.args.adora_seeded_rollouts else None
             self.vllm_generation.prepare(position, self.images.cache, self.args.adora_group_requests)
         try:
-            with replaced(grpo_trainer, "gather_object", gather_texts):  # TRL's own sends every rank all images
+            with compat.PROMPT_GATHERING.replaced_by(gather_texts, on=grpo_trainer):
                 batch = cast("Batch", super()._generate_and_score_completions(rows))
         except PromptMismatchError as error:
             row = rows[error.row].get("id", f"#{error.row} of this rank's batch")
@@ -282,12 +288,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _corrects_ratio(self) -> bool:
         return bool(self.use_vllm and self.vllm_importance_sampling_correction)
 
-    def _old_pass(self, *, needed: bool) -> Any:
+    def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
         """Inside, TRL makes no pass for old log-probabilities where the policy's own pass gives the same."""
         on_policy = self.shape.has_one_step and not has_dropout(self.model)
         if needed or not self.args.adora_skip_old_pass or not on_policy:
-            return replaced(self, "vllm_importance_sampling_correction", self.vllm_importance_sampling_correction)
-        return replaced(self, "vllm_importance_sampling_correction", False)
+            return nullcontext()
+        return compat.OLD_PASS.replaced_by(False, on=self)
 
     # ------------------------------------------------------------------------------------------ 3. a checkpoint
 
@@ -374,12 +380,19 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     # -------------------------------------------------------------------------------- data, log, and the engine's end
 
-    def get_train_dataloader(self) -> Any:
-        """Stock TRL reads and decodes every copy of a row; ours reads a row of a batch once."""
-        if not self.args.adora_cache_images or not hasattr(self.train_dataset, "__len__"):
-            return super().get_train_dataloader()
-        with replaced(self, "train_dataset", DistinctRows(self.train_dataset)):
-            return super().get_train_dataloader()
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """Stock TRL reads and decodes every copy of a row; ours reads a row of a training batch once."""
+        if is_training and self.args.adora_cache_images and hasattr(dataset, "__len__"):
+            dataset = DistinctRows(dataset)
+        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         """Stock TRL's sampler draws the epochs' orders one after the other; ours draws each from its number."""

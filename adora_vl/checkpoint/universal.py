@@ -71,10 +71,10 @@ def expect_universal(trainer: Any) -> None:
         )
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
-    trainer.add_callback(_EachItsOwn())
+    trainer.add_callback(_GroupsAsBefore())
 
 
-class _EachItsOwn(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+class _GroupsAsBefore(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Corrects, before the first step, what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint.
 
     Every group of parameters gets the first group's weight decay, so norms and biases would decay too. (Transformers

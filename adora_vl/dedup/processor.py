@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.feature_extraction_utils import BatchFeature
 
+from adora_vl import compat
 from adora_vl.dedup.image_bank import ImageBank
-from adora_vl.replaced import replaced
 from adora_vl.rollout.image_cache import ImageCache, effective_settings, flat, normalized
 
 
@@ -76,7 +76,7 @@ class StepProcessor:
             grids = torch.stack([entry.grid_3 for entry in entries])
             return BatchFeature({"pixel_values": torch.cat(references), "image_grid_thw": grids})
 
-        return replaced(image_processor, "preprocess", preprocess)
+        return compat.IMAGE_PROCESSING.replaced_by(preprocess, on=image_processor)
 
 
 def _described(messages: Any) -> Any:

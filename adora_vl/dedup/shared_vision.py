@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adora_vl import compat
 from adora_vl.dedup.image_bank import Banks, ImageBank
 from adora_vl.dedup.windows import batch_windows
 
@@ -47,7 +48,7 @@ class SharedVision:
                 return original(pixel_values, image_grid_thw, **kwargs)
             return self._features(inner, original, pixel_values, image_grid_thw, kwargs)
 
-        inner.get_image_features = get_image_features
+        compat.VISION_FEATURES.install(get_image_features, on=inner)
         self._towers.append(inner.visual)
         return True
 

@@ -25,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
+from adora_vl import compat
 from adora_vl.dedup.shared_prompt import SharedPrompts
 
 ARGUMENT = "shared_prompts"  # of the model's forward
@@ -51,7 +52,7 @@ def install(model: Any) -> None:
         return
     AttentionInterface.register(_PREFIX + own, partial(_attention, own))
     AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
-    decoder.config._attn_implementation = _PREFIX + own
+    compat.TEXT_ATTENTION.install(_PREFIX + own, on=decoder.config)
     decoder.register_forward_hook(_scored_positions, with_kwargs=True)
 
 
@@ -101,7 +102,7 @@ def _as_configured(module: Any, own: str) -> Any:
     """The module with the implementation's own name in its configuration, by which flash attention finds its kernel."""
     view = copy.copy(module)
     view.config = copy.copy(module.config)
-    view.config._attn_implementation = own
+    compat.TEXT_ATTENTION.install(own, on=view.config)
     return view
 
 

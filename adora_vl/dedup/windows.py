@@ -18,6 +18,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
 
+from adora_vl import compat
+
 # Transformers passes the bounds of all windows to an implementation with "flash" in its name. It calls any other one
 # window by window.
 BATCHED = "sdpa_windows_flash_bounds"
@@ -40,8 +42,7 @@ def batch_windows(tower: Any, on: bool) -> bool:
         return False
     if now != (wanted := BATCHED if on else STOCK):
         AttentionInterface.register(BATCHED, attend)
-        # `set_attn_implementation` would search for an installable kernel of this name
-        tower.config._attn_implementation = wanted
+        compat.VISION_ATTENTION.install(wanted, on=tower.config)
     return on
 
 

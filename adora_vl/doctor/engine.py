@@ -15,7 +15,6 @@ from adora_vl.doctor.probe import Prompts, Rollouts, agreement_bound, difference
 from adora_vl.doctor.result import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.errors import RolloutError
 from adora_vl.models.precision import REMEDY, wrong_in
-from adora_vl.replaced import replaced
 from adora_vl.rollout.drift import Drift
 from adora_vl.rollout.tokens import PromptMismatchError, never_sampled_ids
 
@@ -111,12 +110,14 @@ class Examination:
     def bound(self) -> float:
         return agreement_bound(self.trainer)
 
-    def sampled(self, where: str, tokens: int | None = None) -> Rollouts:
-        """Rollouts, or an error on every rank where one has an error: none waits for another one for ever."""
+    def sampled(self, where: str, tokens: int | None = None, prompts: Prompts | None = None) -> Rollouts:
+        """Rollouts of these prompts (None: the examination's own), or an error on every rank where one has an error:
+        none waits for another one for ever.
+        """
         problem: Exception | None = None
         rollouts: Rollouts | None = None
         try:
-            rollouts = sample(self.trainer, self.prompts, tokens=tokens or self.tokens, where=where)
+            rollouts = sample(self.trainer, prompts or self.prompts, tokens=tokens or self.tokens, where=where)
         except Exception as error:
             problem = error
         said = "" if problem is None else str(problem) or type(problem).__name__
@@ -128,10 +129,10 @@ class Examination:
         assert rollouts is not None
         return rollouts
 
-    def drift(self, where: str) -> tuple[Drift, Rollouts, torch.Tensor]:
-        """Of the engine as it is."""
-        rollouts = self.sampled(where)
-        logps_BC = score(self.trainer, self.prompts, rollouts)
+    def drift(self, where: str, prompts: Prompts | None = None) -> tuple[Drift, Rollouts, torch.Tensor]:
+        """Of the engine as it is, on these prompts (None: the examination's own)."""
+        rollouts = self.sampled(where, prompts=prompts)
+        logps_BC = score(self.trainer, prompts or self.prompts, rollouts)
         return difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC), rollouts, logps_BC
 
     def cold(self) -> list[Check]:
@@ -160,8 +161,7 @@ class Examination:
         far = far_prompts(self.trainer, self.prompts, self.tokens)
         if far is None:
             return skipped(DISTANT, "model and engine take no longer prompts (vllm_max_model_length)")
-        with replaced(self, "prompts", far):
-            drift, _, _ = self.drift("far")
+        drift, _, _ = self.drift("far", far)
         begin = min(gather_object([len(ids) for ids in far.ids]))
         return judge(DISTANT, drift, distant_bound(self.trainer), POSITIONS, f", answers from position {begin} on")
 
@@ -206,8 +206,7 @@ class Examination:
         if not generation.enable_sleep_mode:
             return skipped(SLEEP, "vllm_enable_sleep_mode: false, the engine never sleeps")
         if not generation._llm_weights_sleeping:
-            generation.llm.sleep(level=2)
-            generation._llm_weights_sleeping = True
+            generation.put_to_sleep()
         drift, _, _ = self.drift("sleep")
         return judge(SLEEP, drift, self.bound, WAKING)
 
@@ -217,9 +216,7 @@ class Examination:
         if not banned:
             return skipped(BANNED, "this tokenizer has none of them")
         generation = self.trainer.vllm_generation
-        choice = {"allowed_token_ids": [*banned, self._least_likely(banned)]}
-        kwargs = {**generation.generation_kwargs, **choice}
-        with replaced(generation, "temperature", 0.0), replaced(generation, "generation_kwargs", kwargs):
+        with generation.sampling(temperature=0.0, allowed_token_ids=[*banned, self._least_likely(banned)]):
             rollouts = self.sampled("banned", tokens=1)
         chosen = {token for row in rollouts.completion_ids for token in row}
         caught = sorted(chosen & set(banned))

@@ -15,7 +15,6 @@ from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
-from adora_vl.replaced import replaced
 from adora_vl.rollout.drift import Drift, drift_sums, merge_drift
 
 
@@ -83,11 +82,8 @@ def sample(trainer: Any, prompts: Prompts, *, tokens: int, where: str) -> Rollou
     Raises `PromptMismatchError` where the engine reads another prompt.
     """
     generation = trainer.vllm_generation
-    with (
-        kept_random_state(),
-        replaced(generation, "max_completion_length", tokens),
-        replaced(generation, "position", (trainer.args.seed, f"check/{where}")),
-    ):
+    position = (trainer.args.seed, f"check/{where}")
+    with kept_random_state(), generation.sampling(position=position, max_tokens=tokens):
         read, completions, logps, _ = generation.generate(prompts=prompts.ids, images=prompts.images, num_generations=1)
     rows = [torch.tensor([value[0] if value[0] is not None else torch.nan for value in row]) for row in logps]
     mask = [torch.ones(len(row), dtype=torch.long) for row in completions]

@@ -28,8 +28,6 @@ from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.options.device import NoGPUError
 from adora_vl.options.speed import regroup_obstacle
 from adora_vl.preflight import check_run
-from adora_vl.replaced import replaced
-from adora_vl.rollout import sync
 
 ASSUMED_CARD_GIB = 80.0
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -139,11 +137,9 @@ def _checked(
     sharding: Sharding,
     elsewhere: bool,
 ) -> BatchPlan:
-    """The checks of a real run; what only this machine's CPU engine cannot do is no reason for another machine."""
+    """The checks of a real run, on the machine that it is for."""
     rows = _UNCHECKED_ROWS if lengths.rows is None else lengths.rows
-    runs_on_cpu = (lambda: False) if elsewhere else sync.engine_runs_on_cpu
-    with replaced(sync, "engine_runs_on_cpu", runs_on_cpu):
-        return check_run(config, model, model_config, rows, sharding.processes)
+    return check_run(config, model, model_config, rows, sharding.processes, for_this_machine=not elsewhere)
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.integrations import deepspeed
 
+from adora_vl import compat
 from adora_vl.errors import UserError
 from adora_vl.models.components import COMPONENTS, LANGUAGE_MODEL, component_of, freeze
 from adora_vl.models.load import load_config
-from adora_vl.replaced import replaced
 
 SHAPES = Path(__file__).with_name("shapes")  # the public config.json of the models in our recipes, for planning offline
 
@@ -114,8 +114,7 @@ def describe(
 
 def _on_meta(config: PretrainedConfig) -> Any:
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    # under ZeRO-3 Transformers would shard it, and give every parameter the shape (0,)
-    with replaced(deepspeed, "_hf_deepspeed_config_weak_ref", None), torch.device("meta"):
+    with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         return auto.from_config(config)
 
 

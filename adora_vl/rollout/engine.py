@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,11 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+from adora_vl import compat
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
 from adora_vl.models.components import component_of, trainable_components
-from adora_vl.replaced import replaced
 from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.lora import can_merge, merged_parameters
-from adora_vl.rollout.requests import asking_once
 from adora_vl.rollout.seeds import rollout_seed
 from adora_vl.rollout.sync import (
     engine_runs_on_cpu,
@@ -66,9 +65,17 @@ def pixel_limits(processing_class: Any) -> dict[str, int] | None:
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
 
-    def __init__(self, *args: Any, settings: EngineSettings, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        settings: EngineSettings,
+        timed_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+        **kwargs: Any,
+    ) -> None:
+        """`timed_sync`: what a weight sync is done inside, to count its seconds."""
         processing_class = kwargs["processing_class"]
         self.settings = settings
+        self._timed_sync = timed_sync
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
         self.tensors_sent = 0  # by the last sync
@@ -93,11 +100,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """
         if self.mode == "colocate":
             refuse_on_cpu(self.model.config, self.enable_sleep_mode)
-        with replaced(vllm_generation, "LLM", self._build_llm):
+        with compat.ENGINE.replaced_by(self._build_llm, on=vllm_generation):
             super()._init_vllm()
 
     def _build_llm(self, **kwargs: Any) -> Any:
-        from vllm import LLM
+        from adora_vl.rollout.llm import GroupingLLM  # vLLM is imported where there is an engine alone
 
         kwargs["dtype"] = self.settings.dtype or str(self.model.dtype).removeprefix("torch.")
         longest = kwargs.get("max_model_len") or self.model.config.get_text_config().max_position_embeddings
@@ -109,7 +116,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             kwargs["limit_mm_per_prompt"] = {"video": 0}  # else a video's worth of memory is set aside
             if not self.settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
-        return LLM(**kwargs)
+        return GroupingLLM(**kwargs)
 
     def _logprobs_mode(self) -> str:
         """Stock TRL asks for log-probabilities after temperature, filters and bans, which the trainer knows only the
@@ -153,7 +160,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
         Raises `EngineError` where the engine fails.
         """
-        with engine_call("the weight sync"):
+        with self._timed_sync(), engine_call("the weight sync"):
             self._sync()
 
     def _sync(self) -> None:
@@ -196,8 +203,39 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             yield self.llm
         finally:
             if self.enable_sleep_mode:
-                self.llm.sleep(level=2)
-                self._llm_weights_sleeping = True
+                self.put_to_sleep()
+
+    def put_to_sleep(self) -> None:
+        """As TRL does after a generation: the engine lets its weights go, and the next sync brings them back."""
+        self.llm.sleep(level=2)
+        self._llm_weights_sleeping = True
+
+    @contextmanager
+    def sampling(
+        self,
+        *,
+        position: tuple[int, str] | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        **further: Any,
+    ) -> Iterator[None]:
+        """Inside, rollouts are sampled with these settings in place of the run's; None leaves one as it is.
+
+        `position` as in `prepare`. `further`: vLLM's sampling parameters, beside those of `generation_kwargs`.
+        """
+        asked = {
+            "position": position,
+            "max_completion_length": max_tokens,
+            "temperature": temperature,
+            "generation_kwargs": {**self.generation_kwargs, **further},
+        }
+        lent = {name: value for name, value in asked.items() if value is not None}
+        kept = {name: getattr(self, name) for name in lent}
+        vars(self).update(lent)
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     def _place_features(self, features: dict[str, Any] | None, prompt_ids: list[int]) -> dict[str, Any] | None:
         """Stock TRL moves a server's image features to the trainer's image tokens without comparing their numbers.
@@ -258,8 +296,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if self.position is not None:
             seeds = [rollout_seed(*self.position, group, member) for group, member in places]
         groups = [group for group, _ in places]
-        generate = asking_once(self.llm.generate, groups, seeds, self.group_requests)
-        with replaced(self.llm, "generate", generate):
+        with self.llm.asking(groups, seeds, self.group_requests):
             yield
 
     def _images_from_cache(self) -> Any:
@@ -267,4 +304,4 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if self.image_cache is None or self.image_token_id is None:
             return nullcontext()
         processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
-        return replaced(processor, "preprocess", self.image_cache.preprocess(processor))
+        return compat.IMAGE_PROCESSING.replaced_by(self.image_cache.preprocess(processor), on=processor)

@@ -63,15 +63,6 @@ class PhaseClock:
         self._seconds[self._open[-1] if self._open else "other"] += now - self._mark
         self._mark = now
 
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with its time counted for this phase."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(name):
-                return call(*args, **kwargs)
-
-        return timed
-
 
 class StepClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Puts the seconds of each step into the log. Inside a step, time that is in no other phase counts as `policy`.

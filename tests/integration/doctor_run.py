@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from adora_vl.rollout.environment import prepare_engine_environment
 
@@ -31,7 +32,6 @@ from adora_vl.doctor.probe import read_prompts  # noqa: E402
 from adora_vl.doctor.result import Check, as_json  # noqa: E402
 from adora_vl.doctor.self_check import SelfCheck  # noqa: E402
 from adora_vl.errors import RolloutError  # noqa: E402
-from adora_vl.replaced import replaced  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 
 
@@ -39,21 +39,21 @@ from adora_vl.rollout import engine as engine_module  # noqa: E402
 def expanded(examination: Examination) -> Iterator[None]:
     """Stock TRL: the engine gets expanded image tokens, and nobody compares."""
     with (
-        replaced(engine_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)),
-        replaced(engine_module, "check_prompts", lambda *_: None),
+        patch.object(engine_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)),
+        patch.object(engine_module, "check_prompts", lambda *_: None),
     ):
         yield
 
 
 @contextmanager
 def no_sync(examination: Examination) -> Iterator[None]:
-    with replaced(engine_module, "push_weights", lambda llm, tensors: sum(1 for _ in tensors)):
+    with patch.object(engine_module, "push_weights", lambda llm, tensors: sum(1 for _ in tensors)):
         yield
 
 
 @contextmanager
 def stale_encoder_cache(examination: Examination) -> Iterator[None]:
-    with replaced(engine_module, "reset_caches", lambda llm: llm.reset_prefix_cache()):
+    with patch.object(engine_module, "reset_caches", lambda llm: llm.reset_prefix_cache()):
         yield
 
 
@@ -61,7 +61,7 @@ def stale_encoder_cache(examination: Examination) -> Iterator[None]:
 def pixel_limits(examination: Examination) -> Iterator[None]:
     """The trainer's processor is changed after the engine was told its limits."""
     image_processor = examination.trainer.processing_class.image_processor
-    with replaced(image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}):
+    with patch.object(image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}):
         examination.prompts = read_prompts(examination.trainer, rows_of(examination))
         yield
     examination.prompts = read_prompts(examination.trainer, rows_of(examination))
@@ -71,7 +71,7 @@ def pixel_limits(examination: Examination) -> Iterator[None]:
 def unbanned(examination: Examination) -> Iterator[None]:
     generation = examination.trainer.vllm_generation
     free = {key: value for key, value in generation.generation_kwargs.items() if key != "logit_bias"}
-    with replaced(generation, "generation_kwargs", free):
+    with patch.object(generation, "generation_kwargs", free):
         yield
 
 
@@ -85,7 +85,7 @@ def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
         ids, images, fields = real(prompts)
         return [[t for one in row for t in [one] * (2 if one == token else 1)] for row in ids], images, fields
 
-    with replaced(trainer, "_tokenize_prompts", doubled):
+    with patch.object(trainer, "_tokenize_prompts", doubled):
         examination.prompts = read_prompts(trainer, rows_of(examination))
         yield
     examination.prompts = read_prompts(trainer, rows_of(examination))
@@ -114,7 +114,7 @@ STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
     "unbanned": (unbanned, lambda e: [e.banned()]),
     "rounded": (rounded, lambda e: [check_buffers(e.trainer), *e.cold(), e.distant()]),
     "doubled": (doubled_in_the_trainer, lambda e: examine(e, 2)[:1]),
-    "healthy_again": (lambda e: replaced(e, "tokens", 8), lambda e: [*e.cold(), e.distant()]),
+    "healthy_again": (lambda e: patch.object(e, "tokens", 8), lambda e: [*e.cold(), e.distant()]),
     "stale_encoder_cache": (stale_encoder_cache, lambda e: [e.after_change(vision=True)]),  # may break the engine
 }
 
@@ -170,7 +170,7 @@ def main() -> int:
         output.write_text(json.dumps(results))
         return checks
 
-    with replaced(before_step_one, "examine", examine_all):
+    with patch.object(before_step_one, "examine", examine_all):
         return command.main([*sys.argv[2:], "--json", str(output.with_suffix(".table.json"))])
 
 

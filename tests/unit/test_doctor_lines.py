@@ -37,6 +37,7 @@ from adora_vl.doctor.versions import (
 from adora_vl.errors import RolloutError
 from adora_vl.rewards import reward_functions
 from adora_vl.rollout.drift import Drift
+from adora_vl.rollout.engine import AdoraVLLMGeneration
 
 IMAGE = 12
 
@@ -239,7 +240,8 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch, mean, sta
     """Sleep mode needs a GPU, so here only the order of what is asked for is tested."""
     asked: list[object] = []
     llm = SimpleNamespace(sleep=lambda level: asked.append(level))
-    generation = SimpleNamespace(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
+    generation = object.__new__(AdoraVLLMGeneration)
+    generation.__dict__.update(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
     examination = Examination(SimpleNamespace(vllm_generation=generation), prompts([1]))
     monkeypatch.setattr(Examination, "bound", 0.01)
     monkeypatch.setattr(Examination, "drift", lambda self, where: (asked.append(where), Drift(mean, mean))[1:] * 3)

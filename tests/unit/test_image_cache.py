@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
+from adora_vl import compat
 from adora_vl.dedup.image_bank import ImageBank
 from adora_vl.dedup.processor import StepProcessor
 from adora_vl.models.load import load_processor
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.prompts import conversation_with_images
-from adora_vl.replaced import replaced
 from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.requests import Request, asking_once, plan_requests
 from adora_vl.rollout.rows import DistinctRows
@@ -46,7 +46,8 @@ def test_the_cached_output_is_the_processors(processor, arguments):
     ours = ImageCache(2**20)
     expected = processor.image_processor(images=images, return_tensors="pt", **arguments)
     for _ in range(2):
-        with replaced(processor.image_processor, "preprocess", ours.preprocess(processor.image_processor)):
+        cached = ours.preprocess(processor.image_processor)
+        with compat.IMAGE_PROCESSING.replaced_by(cached, on=processor.image_processor):
             actual = processor.image_processor(images=images, return_tensors="pt", **arguments)
         assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
         assert actual["pixel_values"].dtype == expected["pixel_values"].dtype

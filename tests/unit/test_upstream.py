@@ -41,7 +41,15 @@ SIGNATURES = {
     GRPOTrainer._get_output_dir: ["self", "trial"],
     GRPOTrainer._load_from_checkpoint: ["self", "resume_from_checkpoint", "model"],
     GRPOTrainer._get_train_sampler: ["self", "dataset"],
-    GRPOTrainer.get_train_dataloader: ["self"],
+    GRPOTrainer._get_dataloader: [
+        "self",
+        "dataset",
+        "description",
+        "batch_size",
+        "sampler_fn",
+        "is_training",
+        "dataloader_key",
+    ],
     GRPOTrainer._prepare_inputs: ["self", "generation_batch"],
     GRPOTrainer.training_step: ["self", "model", "inputs", "num_items_in_batch"],
     GRPOTrainer._get_per_token_logps_and_entropies: [
@@ -302,7 +310,7 @@ def test_deepspeed_still_skips_gradients_that_are_not_finite():
 
 
 def test_deepspeed_still_mixes_up_what_we_put_right_after_a_universal_checkpoint():
-    """Once it does not, `_EachItsOwn` has nothing left to do."""
+    """Once it does not, `_GroupsAsBefore` has nothing left to do."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from transformers import Trainer
 

@@ -1,0 +1,199 @@
+"""Every place where a library has to be another one than it is: what it does, why that is not enough, until when.
+
+A `Patch` replaces an attribute of a library, because the library leaves no argument and no method to override for it.
+A `Correction` is code of ours that is right on its own, and that a later version of a library makes superfluous.
+`tests/unit/test_compat.py` holds that the attributes exist in the installed versions, and that nothing is replaced
+past this list. `issue` is the report upstream, "" where we know of none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of a library that takes another value."""
+
+    owner: str  # the module or class that has it
+    name: str
+    upstream: str  # what the library does there, and why that is not enough
+    until: str  # what has to happen for the patch to go
+    issue: str = ""
+
+    @contextmanager
+    def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
+        """`on`'s attribute is `value` inside the block, and what it was before after it. `on`: the owner, or an object
+        of that class.
+
+        A name that `on` has from its class alone is taken off again, so that nothing new is saved or copied with it.
+        """
+        own = self.name in vars(on)
+        original = getattr(on, self.name)
+        setattr(on, self.name, value)
+        try:
+            yield
+        finally:
+            if own:
+                setattr(on, self.name, original)
+            else:
+                delattr(on, self.name)
+
+    def install(self, value: Any, *, on: Any) -> None:
+        """`on`'s attribute is `value` from now on, for an object that is ours to change."""
+        assert hasattr(on, self.name), f"{type(on).__name__} has no {self.name}"
+        setattr(on, self.name, value)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Code of ours that stands in for what a library does not do, or not well."""
+
+    where: str  # our module, and the name in it
+    library: str
+    upstream: str
+    until: str
+    issue: str = ""
+
+
+GENERATION_CLASS = Patch(
+    owner="trl.trainer.grpo_trainer",
+    name="VLLMGeneration",
+    upstream="GRPOTrainer.__init__ builds this class by name, and takes none as an argument; ours corrects prompts, "
+    "weight sync and caches.",
+    until="GRPOTrainer takes a generation class, or has a method that builds it.",
+)
+ENGINE = Patch(
+    owner="trl.generation.vllm_generation",
+    name="LLM",
+    upstream="VLLMGeneration._init_vllm builds vLLM without dtype, revision, pixel limits or the mode of its "
+    "log-probabilities, and takes no further arguments for it.",
+    until="VLLMGeneration hands arguments of the user's on to LLM.",
+)
+PROMPT_GATHERING = Patch(
+    owner="trl.trainer.grpo_trainer",
+    name="gather_object",
+    upstream="For a table of texts every rank is sent the prompts of all ranks with their images in them.",
+    until="GRPOTrainer strips images from prompts before it gathers them.",
+)
+PROCESSOR = Patch(
+    owner="trl.trainer.grpo_trainer.GRPOTrainer",
+    name="processing_class",
+    upstream="The processor is called with every copy of a prompt and its image, twice per generation. A processor for "
+    "one generation, which processes each once, cannot be handed to _generate_and_score_completions.",
+    until="GRPOTrainer processes each distinct prompt of a generation once.",
+)
+OLD_PASS = Patch(
+    owner="trl.trainer.grpo_trainer.GRPOTrainer",
+    name="vllm_importance_sampling_correction",
+    upstream="Beside vLLM there is always a pass for the old log-probabilities. Where a generation is one optimizer "
+    "step, the policy's own pass gives the same numbers, and ours forms the ratio to the engine there.",
+    until="GRPOTrainer forms that ratio in _compute_loss where the policy has not changed since.",
+)
+IMAGE_PROCESSING = Patch(
+    owner="transformers.models.qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor",
+    name="preprocess",
+    upstream="Trainer and engine both process every copy of an image; the processor has no cache and no place for one. "
+    "It is replaced during a call alone, since the same object is saved with the model.",
+    until="Transformers and vLLM take images that are processed already, in patches.",
+)
+VISION_FEATURES = Patch(
+    owner="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel",
+    name="get_image_features",
+    upstream="The vision tower sees every copy of an image. Ours takes references to distinct images and runs it once "
+    "for each. TRL loads the model by its registered class, so a subclass would not be taken.",
+    until="The model takes features in place of pixels.",
+)
+VISION_ATTENTION = Patch(
+    owner="transformers.PretrainedConfig",
+    name="_attn_implementation",
+    upstream="Under sdpa the tower calls the attention once per window. One of our own is registered, but "
+    "set_attn_implementation would take its name, which has to contain flash, for a kernel to install.",
+    until="Transformers hands the bounds of windows to sdpa, or batches windows of one size itself.",
+)
+TEXT_ATTENTION = Patch(
+    owner="transformers.PretrainedConfig",
+    name="_attn_implementation",
+    upstream="The attention of a shared prompt is registered on top of the model's own, whatever that is, and has to be "
+    "chosen for a model that is loaded already. set_attn_implementation checks names against those that it knows.",
+    until="set_attn_implementation takes every registered name.",
+)
+SHARDED_BUILD = Patch(
+    owner="transformers.integrations.deepspeed",
+    name="_hf_deepspeed_config_weak_ref",
+    upstream="Under ZeRO-3 every model is built in shards, also one on the meta device, whose parameters then have the "
+    "shape (0,). The public way out, unset_hf_deepspeed_config, cannot be undone without the config object.",
+    until="Transformers leaves models on the meta device whole.",
+)
+
+
+CORRECTIONS = (
+    Correction(
+        where="adora_vl.rollout.engine:AdoraVLLMGeneration.generate",
+        library="trl",
+        upstream="sends image tokens that are expanded already, and vLLM expands them again",
+        until="TRL sends one token per image to a colocated engine",
+        issue="huggingface/trl#6294, huggingface/trl#6401",
+    ),
+    Correction(
+        where="adora_vl.rollout.sync:reset_caches",
+        library="trl",
+        upstream="resets the prefix cache after a sync, and leaves features of the old vision tower in vLLM's encoder "
+        "cache",
+        until="TRL or vLLM resets the encoder cache with the prefix cache",
+        issue="huggingface/trl#7198, vllm-project/vllm#44910",
+    ),
+    Correction(
+        where="adora_vl.rollout.tokens:never_sampled_ids",
+        library="trl",
+        upstream="lets the engine sample image and video tokens, on which the training forward stops",
+        until="TRL bans them in vLLM's sampling",
+        issue="huggingface/trl#3847",
+    ),
+    Correction(
+        where="adora_vl.rollout.sync:push_weights",
+        library="trl",
+        upstream="loads tensor by tensor, which the repacked layers of vLLM on a CPU refuse",
+        until="load_weights of vLLM on a CPU takes single tensors",
+    ),
+    Correction(
+        where="adora_vl.rollout.sync:refuse_on_cpu",
+        library="vllm",
+        upstream="on a CPU refreshes only one of the two uses of a tied embedding",
+        until="reload_weights on a CPU refreshes both",
+    ),
+    Correction(
+        where="adora_vl.rollout.sync:prefill_options",
+        library="vllm",
+        upstream="cannot rewind a CPU generator where a seeded request's prompt is cut in two",
+        until="vLLM on a CPU cuts the prompts of seeded requests",
+    ),
+    Correction(
+        where="adora_vl.rollout.rows:KeptImage",
+        library="trl",
+        upstream="copies every prompt deeply, its images with it",
+        until="TRL copies messages without their images",
+    ),
+    Correction(
+        where="adora_vl.models.precision:restore_buffers",
+        library="deepspeed",
+        upstream="zero.Init gives computed buffers the training dtype too, which rounds the rotary frequencies",
+        until="zero.Init leaves buffers as they are computed",
+    ),
+    Correction(
+        where="adora_vl.models.load:restore_weights",
+        library="transformers",
+        upstream="loads a checkpoint by the names in the file, which are not those of Qwen2.5-VL's modules",
+        until="Trainer._load_from_checkpoint converts names as from_pretrained does",
+    ),
+    Correction(
+        where="adora_vl.checkpoint.universal:_GroupsAsBefore",
+        library="deepspeed",
+        upstream="gives all groups the first one's weight decay, and all parameters one step counter, when ZeRO-3 "
+        "loads a universal checkpoint",
+        until="ZeRO-3 loads the settings of each group, and a counter per parameter",
+    ),
+)
