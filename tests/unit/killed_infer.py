@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from eval.engines import EngineSettings, Generation, Request
+from eval.engines import AnswerEngineSettings, AnswerRequest, Generation
 from eval.runner import Problem, infer
 
 PROBLEMS, SAMPLES = 200, 2
@@ -23,7 +23,7 @@ class Stub:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
         time.sleep(self._seconds)
         return [
             Generation(f"{request.messages[-1]['content'][-1]['text']} {request.seed} " + "x" * 500, 9, "stop", 3)
@@ -42,7 +42,7 @@ def main(output: Path, seconds: float) -> None:
         Problem({"pid": f"p/{i}", "answer": "5", "question": f"q{i}"}, f"q{i}", 1, lambda i=i: images(i))
         for i in range(PROBLEMS)
     ]
-    settings = EngineSettings("m", "transformers", temperature=1.0)
+    settings = AnswerEngineSettings("m", "transformers", temperature=1.0)
     infer(
         problems,
         output,
