@@ -27,7 +27,7 @@ def shared(settings: AnswerEngineSettings) -> AnswerEngine:
 
 
 def main(model: str, folder: Path) -> int:
-    command.build_engine = shared  # type: ignore[assignment]
+    command.build_engine = shared
     for benchmark, name, more in (
         (GEOMETRY3K, "geometry3k", []),
         (MATHVISTA, "mathvista", ["--rules", "vlmevalkit"]),

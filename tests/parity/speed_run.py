@@ -180,7 +180,7 @@ def sabotage(names: str) -> None:
             packed = original(*args)
             return dataclasses.replace(packed, positions=packed.positions + (packed.labels_NS != -100))
 
-        packed_module.pack = shifted
+        packed_module.pack = shifted  # type: ignore[assignment]
     if "ends" in names:  # the same where rows are laid end to end
         laid = packed_module.end_to_end
 
@@ -188,7 +188,7 @@ def sabotage(names: str) -> None:
             flat = laid(*args)
             return dataclasses.replace(flat, positions=flat.positions + (flat.labels_NS != -100))
 
-        packed_module.end_to_end = later
+        packed_module.end_to_end = later  # type: ignore[assignment]
     if "rows" in names:  # micro-batches weigh alike however many rows they have
         batcher_module.MEAN_OVER_ROWS = frozenset()
 
@@ -247,7 +247,8 @@ def main() -> None:
     )
     trainer.work, trainer.sampled, trainer.begun, trainer.losses = [], [], [], []
     if not options.float32:
-        trainer._get_per_token_logps_and_entropies = in_float64(trainer._get_per_token_logps_and_entropies)
+        pass_of_trl = in_float64(trainer._get_per_token_logps_and_entropies)
+        trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]
         # autograd runs outside of every mode; of what it runs here, TRL's head alone has casts
         ChunkedLogProbFunction.backward = staticmethod(in_float64(ChunkedLogProbFunction.backward))
     switches.trainer = trainer

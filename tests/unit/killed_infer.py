@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -39,7 +40,7 @@ def images(index: int) -> list[Image.Image]:
 
 def main(output: Path, seconds: float) -> None:
     problems = [
-        Problem({"pid": f"p/{i}", "answer": "5", "question": f"q{i}"}, f"q{i}", 1, lambda i=i: images(i))
+        Problem({"pid": f"p/{i}", "answer": "5", "question": f"q{i}"}, f"q{i}", 1, partial(images, i))
         for i in range(PROBLEMS)
     ]
     settings = AnswerEngineSettings("m", "transformers", temperature=1.0)
