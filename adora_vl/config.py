@@ -53,12 +53,12 @@ class AdoraScriptArguments:
 
 
 @dataclass
-class AdoraOptions(AdvantageConfig, CheckOptions, FaultOptions, RecordOptions, SpeedOptions):
+class OwnKeys(AdvantageConfig, CheckOptions, FaultOptions, RecordOptions, SpeedOptions):
     """Our keys that have a file of their own."""
 
 
 @dataclass
-class AdoraGRPOConfig(AdoraOptions, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
+class AdoraGRPOConfig(OwnKeys, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with ADORA's weights, the rollout guards, freezing and pixel limits."""
 
     adora_mode: str = field(

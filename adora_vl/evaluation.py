@@ -31,7 +31,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class EvaluationPlan:
     """What to evaluate, every how many optimizer steps, and whether before the first too."""
 
     tasks: list[Task]
@@ -39,7 +39,7 @@ class Schedule:
     at_start: bool
 
 
-def take_schedule(config: AdoraGRPOConfig, data: str) -> Schedule | None:
+def take_evaluations(config: AdoraGRPOConfig, data: str) -> EvaluationPlan | None:
     """The evaluations that `config` asks for, None for none; on the training data's held-out split where it names none.
 
     They are then taken out of `config`: Transformers has its own way of evaluating, and would want a second dataset.
@@ -49,9 +49,9 @@ def take_schedule(config: AdoraGRPOConfig, data: str) -> Schedule | None:
         return None
     entries = config.adora_eval or [f"{_benchmark_of(data)}={data}"]
     tasks = [_load(entry, config.adora_eval_limit) for entry in entries]
-    schedule = Schedule(tasks, int(config.eval_steps), bool(config.eval_on_start))
+    plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start))
     config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
-    return schedule
+    return plan
 
 
 def _benchmark_of(data: str) -> str:
@@ -84,15 +84,15 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one without.
     """
 
-    def __init__(self, trainer: AdoraGRPOTrainer, schedule: Schedule, system_prompt: str | None) -> None:
-        self.trainer, self.schedule, self.system_prompt = trainer, schedule, system_prompt
+    def __init__(self, trainer: AdoraGRPOTrainer, plan: EvaluationPlan, system_prompt: str | None) -> None:
+        self.trainer, self.plan, self.system_prompt = trainer, plan, system_prompt
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.schedule.at_start and state.global_step == 0:
+        if self.plan.at_start and state.global_step == 0:
             self._evaluate(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.schedule.every == 0:
+        if state.global_step % self.plan.every == 0:
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
@@ -100,8 +100,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
 
         accelerator = self.trainer.accelerator
         with self.trainer.vllm_generation.lent() as llm:
-            answered = [self._answer(task, llm) for task in self.schedule.tasks]
-        for task, rows in zip(self.schedule.tasks, answered, strict=True):
+            answered = [self._answer(task, llm) for task in self.plan.tasks]
+        for task, rows in zip(self.plan.tasks, answered, strict=True):
             everyone = gather_object(rows)
             if accelerator.is_main_process:
                 self._log(task.benchmark.name, step, figures(task.benchmark, everyone), len(everyone))

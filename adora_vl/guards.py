@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 
 from adora_vl.batch import Batch, LogFigure, Row
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
-from adora_vl.readable import unreadable_rows
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
+from adora_vl.unreadable_images import unreadable_rows
 
 SaveNow = Callable[[], Path]  # the checkpoint of the present step, written by all ranks unless it is there
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from adora_vl.checkpoint.fingerprint import Fingerprint
     from adora_vl.checkpoint.resume import Start
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-    from adora_vl.evaluation import Schedule
+    from adora_vl.evaluation import EvaluationPlan
 
 
 _held: list[Any] = []  # the lock on output_dir, until this process ends
@@ -38,7 +38,7 @@ class Run:
     plan: BatchPlan
     start: Start
     fingerprint: Fingerprint
-    schedule: Schedule | None  # of the evaluations on the way
+    evaluations: EvaluationPlan | None  # of the evaluations on the way
     data: str  # the folder of the dataset
 
     def manifest(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.assets import resolve_model
     from adora_vl.checkpoint.resume import Start
     from adora_vl.cli import parse
-    from adora_vl.evaluation import take_schedule
+    from adora_vl.evaluation import take_evaluations
     from adora_vl.models.check import check_model
     from adora_vl.models.load import load_config
     from adora_vl.options.advantage import method_needs
@@ -101,12 +101,12 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     dataset = _load(script, folder)
     check_model(model, model_config, has_images=has_images(dataset.data.table))
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
-    schedule = take_schedule(config, folder)
+    evaluations = take_evaluations(config, folder)
     start, now = _choose_start(script, config, model, folder) if to_train else (Start(None, []), {})
     if config.process_index == 0 and to_train:
         lines = [f"{amount(len(dataset), 'training problem')}; {plan.describe()}", *method_needs(config), *start.notes]
         print("\n".join(lines), flush=True)
-    return Run(script, config, model, dataset, plan, start, now, schedule, folder)
+    return Run(script, config, model, dataset, plan, start, now, evaluations, folder)
 
 
 def _folder(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> str:
@@ -120,8 +120,8 @@ def _folder(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> str:
 def _load(script: AdoraScriptArguments, folder: str) -> Dataset:
     """The prepared rows with a conversational `prompt` column; images are decoded when a row is read."""
     from adora_vl.prompts import conversation
-    from adora_vl.readable import hand_on_unreadable
     from adora_vl.rows import require_sound_rows, rows_without_pixels
+    from adora_vl.unreadable_images import hand_on_unreadable
     from data_prep.storage import load_split
 
     dataset = load_split(folder, script.dataset_train_split)

@@ -69,8 +69,8 @@ def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, Sk
         trainer.add_callback(callback)
     if run.config.adora_self_check:
         trainer.add_callback(SelfCheck(trainer))
-    if run.schedule:
-        trainer.add_callback(EvaluateOnTheWay(trainer, run.schedule, run.script.adora_system_prompt))
+    if run.evaluations:
+        trainer.add_callback(EvaluateOnTheWay(trainer, run.evaluations, run.script.adora_system_prompt))
     return stop, bad_steps
 
 

@@ -17,7 +17,7 @@ from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.prompts import SYSTEM_PROMPT, conversation_with_images
 from data_prep.storage import load_split, write_split
 from data_prep.synthetic.generate import generate
-from eval.engines import EngineSettings, build_engine, default_engine
+from eval.engines import AnswerEngineSettings, build_engine, default_engine
 from eval.geometry3k.benchmark import problems
 from eval.predictions import read_predictions
 from eval.runner import PREDICTIONS, Problem, infer
@@ -25,7 +25,7 @@ from eval.runner import PREDICTIONS, Problem, infer
 Figures = dict[str, Any]
 
 
-def by_infer(asked: list[Problem], settings: EngineSettings, folder: Path) -> Figures:
+def by_infer(asked: list[Problem], settings: AnswerEngineSettings, folder: Path) -> Figures:
     """Seconds, tokens and answers of `infer`, the durable writing of each batch included."""
     summary = infer(asked, folder, settings, {}, system_prompt=SYSTEM_PROMPT, build=build_engine)
     rows = read_predictions(folder / PREDICTIONS)
@@ -36,7 +36,7 @@ def by_infer(asked: list[Problem], settings: EngineSettings, folder: Path) -> Fi
     }
 
 
-def by_loop(asked: list[Problem], settings: EngineSettings) -> Figures:
+def by_loop(asked: list[Problem], settings: AnswerEngineSettings) -> Figures:
     """The same with one call of `generate` per problem."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--engine", default=default_engine(), choices=("vllm", "transformers"))
     options = parser.parse_args()
-    settings = EngineSettings(options.model, options.engine, max_tokens=options.max_tokens)
+    settings = AnswerEngineSettings(options.model, options.engine, max_tokens=options.max_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         data = options.data or Path(scratch) / "data"
         if options.data is None:

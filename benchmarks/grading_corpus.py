@@ -89,7 +89,7 @@ class Child:
         try:
             self._connection.send(case)
             if self._connection.poll(limit):
-                return self._connection.recv()  # type: ignore[no-any-return]
+                return self._connection.recv()
             outcome = "hung"
         except (EOFError, OSError):
             outcome = "died"

@@ -45,14 +45,14 @@ def one_run(folder: Path, method: str, seed: int, data: Path, extra: list[str]) 
         log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
         entries = [entry for entry in log if "reward" in entry]
         last = entries[-max(1, len(entries) // 5) :]
-        figures = {
+        measured = {
             "accuracy": score["accuracy"],
             "reward": statistics.fmean(entry["reward"] for entry in last),
             "length": statistics.fmean(entry["completions/mean_length"] for entry in last),
             "entropy": statistics.fmean(entry["entropy"] for entry in last),
             "seconds": log[-1]["train_runtime"],
         }
-        result.write_text(json.dumps(figures, indent=2))
+        result.write_text(json.dumps(measured, indent=2))
     figures: dict[str, float] = json.loads(result.read_text())
     return figures
 

@@ -75,14 +75,14 @@ def child(arguments: list[str]) -> int:
 
 def place_of(phase: str) -> tuple[Any, Any, str]:
     """The trainer's class, and what is patched for this phase: owner and name."""
-    from adora_vl.checkpoint import trainer as module
+    from adora_vl.checkpoint import writer
     from adora_vl.trainer import AdoraGRPOTrainer
 
     places = {
         "rollout": (AdoraGRPOTrainer, "_generate_and_score_completions"),
         "grading": (AdoraGRPOTrainer, "_calculate_rewards"),
         "backward": (AdoraGRPOTrainer, "_compute_loss"),
-        "saving": (module, "publish"),
+        "saving": (writer, "publish"),
     }
     return AdoraGRPOTrainer, *places[phase]
 

@@ -46,14 +46,14 @@ def figure(results: Sequence[dict[str, Any]], names: Sequence[str]) -> bytes:
     from matplotlib import pyplot
 
     fig, axes = pyplot.subplots(5, 2, figsize=(13, 21), constrained_layout=True)
-    colours = pyplot.get_cmap("tab20").colors
+    colours = pyplot.get_cmap("tab20")
     for (name, title), axis in zip(PANELS, axes.flat, strict=False):
         for number, method in enumerate(names):
             points = mean_curve([run for run in results if run["name"] == method], name)
             points = points if name == "held_out" else smoothed(points)
             if points:
                 style = "-" if number < 10 else "--"
-                axis.plot(*zip(*points, strict=True), style, label=method, color=colours[number % 20], linewidth=1.4)
+                axis.plot(*zip(*points, strict=True), style, label=method, color=colours(number % 20), linewidth=1.4)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from adora_vl.rollout_log.rollouts import Record
 
 
-class Alternate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+class Alternate(TrainerCallback):
     """Notes the wall clock of each step, from the end of the one before; the first three steps warm up."""
 
     def __init__(self) -> None:

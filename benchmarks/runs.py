@@ -115,9 +115,23 @@ def train(out: Path, job: Job, data: Path, prefix: Sequence[str]) -> dict[str, A
         if kept["arguments"] == words:
             return kept
     folder.mkdir(parents=True, exist_ok=True)
-    launch = [Path(sys.executable).parent / "accelerate", "launch", "--config_file", "configs/accelerate/cpu.yaml"]
-    run = ["-m", "adora_vl.train", "--config", "configs/train/smoke_cpu.yaml", "--dataset_name", data]
-    own = ["--output_dir", folder, "--seed", str(job.seed), "--overwrite_output_dir", "true", "--save_strategy", "no"]
+    launch = [
+        str(Path(sys.executable).parent / "accelerate"),
+        "launch",
+        "--config_file",
+        "configs/accelerate/cpu.yaml",
+    ]
+    run = ["-m", "adora_vl.train", "--config", "configs/train/smoke_cpu.yaml", "--dataset_name", str(data)]
+    own = [
+        "--output_dir",
+        str(folder),
+        "--seed",
+        str(job.seed),
+        "--overwrite_output_dir",
+        "true",
+        "--save_strategy",
+        "no",
+    ]
     started = time.perf_counter()
     command([*prefix, *launch, *run, *own, *words], out / f"{job.folder}.log")
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]

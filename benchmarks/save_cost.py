@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from datasets import Dataset
@@ -73,7 +74,7 @@ def main() -> None:
                 ("ours", type(trainer)._save_checkpoint),
             ):
                 shutil.rmtree(checkpoint, ignore_errors=True)
-                times[name].append(seconds(lambda save=save: save(trainer, trainer.model, None)))
+                times[name].append(seconds(partial(save, trainer, trainer.model, None)))
                 size[name] = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
             times["verify at resume"].append(seconds(lambda: problem_of(checkpoint)))
     parameters = sum(p.numel() for p in trainer.model.parameters())

@@ -96,7 +96,7 @@ def plot(results: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.7 * len(results)))
-    colours = pyplot.get_cmap("tab10").colors
+    colours = pyplot.get_cmap("tab10")
     labels: list[str] = []
     for place, (name, both) in enumerate(results.items()):
         whole = both["stock"]["seconds"]
@@ -104,7 +104,7 @@ def plot(results: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
             left = 0.0
             for number, phase in enumerate(PHASES):
                 width = both[way][phase] / whole
-                axes.barh(place + shift, width, 0.36, left=left, color=colours[number], label=phase)
+                axes.barh(place + shift, width, 0.36, left=left, color=colours(number), label=phase)
                 left += width
         labels.append(name)
     axes.set_yticks(range(len(labels)), labels)

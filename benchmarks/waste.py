@@ -14,6 +14,7 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -104,7 +105,7 @@ def main() -> None:
     print(f"MB of pixels     {megabytes:>10.0f} -> {less:<10.0f} ratio {less / megabytes:.3f}")
     before, after = sent(rows)
     print(f"bytes sent       {before:>10} -> {after:<10} ratio {after / before:.4f}")
-    with_text, without = (median(lambda on=on: output_seconds(on), options.repeats) for on in (True, False))
+    with_text, without = (median(partial(output_seconds, on), options.repeats) for on in (True, False))
     scale = 1e6 / TOKENS
     print(f"us per token     {with_text * scale:>10.2f} -> {without * scale:<10.2f} ratio {without / with_text:.2f}")
 

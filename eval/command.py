@@ -12,7 +12,7 @@ from pathlib import Path
 from adora_vl.commands import amount, exit_code_of
 from adora_vl.errors import UserError
 from adora_vl.files import check_folder, make_folder, written_to
-from eval.engines import EngineSettings, build_engine, check_model
+from eval.engines import AnswerEngineSettings, build_engine, check_model
 from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
 from eval.options import parse
 from eval.predictions import Prediction, read_predictions
@@ -85,9 +85,9 @@ def _check_folder(output: Path) -> None:
         raise UserError(f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending out")
 
 
-def settings_of(options: Namespace) -> EngineSettings:
+def settings_of(options: Namespace) -> AnswerEngineSettings:
     """The engine that the options ask for."""
-    return EngineSettings(
+    return AnswerEngineSettings(
         model=check_model(options.model),
         engine=options.engine,
         revision=options.revision,

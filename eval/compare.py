@@ -23,7 +23,7 @@ _NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "ru
 
 
 @dataclass(frozen=True)
-class Run:
+class ScoreFile:
     """A score file: its name in the table, its content, and the share of right answers to each problem."""
 
     name: str
@@ -60,7 +60,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def read_run(path: str) -> Run:
+def read_run(path: str) -> ScoreFile:
     """Read a score file. Raises `UserError` if it is not one."""
     file = Path(path) / SCORE if Path(path).is_dir() else Path(path)
     try:
@@ -79,10 +79,10 @@ def read_run(path: str) -> Run:
     for item in items:
         verdicts.setdefault(item["pid"], []).append(item["verdict"] == "correct")
     shares = {pid: sum(right) / len(right) for pid, right in verdicts.items()}
-    return Run(path, score, shares, max(len(right) for right in verdicts.values()))
+    return ScoreFile(path, score, shares, max(len(right) for right in verdicts.values()))
 
 
-def comparison(runs: Sequence[Run], by: Sequence[str], *, published: bool) -> list[str]:
+def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:
     """The lines of the table, the tests, and the notes. Raises `UserError` if the runs are of different benchmarks."""
     first = runs[0]
     for run in runs:
@@ -121,7 +121,7 @@ def _cell(cell: dict[str, Any] | None) -> str:
     return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {cell['total']}"
 
 
-def _by_group(runs: Sequence[Run], key: str, width: int) -> list[str]:
+def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
     known = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
     if key not in known:
         raise UserError(f"by: no run has the group {key!r}; they have {', '.join(known)}")
@@ -135,7 +135,7 @@ def _by_group(runs: Sequence[Run], key: str, width: int) -> list[str]:
     return lines
 
 
-def _test(first: Run, other: Run) -> str:
+def _test(first: ScoreFile, other: ScoreFile) -> str:
     """The difference on common items with its paired bootstrap interval, and for single answers McNemar's test."""
     common = [pid for pid in first.shares if pid in other.shares]
     if not common:
@@ -153,7 +153,7 @@ def _test(first: Run, other: Run) -> str:
     return text + f"; McNemar p = {mcnemar(lost, gained):.3g} ({gained} gained, {lost} lost)"
 
 
-def _notes(runs: Sequence[Run], quoted: bool) -> list[str]:
+def _notes(runs: Sequence[ScoreFile], quoted: bool) -> list[str]:
     if len(runs) > 1:
         notes = cautions([(run.name, run.score) for run in runs])
     else:

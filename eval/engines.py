@@ -24,7 +24,7 @@ EngineName = Literal["vllm", "transformers"]
 ENGINES: tuple[EngineName, ...] = ("vllm", "transformers")
 
 
-class Request(NamedTuple):
+class AnswerRequest(NamedTuple):
     """Messages with one placeholder per image, the images in the same order, and the seed for sampling this answer."""
 
     messages: list[Message]
@@ -42,18 +42,18 @@ class Generation:
     n_prompt_tokens: int
 
 
-class Engine(Protocol):
+class AnswerEngine(Protocol):
     """Answers requests. `batch_size` is how many it should get at a time."""
 
     batch_size: int
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
         """One answer a request, in the order of the requests."""
         ...
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class AnswerEngineSettings:
     """The settings from which an engine is built. `temperature` 0 is greedy, and `dtype` `auto` is the model's own.
 
     `max_images` and `max_text_bytes` are upper bounds for all requests. vLLM's context length is set from them.
@@ -95,7 +95,7 @@ def check_model(model: str) -> str:
     return model
 
 
-def build_engine(settings: EngineSettings) -> Engine:
+def build_engine(settings: AnswerEngineSettings) -> AnswerEngine:
     """Load the model into the engine that `settings` name. Raises `UserError` if the model cannot be loaded."""
     return VLLMEngine.start(settings) if settings.engine == "vllm" else TransformersEngine(settings)
 
@@ -120,7 +120,7 @@ class VLLMEngine:
         }
 
     @classmethod
-    def start(cls, settings: EngineSettings) -> VLLMEngine:
+    def start(cls, settings: AnswerEngineSettings) -> VLLMEngine:
         """Load the model into a new vLLM engine. Raises `UserError` if vLLM is not installed."""
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine: vllm is not installed; install it or use --engine transformers")
@@ -150,7 +150,7 @@ class VLLMEngine:
         engine.resolved = chat.resolved(settings.dtype)
         return engine
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
         prompts: list[dict[str, Any]] = []
         for request in requests:
             prompt: dict[str, Any] = {"prompt": self._chat.render(request.messages)}
@@ -172,7 +172,7 @@ class VLLMEngine:
 class TransformersEngine:
     """`model.generate` on left-padded batches. Slower than vLLM, but available wherever Transformers is."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: AnswerEngineSettings) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
@@ -197,7 +197,7 @@ class TransformersEngine:
             **(sampled if settings.temperature > 0 else {"do_sample": False}),
         )
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
         import torch
 
         inputs = self._chat.encode([(request.messages, request.images) for request in requests]).to(self._device)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from adora_vl.prompts import SYSTEM_PROMPT
 from eval.command import Benchmark
-from eval.engines import Generation, Request
+from eval.engines import AnswerRequest, Generation
 from eval.options import score_defaults
 from eval.predictions import Prediction
 from eval.runner import Ask, Problem, answer
 from eval.scoring import Score
 
-Generate = Callable[[Sequence[Request]], Sequence[Generation]]
+Generate = Callable[[Sequence[AnswerRequest]], Sequence[Generation]]
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Borrowed:
     batch_size: int
     call: Generate
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
         return list(self.call(requests))
 
 

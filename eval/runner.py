@@ -16,7 +16,7 @@ from tqdm import tqdm
 from adora_vl.errors import UserError
 from adora_vl.files import make_folder, written_to
 from adora_vl.prompts import conversation_with_images
-from eval.engines import Engine, EngineSettings, Request
+from eval.engines import AnswerEngine, AnswerEngineSettings, AnswerRequest
 from eval.fingerprint import Fields, note, settle
 from eval.predictions import (
     IMAGE_FAILED,
@@ -77,11 +77,11 @@ class Summary:
 def infer(
     problems: Sequence[Problem],
     output: Path,
-    settings: EngineSettings,
+    settings: AnswerEngineSettings,
     fingerprint: Fields,
     *,
     system_prompt: str | None,
-    build: Callable[[EngineSettings], Engine],
+    build: Callable[[AnswerEngineSettings], AnswerEngine],
     samples: int = 1,
     in_data: int | None = None,
     ranks: Ranks = ALONE,
@@ -140,9 +140,9 @@ class _Work:
 
     asks: Sequence[Ask]
     output: Path
-    settings: EngineSettings
+    settings: AnswerEngineSettings
     system_prompt: str | None
-    build: Callable[[EngineSettings], Engine]
+    build: Callable[[AnswerEngineSettings], AnswerEngine]
     ranks: Ranks
 
     def answer_slice(self, done: set[tuple[str, int]]) -> float:
@@ -175,11 +175,11 @@ class _Work:
         return time.perf_counter() - start
 
 
-def answer(engine: Engine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None) -> list[Prediction]:
+def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None) -> list[Prediction]:
     """One row per ask, in order. A problem whose image cannot be decoded gets an empty response and the reason."""
     rows: list[Prediction] = []
     asked: list[Prediction] = []
-    requests: list[Request] = []
+    requests: list[AnswerRequest] = []
     for problem, sample in batch:
         row = dict(problem.fields) | ({"sample": sample} if sample else {})
         rows.append(row)
@@ -192,7 +192,7 @@ def answer(engine: Engine, batch: Sequence[Ask], *, seed: int, system_prompt: st
         if images:
             row["image_size"] = list(images[0].size)
         messages = conversation_with_images(problem.prompt, len(images), system_prompt)
-        requests.append(Request(messages, images, _seed_of(seed, problem.pid, sample)))
+        requests.append(AnswerRequest(messages, images, _seed_of(seed, problem.pid, sample)))
         asked.append(row)
     generations = engine.generate(requests) if requests else []
     for row, generation in zip(asked, generations, strict=True):
@@ -211,7 +211,9 @@ def _seed_of(seed: int, pid: str, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
 
-def _bounded(settings: EngineSettings, problems: Sequence[Problem], system_prompt: str | None) -> EngineSettings:
+def _bounded(
+    settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
+) -> AnswerEngineSettings:
     longest = max(len(problem.prompt.encode()) for problem in problems) + len((system_prompt or "").encode())
     return replace(settings, max_images=max(problem.n_images for problem in problems), max_text_bytes=longest)
 

@@ -26,7 +26,7 @@ Images = Callable[[], list[Image.Image]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class LoadedRows:
     """The rows without their images, how to decode the image of each, and a hash of it all."""
 
     rows: list[Row]
@@ -42,7 +42,7 @@ def load_rows(
     needed: Sequence[str],
     image_columns: Sequence[str],
     check: Callable[[Row], str | None],
-) -> Rows:
+) -> LoadedRows:
     """The rows of a split. `image_columns`: where an image may be, the first that is there and not null counts.
 
     `data` is a hub id, a file, or a folder with Parquet files named after the split (or any), or `{split}.json`,
@@ -60,7 +60,7 @@ def load_rows(
     return loaded
 
 
-def _check(loaded: Rows, needed: Sequence[str], check: Callable[[Row], str | None]) -> None:
+def _check(loaded: LoadedRows, needed: Sequence[str], check: Callable[[Row], str | None]) -> None:
     wrong = Complaints(f"data: {loaded.origin}")
     for number, row in enumerate(loaded.rows, start=1):
         fault = missing_fields(row, needed) or row_fault({**row, "pid": _pid(row), "response": ""}) or check(row)
@@ -88,7 +88,7 @@ def unaskable(prompt: Any, choices: Sequence[str] | None = None) -> str | None:
     return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": [], "choices": choices})
 
 
-def _local(path: Path, split: str, image_columns: Sequence[str]) -> Rows:
+def _local(path: Path, split: str, image_columns: Sequence[str]) -> LoadedRows:
     files = [path] if path.is_file() else _files(path, split)
     if files[0].suffix == ".parquet":
         return _from_table(_tables(files), image_columns, digest(files), str(path))
@@ -124,7 +124,7 @@ def _tables(files: Iterable[Path]) -> pa.Table:
         raise UserError(f"data: the files of one split have different columns ({error})") from None
 
 
-def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[str]) -> Rows:
+def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[str]) -> LoadedRows:
     from datasets import load_dataset
 
     try:
@@ -136,7 +136,7 @@ def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[st
     return _from_table(dataset.with_format("arrow")[:], image_columns, str(dataset._fingerprint), name)
 
 
-def _from_table(table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str) -> Rows:
+def _from_table(table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str) -> LoadedRows:
     columns = [column for column in image_columns if column in table.column_names]
     # A column of paths and texts stays with the rows too: the benchmarks' `image` may be either.
     binary = [column for column in columns if not pa.types.is_string(table.schema.field(column).type)]
@@ -151,10 +151,10 @@ def _from_table(table: pa.Table, image_columns: Sequence[str], data_hash: str, o
     def images(index: int) -> Images:
         return lambda: _decoded([table.column(column)[index].as_py() for column in columns], folder)
 
-    return Rows(rows, [images(index) for index in range(len(rows))], data_hash, origin)
+    return LoadedRows(rows, [images(index) for index in range(len(rows))], data_hash, origin)
 
 
-def _from_json(path: Path, image_columns: Sequence[str]) -> Rows:
+def _from_json(path: Path, image_columns: Sequence[str]) -> LoadedRows:
     """A list, an object of rows by id (as MathVista's own file), or an object a line."""
     try:
         content = path.read_bytes()
@@ -178,7 +178,7 @@ def _from_json(path: Path, image_columns: Sequence[str]) -> Rows:
     def images(row: Row) -> Images:
         return lambda: _decoded([row.get(column) for column in image_columns], path.parent)
 
-    return Rows(rows, [images(row) for row in rows], hash_.hexdigest()[:16], str(path))
+    return LoadedRows(rows, [images(row) for row in rows], hash_.hexdigest()[:16], str(path))
 
 
 def _decoded(values: Sequence[Any], folder: Path) -> list[Image.Image]:

@@ -8,13 +8,16 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
 
 from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, publish
 from adora_vl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 LATEST = "latest_universal"  # DeepSpeed's own name; holds the name of the folder beside it
 _SHARDS = "global_step*"
@@ -59,7 +62,7 @@ def write_universal(checkpoint: Path, output: Path) -> None:
         publish(staged, output, facts)
 
 
-def expect_universal(trainer: Any) -> None:
+def expect_universal(trainer: Trainer) -> None:
     """Have DeepSpeed read the universal folder, and not look for shards. Call it before `trainer.train`.
 
     Raises `UserError` if the run does not use DeepSpeed.

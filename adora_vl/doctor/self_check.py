@@ -12,7 +12,7 @@ from adora_vl.doctor.engine import COLD, DISTANT, Examination
 from adora_vl.doctor.probe import read_prompts
 from adora_vl.doctor.result import Check, Status
 from adora_vl.errors import RolloutError
-from adora_vl.readable import unreadable_rows
+from adora_vl.unreadable_images import unreadable_rows
 
 ROWS, TOKENS = 2, 8  # of each rank, and of each rollout
 

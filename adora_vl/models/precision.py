@@ -8,7 +8,7 @@ Under ZeRO-3 DeepSpeed's `zero.Init` gives every float tensor that a constructor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather_object
@@ -18,6 +18,13 @@ from transformers import TrainerCallback
 from adora_vl.errors import RunError
 
 ROTARY = "inv_freq"
+
+
+class HasModels(Protocol):
+    """A trainer, of which only the policy and the reference model are looked at."""
+
+    model: nn.Module
+    ref_model: nn.Module | None
 
 
 def restore_buffers(model: nn.Module) -> list[str]:
@@ -51,7 +58,7 @@ def wrong_buffers(model: nn.Module) -> list[str]:
 class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Ends a training before its first step where a cast has rounded the policy's or the reference's constants."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: HasModels) -> None:
         self.trainer = trainer
         self._has_updated = False
 
@@ -81,7 +88,7 @@ REMEDY = (
 )
 
 
-def wrong_in(trainer: Any) -> list[str]:
+def wrong_in(trainer: HasModels) -> list[str]:
     """`wrong_buffers` of the policy and, where there is one, of the reference model."""
     models = {"policy": trainer.model, "reference": trainer.ref_model}
     return [f"{role}: {line}" for role, model in models.items() if model is not None for line in wrong_buffers(model)]

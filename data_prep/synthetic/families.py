@@ -1,8 +1,9 @@
 r"""The problem families. Each draws its numbers into the picture only: the question alone never gives the answer.
 
-A family is a function `(rng, size, level, style) -> Problem`; level 1 has few, small numbers, level 3 many. Answers are
-exact and in the style of Geometry3K's golds (`\sqrt { 34 }`, `14 \pi`). `solution` is a worked answer and `slip` a
-typical pupil's wrong one: the warm start of the tiny model learns from both, training with a reward sees neither.
+A family is a function `(rng, size, level, style) -> SyntheticProblem`; level 1 has few, small numbers, level 3 many.
+Answers are exact and in the style of Geometry3K's golds (`\sqrt { 34 }`, `14 \pi`). `solution` is a worked answer and
+`slip` a typical pupil's wrong one: the warm start of the tiny model learns from both, training with a reward sees
+neither.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from data_prep.synthetic.canvas import PLAIN, Canvas, Point, Style, font_pixels
 
 
 @dataclass(frozen=True)
-class Problem:
+class SyntheticProblem:
     """One drawn problem: `image` is RGB, `answer` LaTeX, `goal` what is asked for, `shapes` what is drawn."""
 
     family: str
@@ -32,7 +33,8 @@ class Problem:
     shapes: tuple[str, ...]
 
 
-Family = Callable[[random.Random, int, int, Style], Problem]  # of a generator, pixels, a level from 1 to 3, and a style
+# Arguments: a generator, pixels, a level from 1 to 3, and a style.
+Family = Callable[[random.Random, int, int, Style], SyntheticProblem]
 
 
 def _jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
@@ -50,7 +52,7 @@ def ratio(above: int, below: int) -> str:
     return str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """The apex angle is written at the apex; asked is a base angle."""
     apex = rng.randrange(*((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1])
     canvas = Canvas(size, style)
@@ -59,7 +61,7 @@ def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: S
     canvas.line((x, top), (x - half, bottom), (x + half, bottom), closed=True)
     canvas.label(str(apex), _jitter(rng, (x, 0.30 + _inset(size))))
     base = f"{(180 - apex) / 2:g}"
-    return Problem(
+    return SyntheticProblem(
         "isosceles",
         canvas.picture(),
         rng.choice(["Find the measure of a base angle of the isosceles triangle.", "Find the base angle."]),
@@ -71,7 +73,7 @@ def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: S
     )
 
 
-def polygon_interior_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def polygon_interior_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """A regular polygon; its sides have to be counted."""
     sides = rng.choice(([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])[level - 1])
     canvas = Canvas(size, style)
@@ -79,7 +81,7 @@ def polygon_interior_angle(rng: random.Random, size: int, level: int = 1, style:
     angles = [turn + 2 * math.pi * k / sides for k in range(sides)]
     canvas.line(*[(x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles], closed=True)
     angle = ratio((sides - 2) * 180, sides)
-    return Problem(
+    return SyntheticProblem(
         "polygon",
         canvas.picture(),
         rng.choice(["Find the measure of an interior angle of the regular polygon.", "Find the interior angle."]),
@@ -91,7 +93,7 @@ def polygon_interior_angle(rng: random.Random, size: int, level: int = 1, style:
     )
 
 
-def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """Both legs are written beside their sides; asked is the hypotenuse, usually a radical."""
     largest = (7, 21, 61)[level - 1]
     across, down = rng.randrange(1, largest), rng.randrange(1, largest)
@@ -106,7 +108,7 @@ def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, sty
     root = math.isqrt(square)
     answer = str(root) if root * root == square else f"\\sqrt {{ {square} }}"
     boxed = str(root) if root * root == square else f"\\sqrt{{{square}}}"
-    return Problem(
+    return SyntheticProblem(
         "right_triangle",
         canvas.picture(),
         rng.choice(["Find the length of the hypotenuse.", "Find the hypotenuse of the right triangle."]),
@@ -118,7 +120,7 @@ def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, sty
     )
 
 
-def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """Two lines cross; one angle is written, `x` stands in the opposite (equal) or a neighbouring sector."""
     given = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
     vertical = rng.random() < 0.5
@@ -131,7 +133,7 @@ def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style =
     canvas.label("x", _jitter(rng, (0.5, 0.96 - _inset(size)) if vertical else (0.87, 0.57)))
     angle = given if vertical else 180 - given
     workings = (f"vertical {given} = \\boxed{{{given}}}", f"supplementary 180 - {given} = \\boxed{{{180 - given}}}")
-    return Problem(
+    return SyntheticProblem(
         "crossing",
         canvas.picture(),
         rng.choice(["Find x.", "Find the angle x at the crossing."]),
@@ -143,7 +145,7 @@ def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style =
     )
 
 
-def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """The radius is written in the circle; asked is the diameter or the circumference."""
     radius = rng.randrange(2, (50, 100, 200)[level - 1])
     asked = rng.choice(["diameter", "circumference"])
@@ -154,7 +156,7 @@ def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Sty
     canvas.line(centre, (centre[0] + reach, centre[1]))
     canvas.label(str(radius), _jitter(rng, (0.5, 0.5 - 1.15 * _inset(size))))
     unit = "" if asked == "diameter" else " \\pi"
-    return Problem(
+    return SyntheticProblem(
         "circle",
         canvas.picture(),
         rng.choice([f"Find the {asked} of the circle.", f"Find the {asked}."]),

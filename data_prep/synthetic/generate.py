@@ -17,7 +17,7 @@ from data_prep.images import diagram_hash
 from data_prep.schema import Row
 from data_prep.synthetic.canvas import STYLES
 from data_prep.synthetic.choices import with_distractors
-from data_prep.synthetic.families import FAMILIES, Problem
+from data_prep.synthetic.families import FAMILIES, SyntheticProblem
 from data_prep.synthetic.lettered import LETTERED, MIN_SIZE
 
 SPLITS = ("train", "test")
@@ -34,7 +34,7 @@ def split_of(image: Image.Image) -> str:
     return "test" if int(diagram_hash(image)[:8], 16) < _TEST_SHARE * 2**32 else "train"
 
 
-def _row(problem: Problem, split: str, index: int, seed: int, n_choices: int) -> Row:
+def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices: int) -> Row:
     row_id = f"synthetic/{seed}/{split}/{index}"
     choices, letter = None, problem.answer
     if n_choices:

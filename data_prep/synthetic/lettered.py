@@ -14,7 +14,7 @@ from fractions import Fraction
 from PIL import Image
 
 from data_prep.synthetic.canvas import PLAIN, Point, Style
-from data_prep.synthetic.families import Family, Problem, ratio
+from data_prep.synthetic.families import Family, SyntheticProblem, ratio
 from data_prep.synthetic.sketch import ClutteredError, Sketch
 
 MIN_SIZE = 168  # pixels; below, the letters are not readable
@@ -25,7 +25,7 @@ def clear(family: Family) -> Family:
     """The family with every problem drawn until no label touches another."""
 
     @functools.wraps(family)
-    def drawn(rng: random.Random, size: int, level: int, style: Style) -> Problem:
+    def drawn(rng: random.Random, size: int, level: int, style: Style) -> SyntheticProblem:
         while True:
             try:
                 return family(rng, size, level, style)
@@ -35,7 +35,7 @@ def clear(family: Family) -> Family:
     return drawn
 
 
-def right_triangle_side(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def right_triangle_side(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """Two sides of a right triangle are drawn, the third is asked; level 3: a side and an angle of 30, 45 or 60."""
     if level == 3:
         return _special_right_triangle(rng, size, style)
@@ -61,7 +61,7 @@ def right_triangle_side(rng: random.Random, size: int, level: int = 1, style: St
     return _length(sketch.picture(), "Find A B.", c, working, str(a + b))
 
 
-def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Problem:
+def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
     """The hypotenuse and one angle are drawn; `x` stands at the leg opposite of it or beside it."""
     degrees, hypotenuse = rng.choice([30, 45, 60]), 2 * rng.randrange(2, 30)
     sketch = Sketch(
@@ -85,7 +85,7 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Prob
     )
 
 
-def triangle_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def triangle_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """Two angles of a triangle are drawn, the third is asked; level 3: all three, two of them with an x."""
     a, b = rng.randrange(30, 80, (10, 1, 1)[level - 1]), rng.randrange(30, 80, (10, 1, 1)[level - 1])
     c = 180 - a - b
@@ -106,7 +106,7 @@ def triangle_angle(rng: random.Random, size: int, level: int = 1, style: Style =
     return _angle(sketch.picture(), "Find x.", str(x), working, str(180 - c), ("Triangle",))
 
 
-def inscribed_arc(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def inscribed_arc(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """An inscribed angle is drawn, its arc is asked; level 2: the other way; level 3: with an x."""
     inscribed = rng.randrange(25, 76, 5 if level == 1 else 1)
     start, third = rng.uniform(0, 2 * math.pi), math.radians(2 * inscribed + (360 - 2 * inscribed) * 0.5)
@@ -137,7 +137,7 @@ def inscribed_arc(rng: random.Random, size: int, level: int = 1, style: Style = 
     return _angle(sketch.picture(), "Find x.", str(x), working, str(inscribed), ("Circle",))
 
 
-def parallel_segment(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def parallel_segment(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """B lies on A C and E on A D, and B E is parallel to C D; lengths stand in the question or at the figure."""
     ab, ae = rng.randrange(4, 13), rng.randrange(4, 13)
     factor = Fraction(rng.randrange(1, 4)) if level == 1 else Fraction(rng.randrange(1, 8), rng.randrange(2, 5))
@@ -174,7 +174,7 @@ def parallel_segment(rng: random.Random, size: int, level: int = 1, style: Style
     )
 
 
-def parallelogram_side(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> Problem:
+def parallelogram_side(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """Two opposite sides carry values, one of them (level 3: both) with an x."""
     x = rng.randrange(2, 15) if level < 3 else rng.randrange(2, 30)
     factor, added = rng.randrange(2, 6), rng.randrange(1, 20)
@@ -205,21 +205,21 @@ LETTERED: dict[str, Family] = {
 
 def _length(
     picture: Image.Image, question: str, answer: str, working: str, slip: str, shapes: tuple[str, ...] = ("Triangle",)
-) -> Problem:
+) -> SyntheticProblem:
     return _problem(picture, question, answer, working, slip, "Length", shapes)
 
 
 def _angle(
     picture: Image.Image, question: str, answer: str, working: str, slip: str, shapes: tuple[str, ...]
-) -> Problem:
+) -> SyntheticProblem:
     return _problem(picture, question, answer, working, slip, "Angle", shapes)
 
 
 def _problem(
     picture: Image.Image, question: str, answer: str, working: str, slip: str, goal: str, shapes: tuple[str, ...]
-) -> Problem:
+) -> SyntheticProblem:
     solution, wrong = (f"{working}. \\boxed{{{value}}}" for value in (answer, slip))
-    return Problem("", picture, question, answer, solution, wrong, goal, shapes)
+    return SyntheticProblem("", picture, question, answer, solution, wrong, goal, shapes)
 
 
 def _root(square: int) -> str:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +35,14 @@ def faults(words: str) -> Iterator[None]:
         stock(self, rows, step)
 
     patches.setattr(RowGuard, "check", check)
+
+    def is_due(step: int, here: bool) -> bool:
+        return here and now["step"] == step
+
     for word in filter(None, words.split(",")):
         name, step, *rank = word.split(":")
         here = not rank or os.environ.get("RANK", "0") == rank[0]
-        KNOWN[name](patches, lambda step=int(step), here=here: here and now["step"] == step)
+        KNOWN[name](patches, partial(is_due, int(step), here))
     try:
         yield
     finally:
@@ -121,7 +126,8 @@ def several(arguments: list[str], starts: list[str]) -> int:
     """
     from adora_vl import train
 
-    build, made = train.build_trainer, []
+    build = train.build_trainer
+    made: list[Any] = []
 
     def build_once(run: Any) -> Any:
         if made:

@@ -62,7 +62,8 @@ class Look(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model)
         models = {"policy": self.trainer.model, "reference": reference}
-        refusals, tensors = {"built": self.refusal()}, {}
+        refusals = {"built": self.refusal()}
+        tensors: dict[str, Any] = {}
         for role, model in models.items():
             tensors |= {f"{role}/constants/{name}": value for name, value in constants(model).items()}
             tensors |= {f"{role}/built/{place}": value for place, value in far_logps(model).items()}

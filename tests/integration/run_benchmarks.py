@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 from eval import command
-from eval.engines import Engine, EngineSettings, build_engine
+from eval.engines import AnswerEngine, AnswerEngineSettings, build_engine
 from eval.geometry3k.benchmark import BENCHMARK as GEOMETRY3K
 from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
 from eval.mmstar.benchmark import BENCHMARK as MMSTAR
 
-_engines: dict[EngineSettings, Engine] = {}
+_engines: dict[AnswerEngineSettings, AnswerEngine] = {}
 
 
-def shared(settings: EngineSettings) -> Engine:
+def shared(settings: AnswerEngineSettings) -> AnswerEngine:
     key = dataclasses.replace(settings, max_images=1, max_text_bytes=700)
     assert settings.max_text_bytes <= key.max_text_bytes
     if key not in _engines:
@@ -27,7 +27,7 @@ def shared(settings: EngineSettings) -> Engine:
 
 
 def main(model: str, folder: Path) -> int:
-    command.build_engine = shared  # type: ignore[assignment]
+    command.build_engine = shared
     for benchmark, name, more in (
         (GEOMETRY3K, "geometry3k", []),
         (MATHVISTA, "mathvista", ["--rules", "vlmevalkit"]),

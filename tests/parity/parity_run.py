@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from adora_vl.batch import Batch
 from adora_vl.rollout.environment import prepare_engine_environment
 
 prepare_engine_environment()
@@ -71,7 +72,7 @@ class Recorder(AdoraGRPOTrainer):
             self.sent.append(self.vllm_generation.tensors_sent)
         return output
 
-    def _check_drift(self, batch: dict[str, Any], logps_BC: torch.Tensor | None = None) -> None:
+    def _check_drift(self, batch: Batch, logps_BC: torch.Tensor | None = None) -> None:
         scored_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
         if scored_BC is not None:
             gaps_BC = (scored_BC - batch["sampling_per_token_logps"]).abs()

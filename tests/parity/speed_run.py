@@ -181,7 +181,7 @@ def sabotage(names: str) -> None:
             after_the_prompt = torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt
             return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
 
-        packed_module.pack = shifted
+        packed_module.pack = shifted  # type: ignore[assignment]
     if "ends" in names:  # the same where rows are laid end to end
         laid = packed_module.end_to_end
 
@@ -189,7 +189,7 @@ def sabotage(names: str) -> None:
             flat = laid(*args)
             return dataclasses.replace(flat, positions=flat.positions + (flat.labels != -100))
 
-        packed_module.end_to_end = later
+        packed_module.end_to_end = later  # type: ignore[assignment]
     if "rows" in names:  # micro-batches weigh alike however many rows they have
         batcher_module.MEAN_OVER_ROWS = frozenset()
 
@@ -248,7 +248,8 @@ def main() -> None:
     )
     trainer.work, trainer.sampled, trainer.begun, trainer.losses = [], [], [], []
     if not options.float32:
-        trainer._get_per_token_logps_and_entropies = in_float64(trainer._get_per_token_logps_and_entropies)
+        pass_of_trl = in_float64(trainer._get_per_token_logps_and_entropies)
+        trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]
         # autograd runs outside of every mode; of what it runs here, TRL's head alone has casts
         ChunkedLogProbFunction.backward = staticmethod(in_float64(ChunkedLogProbFunction.backward))
     switches.trainer = trainer

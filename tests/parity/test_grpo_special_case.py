@@ -71,7 +71,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
     dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
     batches: list[dict[str, Any]] = []
 
-    class Recorded(trainer_class):  # type: ignore[misc]
+    class Recorded(trainer_class):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             batches.append({key: output[key].clone() for key in ("completion_ids", "advantages")})

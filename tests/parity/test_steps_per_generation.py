@@ -38,7 +38,8 @@ class Watched(AdoraGRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         self.generation, self.sampled_logps = output, output["old_per_token_logps"].clone()
-        self.update, self.updates = [], []
+        self.update: list[Any] = []
+        self.updates: list[Any] = []
         return output
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
-from eval.engines import EngineSettings, Generation, Request
+from eval.engines import AnswerEngineSettings, AnswerRequest, Generation
 from eval.runner import Problem, infer
 
 PROBLEMS, SAMPLES = 200, 2
@@ -23,7 +24,7 @@ class Stub:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
         time.sleep(self._seconds)
         return [
             Generation(f"{request.messages[-1]['content'][-1]['text']} {request.seed} " + "x" * 500, 9, "stop", 3)
@@ -39,10 +40,10 @@ def images(index: int) -> list[Image.Image]:
 
 def main(output: Path, seconds: float) -> None:
     problems = [
-        Problem({"pid": f"p/{i}", "answer": "5", "question": f"q{i}"}, f"q{i}", 1, lambda i=i: images(i))
+        Problem({"pid": f"p/{i}", "answer": "5", "question": f"q{i}"}, f"q{i}", 1, partial(images, i))
         for i in range(PROBLEMS)
     ]
-    settings = EngineSettings("m", "transformers", temperature=1.0)
+    settings = AnswerEngineSettings("m", "transformers", temperature=1.0)
     infer(
         problems,
         output,

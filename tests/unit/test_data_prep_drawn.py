@@ -89,8 +89,8 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
     if family == "right_triangle":
         return math.hypot(*numbers)
     if family == "crossing":
-        (_, one), (_, other) = drawn.labels
-        return numbers[0] if abs(one[0] - other[0]) < 0.2 else 180 - numbers[0]
+        (_, here), (_, there) = drawn.labels
+        return numbers[0] if abs(here[0] - there[0]) < 0.2 else 180 - numbers[0]
     if family == "circle":
         return 2 * numbers[0] * (math.pi if "circumference" in question else 1)
     if family == "right_triangle_side":

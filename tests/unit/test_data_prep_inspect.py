@@ -118,7 +118,13 @@ class _Page(HTMLParser):
 @pytest.fixture
 def attacked(tmp_path: Path) -> Path:
     """A page of rows that attack in every text that they have."""
-    row = {"answer": ATTACK, "answer_raw": ATTACK, "choices": [ATTACK, "5"], "id": ATTACK, "source": ATTACK}
+    row: dict[str, Any] = {
+        "answer": ATTACK,
+        "answer_raw": ATTACK,
+        "choices": [ATTACK, "5"],
+        "id": ATTACK,
+        "source": ATTACK,
+    }
     meta = dict.fromkeys(("solution", "slip"), "") | {"goal": ATTACK, "shapes": [ATTACK], "family": ATTACK}
     _dataset(tmp_path / "data", ATTACK, **row, meta=meta)
     assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "page.html")]) == 0

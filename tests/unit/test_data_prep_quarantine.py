@@ -261,7 +261,7 @@ def test_rows_with_the_same_id_are_told_apart(tmp_path: Path) -> None:
 def test_broken_rows_of_a_table(tmp_path: Path) -> None:
     good = {"images": [{"bytes": PNG, "path": None}], "problem": "<image>Find x.", "answer": "5"}
     features = Features({**HUB_FEATURES, "images": List(ImageFeature(decode=False))})
-    broken = {
+    broken: dict[str, dict[str, Any]] = {
         "field_type": {"answer": None},
         "gold": {"answer": "12 or 13"},
         "no_image": {"images": []},

@@ -244,7 +244,12 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch, mean, sta
     generation.__dict__.update(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
     examination = Examination(SimpleNamespace(vllm_generation=generation), prompts([1]))
     monkeypatch.setattr(Examination, "bound", 0.01)
-    monkeypatch.setattr(Examination, "drift", lambda self, where: (asked.append(where), Drift(mean, mean))[1:] * 3)
+
+    def drift(self: Examination, where: str) -> tuple[Drift, Drift, Drift]:
+        asked.append(where)
+        return Drift(mean, mean), Drift(mean, mean), Drift(mean, mean)
+
+    monkeypatch.setattr(Examination, "drift", drift)
     check = examination.after_sleep()
     assert asked == [2, "sleep"] and generation._llm_weights_sleeping
     assert check.status is status and (status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy)

@@ -162,7 +162,7 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gain_report(
 ) -> None:
     one = score_file(tmp_path / "one.json", "0110", **made_with())
     same = score_file(tmp_path / "same.json", "0111", **made_with(model="another", seed=3))
-    other = score_file(tmp_path / "other.json", "0111", **made_with(**{name: "different"}))
+    other = score_file(tmp_path / "other.json", "0111", **made_with(None, **{name: "different"}))
     for run in (lambda *files: shown(capsys, *files), lambda *files: gained(capsys, *files)):
         assert "warning" not in run(one, same)
         warnings = [line for line in run(one, other).splitlines() if line.startswith("warning")]
@@ -181,7 +181,7 @@ def test_what_two_models_leave_to_themselves_is_compared_too(
 def test_the_score_of_a_part_is_a_warning_wherever_it_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    part = {"coverage": {"answers": 7, "asked": 40, "in_data": 40}}
+    part: dict[str, Any] = {"coverage": {"answers": 7, "asked": 40, "in_data": 40}}
     one = score_file(tmp_path / "one.json", "0110111", **made_with(), **part)
     other = score_file(tmp_path / "other.json", "0111111", **made_with())
     said = "the score of a part: 7 of 40 answers are there"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eval import command
-from eval.engines import Generation, Request
+from eval.engines import AnswerRequest, Generation
 from eval.geometry3k.benchmark import BENCHMARK as GEOMETRY3K
 from eval.in_training import answer_all, figures
 from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
@@ -23,7 +23,7 @@ class Guess:
 
     batch_size = 4
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
         return [
             Generation(
                 rf"wait, \boxed{{{request.seed % 90}}}",
@@ -46,7 +46,7 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     problems, _ = GEOMETRY3K.load(Namespace(data=str(data), split="test"))
     calls: list[int] = []
 
-    def generate(requests: Sequence[Request]) -> list[Generation]:
+    def generate(requests: Sequence[AnswerRequest]) -> list[Generation]:
         calls.append(len(requests))
         return Guess().generate(requests)
 

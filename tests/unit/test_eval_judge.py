@@ -71,7 +71,12 @@ def serve() -> Iterator[Callable[[Answer], Server]]:
 
 
 def row(pid: str, response: str, **fields: Any) -> dict[str, Any]:
-    known = {"pid": pid, "question": f"How many {pid}?", "question_type": "free_form", "answer_type": "integer"}
+    known: dict[str, Any] = {
+        "pid": pid,
+        "question": f"How many {pid}?",
+        "question_type": "free_form",
+        "answer_type": "integer",
+    }
     known |= {"precision": None, "choices": None, "answer": "5", "metadata": {}, "response": response}
     return known | fields
 

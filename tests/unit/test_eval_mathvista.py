@@ -108,7 +108,7 @@ def options(extraction: str = "stored", rules: str = "official", ignore_empty: b
 
 
 def item(**fields: Any) -> dict[str, Any]:
-    row = {"pid": "1", "question": "How many?", "question_type": "free_form", "answer_type": "integer"}
+    row: dict[str, Any] = {"pid": "1", "question": "How many?", "question_type": "free_form", "answer_type": "integer"}
     row |= {"precision": None, "choices": None, "answer": "5", "metadata": {"task": "t"}, "response": "5"}
     return row | fields
 

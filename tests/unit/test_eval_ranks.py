@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from eval.engines import EngineSettings, Generation, Request
+from eval.engines import AnswerEngineSettings, AnswerRequest, Generation
 from eval.predictions import PredictionLog, part_path, read_predictions
 from eval.ranks import Alone, Ranks, ranks, take_gpu
 from eval.runner import Problem, Summary, infer
@@ -25,7 +25,7 @@ class Echo:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
         texts = [f"{request.messages[-1]['content'][-1]['text']} {request.seed}" for request in requests]
         self.asked += texts
         return [Generation(text, 3, "stop", 9) for text in texts]
@@ -47,7 +47,7 @@ PROBLEMS = [Problem({"pid": f"p/{i}", "answer": "5"}, f"q{i}", 1, lambda: [Image
 
 
 def ask(output: Path, engine: Echo, ranks: Ranks, count: int = 7, samples: int = 2) -> Summary:
-    settings = EngineSettings("m", "transformers")
+    settings = AnswerEngineSettings("m", "transformers")
     return infer(
         PROBLEMS[:count],
         output,

@@ -12,13 +12,13 @@ from PIL import Image
 from adora_vl.errors import UserError
 from data_prep.storage import load_split, write_split
 from data_prep.synthetic.generate import generate
-from eval.engines import Engine, EngineSettings, Generation, Request
+from eval.engines import AnswerEngine, AnswerEngineSettings, AnswerRequest, Generation
 from eval.fingerprint import Fields, data_hash, model_hash
 from eval.geometry3k.benchmark import problems as geometry3k_problems
 from eval.predictions import IMAGE_FAILED, Prediction, PredictionLog, read_predictions
 from eval.runner import Problem, Summary, infer
 
-SETTINGS = EngineSettings(model="m", engine="transformers")
+SETTINGS = AnswerEngineSettings(model="m", engine="transformers")
 
 
 class Recorder:
@@ -27,15 +27,15 @@ class Recorder:
     batch_size = 2
 
     def __init__(self, dies_after: int | None = None) -> None:
-        self.requests: list[Request] = []
-        self.built: list[EngineSettings] = []
+        self.requests: list[AnswerRequest] = []
+        self.built: list[AnswerEngineSettings] = []
         self._dies_after = dies_after
 
-    def build(self, settings: EngineSettings) -> Engine:
+    def build(self, settings: AnswerEngineSettings) -> AnswerEngine:
         self.built.append(settings)
         return self
 
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
         if self._dies_after is not None and len(self.requests) >= self._dies_after:
             raise RuntimeError("killed")
         self.requests += requests

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,7 +184,7 @@ def _graded_in_child(connection: multiprocessing.connection.Connection) -> None:
 def test_a_child_process_has_workers_of_its_own(method: str) -> None:
     assert grade(HONEST, GOLD).verdict == "correct"
     ours = shared_pool().pids
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)  # typeshed's base class knows no Process
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_graded_in_child, args=(sender,))
     child.start()

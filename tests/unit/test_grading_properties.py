@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from adora_vl.rewards import Grade, canonical_gold, grade, verify_gold
 from adora_vl.rewards.grade import VERDICTS
+from data_prep.synthetic.canvas import PLAIN
 from data_prep.synthetic.families import FAMILIES
 
 QUICK = settings(derandomize=True, max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -80,7 +81,7 @@ def test_a_gold_is_correct_against_itself_in_every_spelling(gold: str, wrapping:
 def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
     for draw in FAMILIES.values():
         for seed in range(20):
-            gold = draw(random.Random(seed), 64).answer
+            gold = draw(random.Random(seed), 64, 1, PLAIN).answer
             assert verify_gold(gold) is None
             for wrapping in _WRAPPINGS:
                 for rewriting in _REWRITINGS:

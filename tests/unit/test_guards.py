@@ -6,6 +6,7 @@ import errno
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import PIL.Image
 import pytest
@@ -19,9 +20,9 @@ from adora_vl.checkpoint.store import STAGING, checkpoints
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError
 from adora_vl.guards import DeepSpeedSteps, RatioGuard, SkipBadSteps, largest_ratio, located
-from adora_vl.readable import hand_on_unreadable, unreadable_rows
 from adora_vl.rollout.engine import engine_call
 from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.unreadable_images import hand_on_unreadable, unreadable_rows
 from data_prep.images import png_bytes
 
 
@@ -178,7 +179,12 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
     whole = png_bytes(PIL.Image.new("RGB", (8, 8), "red"))
     gone = tmp_path / "gone.png"
     gone.write_bytes(whole)
-    stored = [{"bytes": whole}, {"bytes": whole[:50]}, {"bytes": b"no image"}, {"path": str(gone)}]
+    stored: list[dict[str, Any]] = [
+        {"bytes": whole},
+        {"bytes": whole[:50]},
+        {"bytes": b"no image"},
+        {"path": str(gone)},
+    ]
     dataset = hand_on_unreadable(rows_with(*[{"bytes": None, "path": None, **each} for each in stored]))
     assert isinstance(dataset, Dataset) and dataset["id"][:2] == ["row/0", "row/1"]
     gone.unlink()

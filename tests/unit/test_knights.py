@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,8 @@ ANSWERS = {
 @pytest.mark.parametrize("case", ANSWERS, ids=str)
 def test_the_reward(case):
     text, expected = ANSWERS[case]
-    columns, metrics = {}, {}
+    columns: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     reward = reward_function("knights")
     for completion in (text, [{"role": "assistant", "content": text}]):
         given = reward(

@@ -1,9 +1,11 @@
-"""The direction of imports that the layout promises."""
+"""What the layout promises: the direction of imports, and that a name means one thing."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,7 @@ ALLOWED = {
         "adora_vl.options",
     ),
     "adora_vl.weighing": ("adora_vl.advantage", "adora_vl.batch"),
-    "adora_vl.guards": ("adora_vl.batch", "adora_vl.errors", "adora_vl.readable", "adora_vl.rollout"),
+    "adora_vl.guards": ("adora_vl.batch", "adora_vl.errors", "adora_vl.unreadable_images", "adora_vl.rollout"),
     "adora_vl.rollout_log": (
         "adora_vl.batch",
         "adora_vl.weighing",
@@ -87,11 +89,15 @@ ALLOWED = {
 }
 
 
-def _modules() -> Iterator[tuple[str, ast.Module]]:
-    for top in ("adora_vl", "data_prep", "eval"):
-        for path in (ROOT / top).rglob("*.py"):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            yield name, ast.parse(path.read_text())
+PACKAGES = ("adora_vl", "data_prep", "eval")
+
+
+@cache
+def _modules(tops: tuple[str, ...] = PACKAGES) -> list[tuple[str, ast.Module]]:
+    """Name and syntax tree of every module."""
+    paths = [path for top in tops for path in (ROOT / top).rglob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return [(name, ast.parse(path.read_text())) for name, path in zip(names, paths, strict=True)]
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
@@ -116,7 +122,7 @@ def test_a_package_imports_only_what_lies_below_it(prefix):
             continue
         checked += 1
         for imported in _imports(tree):
-            if any(_within(imported, top) for top in ("adora_vl", "data_prep", "eval")):
+            if any(_within(imported, top) for top in PACKAGES):
                 allowed = (prefix, *ALLOWED[prefix])
                 assert any(_within(imported, p) for p in allowed), f"{name} imports {imported}"
     assert checked > 0
@@ -126,3 +132,14 @@ def test_nothing_imports_the_entry_point():
     """But for the doctor's command, an entry point itself: it examines the very trainer that training would build."""
     importers = [name for name, tree in _modules() if any(_within(i, "adora_vl.train") for i in _imports(tree))]
     assert importers == ["adora_vl.doctor.__main__"]
+
+
+def test_no_two_public_classes_have_the_same_name():
+    """Whoever reads `Schedule` or `Request` somewhere knows which one is meant."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, tree in _modules((*PACKAGES, "benchmarks")):
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module)
+    assert len(places) > 100
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}

@@ -98,7 +98,7 @@ class Policy:
         return sum(size for place, size in sizes.items() if place not in given)
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], float]] = {
     "small": ({"size": SMALL}, 0.02),
     "long": ({"size": LONG}, 0.02),
     "wide images": ({"size": WIDE}, 0.02),

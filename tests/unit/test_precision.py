@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_a_rotary_module_of_a_kind_that_we_cannot_build_is_refused_and_not_guess
 @pytest.mark.parametrize("moment", ["on_train_begin", "on_pre_optimizer_step"])
 def test_training_is_refused_in_one_line_that_names_the_buffer(role, moment):
     models = {"policy": tiny(), "reference": tiny()}
-    trainer = SimpleNamespace(model=models["policy"], ref_model=models["reference"])
+    trainer: Any = SimpleNamespace(model=models["policy"], ref_model=models["reference"])
     guard = RefuseWrongBuffers(trainer)
     guard.on_train_begin(None, None, None)
     models[role].to(torch.bfloat16)
@@ -119,7 +120,8 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(role, moment):
 
 
 def test_without_a_reference_model_the_policy_alone_is_looked_at():
-    RefuseWrongBuffers(SimpleNamespace(model=tiny(), ref_model=None)).on_train_begin(None, None, None)
+    trainer: Any = SimpleNamespace(model=tiny(), ref_model=None)
+    RefuseWrongBuffers(trainer).on_train_begin(None, None, None)
 
 
 def test_nothing_of_it_is_saved(tmp_path):

@@ -53,8 +53,11 @@ def test_ranks_send_one_another_texts_and_no_pixels(run):
 
 def test_what_is_no_conversation_is_gathered_as_it_is():
     image = kept(Pillow.new("RGB", (8, 8)))
-    prompt = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "x"}]}]
+    prompt: list[Any] = [
+        {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "x"}]}
+    ]
     alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
     assert texts.gather_texts([prompt]) == [alone] and prompt[0]["content"][0]["image"] is image
-    for values in (["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []):
+    plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]
+    for values in plain:
         assert texts.gather_texts(values) == values

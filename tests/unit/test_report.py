@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
-from adora_vl.report.metrics import adora_metrics
 
 from adora_vl.advantage import weigh_groups
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.report.gain import main
 from adora_vl.report.summary import summary_lines
+from adora_vl.rollout_log.figures import adora_metrics
 
 
 def score(correct, total, low, high):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def test_the_giver_learns_nothing_from_what_it_gave(two_ranks):
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5), st.sampled_from([1, 2, 3, 6]))
 def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
     """The plan, what is sent, and the choice of units together, for whatever has signal."""
-    plan, parcels, banks = moves([sum(live) for live in ranks], least), [], [Banks() for _ in ranks]
+    plan, banks = moves([sum(live) for live in ranks], least), [Banks() for _ in ranks]
+    parcels: list[Any] = []
     batches = [rank_batch(bank, "abcdef", 1, 100 * (rank + 1)) for rank, bank in enumerate(banks)]
     for batch, live in zip(batches, ranks, strict=True):
         batch["advantages"] = batch["advantages"] * torch.tensor(live)

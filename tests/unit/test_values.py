@@ -164,7 +164,8 @@ def test_a_file_is_checked_as_the_command_line_is(refused, tmp_path):
 
 
 def test_python_gets_the_same_checks():
-    for key, value in (("beta", float("nan")), ("adora_max_ratio", -1), ("loss_type", "gpro"), ("num_generations", 0)):
+    wrong: dict[str, Any] = {"beta": float("nan"), "adora_max_ratio": -1, "loss_type": "gpro", "num_generations": 0}
+    for key, value in wrong.items():
         with pytest.raises(UserError, match=f"^{key}: "):
             AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", **{key: value})
 
