@@ -17,7 +17,7 @@ from adora_vl.checkpoint.fingerprint import differences, sharding_of
 from adora_vl.checkpoint.resume import choose_start, hold
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import MANIFEST, MARK, STAGING, checkpoints, newest_valid, problem_of, publish, rotate
-from adora_vl.checkpoint.universal import _EachItsOwn, expect_universal, write_universal
+from adora_vl.checkpoint.universal import _GroupsAsBefore, expect_universal, write_universal
 from adora_vl.errors import UserError
 from adora_vl.rollout.seeds import rollout_seed
 
@@ -129,7 +129,7 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
     for each in weights:
         optimizer.state[each] = {"step": shared, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
         each.grad = torch.ones(2)
-    _EachItsOwn().on_train_begin(SimpleNamespace(weight_decay=0.1), None, None, optimizer=optimizer)
+    _GroupsAsBefore().on_train_begin(SimpleNamespace(weight_decay=0.1), None, None, optimizer=optimizer)
     optimizer.step()
     assert [optimizer.state[each]["step"].item() for each in weights] == [5, 5]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
