@@ -117,8 +117,8 @@ VISION_ATTENTION = Patch(
 TEXT_ATTENTION = Patch(
     owner="transformers.PretrainedConfig",
     name="_attn_implementation",
-    upstream="The attention of a shared prompt is registered on top of the model's own, whatever that is, and has to be "
-    "chosen for a model that is loaded already. set_attn_implementation checks names against those that it knows.",
+    upstream="The attention of a shared prompt is registered on top of the model's own, whatever that is, and has to "
+    "be chosen for a model that is loaded already. set_attn_implementation checks names against those that it knows.",
     until="set_attn_implementation takes every registered name.",
 )
 SHARDED_BUILD = Patch(

@@ -231,11 +231,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         }
         lent = {name: value for name, value in asked.items() if value is not None}
         kept = {name: getattr(self, name) for name in lent}
-        vars(self).update(lent)
+        self.__dict__.update(lent)
         try:
             yield
         finally:
-            vars(self).update(kept)
+            self.__dict__.update(kept)
 
     def _place_features(self, features: dict[str, Any] | None, prompt_ids: list[int]) -> dict[str, Any] | None:
         """Stock TRL moves a server's image features to the trainer's image tokens without comparing their numbers.

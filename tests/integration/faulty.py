@@ -77,10 +77,13 @@ def _drift(patches: Any, due: Callable[[], bool]) -> None:
 
 def _generate(patches: Any, due: Callable[[], bool]) -> None:
     """An engine that dies over its requests."""
-    from adora_vl.rollout import engine
+    from adora_vl.rollout.environment import prepare_engine_environment
 
-    stock = engine.asking_once
-    patches.setattr(engine, "asking_once", lambda *args: broken if due() else stock(*args))
+    prepare_engine_environment()  # the next module imports vLLM
+    from adora_vl.rollout import llm
+
+    stock = llm.asking_once
+    patches.setattr(llm, "asking_once", lambda *args, **kwargs: broken if due() else stock(*args, **kwargs))
 
 
 def _sync(patches: Any, due: Callable[[], bool]) -> None:

@@ -135,7 +135,8 @@ def test_every_patch_is_used(name):
 
 
 def test_every_entry_says_what_upstream_does_and_when_it_can_go():
-    for entry in (*PATCHES.values(), *compat.CORRECTIONS):
+    entries: list[compat.Patch | compat.Correction] = [*PATCHES.values(), *compat.CORRECTIONS]
+    for entry in entries:
         texts = dataclasses.asdict(entry)
         known = texts.pop("issue")
         assert all(text.strip() for text in texts.values()), entry

@@ -84,7 +84,7 @@ def build(kind: str, attention: str = "sdpa") -> Any:
     if kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**TEXT))
     else:
-        config_class, model_class, vision = {
+        known: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "qwen2_vl": (
                 Qwen2VLConfig,
                 Qwen2VLForConditionalGeneration,
@@ -95,7 +95,8 @@ def build(kind: str, attention: str = "sdpa") -> Any:
                 Qwen2_5_VLForConditionalGeneration,
                 {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "fullatt_block_indexes": [0]},
             ),
-        }[kind]
+        }
+        config_class, model_class, vision = known[kind]
         config = config_class(
             text_config={**TEXT, "rope_parameters": ROPE},
             vision_config={**VISION, **vision},
@@ -119,7 +120,10 @@ def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
     generator = torch.Generator().manual_seed(1)
     longest = max(prompt for prompt, _ in lengths) + (8 if images else 0)
     completion = max(1, *(length for _, group in lengths for length in group))
-    ids, mask, groups, patches = [], [], [], []
+    ids: list[Any] = []
+    mask: list[Any] = []
+    groups: list[Any] = []
+    patches: list[Any] = []
     for prompt, group in lengths:
         own = torch.randint(10, VOCABULARY, (prompt,), generator=generator)
         if images:
@@ -181,7 +185,7 @@ def assert_same(model: Any, rows: Batch) -> None:
     expected = separate(model, rows)
     reference = gradients(model, expected)
     found = shared(model, rows)
-    assert (found - expected).abs().max() <= BOUND * max(expected.abs().max(), 1)
+    assert (found - expected).abs().max() <= BOUND * max(float(expected.abs().max()), 1.0)
     scale = max(tensor.norm() for tensor in reference.values())
     own = gradients(model, found)
     for name, gradient in reference.items():
@@ -225,7 +229,12 @@ def test_any_lengths_are_as_separate_rows(lengths, attention, block):
 def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
     rows = batch([(6, [40] * 16)], images=False)
     sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda kept: sizes.append(kept.numel()) or kept, lambda kept: kept):
+
+    def keep(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
         shared(MODELS["sdpa"], rows)
     tokens = 6 + 16 * 39
     assert max(sizes) < tokens**2 / 4
@@ -274,9 +283,10 @@ def varlen(query, key, value, attention_mask, *, is_causal, softmax_scale, attn_
     assert ends_q[-1] == query.size(1) and ends_k[-1] == key.size(1) and given["cu_seq_lens_q"].dtype == torch.int32
     found = []
     for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        own = query[0, start:end].transpose(0, 1), *(each[0, first:last].transpose(0, 1) for each in (key, value))
+        own = query[0, start:end].transpose(0, 1)
+        keys, values = (each[0, first:last].transpose(0, 1) for each in (key, value))
         allowed = torch.ones(end - start, last - first, dtype=torch.bool).tril(last - first - end + start)
-        found.append(F.scaled_dot_product_attention(*own, allowed, scale=softmax_scale, enable_gqa=True))
+        found.append(F.scaled_dot_product_attention(own, keys, values, allowed, scale=softmax_scale, enable_gqa=True))
     return torch.cat(found, dim=1).transpose(0, 1)[None]
 
 
