@@ -34,13 +34,13 @@ class Check:
 
 CHECKS = (
     Check("rounding", "benchmarks.gpu.precision:cast", 120),
-    Check("zero3", "benchmarks.gpu.precision:zero3", 180, ("deepspeed",)),
-    Check("deepspeed", "benchmarks.gpu.offload:builds", 180, ("deepspeed",)),
+    Check("zero3", "benchmarks.gpu.precision:zero3", 300, ("deepspeed",)),
+    Check("deepspeed", "benchmarks.gpu.offload:builds", 300, ("deepspeed",)),
     Check("lm_head", "benchmarks.gpu.lm_head:run", 90, ("trl",)),
     Check("prompts", "benchmarks.gpu.prompts:run", 180, ("trl", "accelerate")),
     Check("vision", "benchmarks.gpu.vision:run", 120),
     Check("trainer", "benchmarks.gpu.trainer:run", 300, ("trl", "peft", "datasets")),
     Check("lora_sync", "benchmarks.gpu.streaming:run", 90, ("peft",)),
     Check("offload", "benchmarks.gpu.offload:run", 180, ("deepspeed",)),
-    Check("engine", "benchmarks.gpu.engine:run", 300, ("vllm", "trl", "datasets")),
+    Check("engine", "benchmarks.gpu.engine:run", 400, ("vllm", "trl", "datasets")),
 )

@@ -28,12 +28,12 @@ Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 def run(setting: Setting) -> Iterator[Line]:
     tokens = 8192 if setting.full else 32
     config = setting.config("3B", layers=1)
-    config.text_config.vocab_size = VOCABULARY
+    config.text_config.vocab_size = vocabulary = VOCABULARY if setting.full else 40_000  # more than one tile
     width = config.text_config.hidden_size
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=setting.device)
-    weight = 0.02 * torch.randn(VOCABULARY, width, dtype=torch.bfloat16, device=setting.device)
-    targets = words(setting, 1, tokens, VOCABULARY)[0]
+    weight = 0.02 * torch.randn(vocabulary, width, dtype=torch.bfloat16, device=setting.device)
+    targets = words(setting, 1, tokens, vocabulary)[0]
     right = _passed(_in_chunks, hidden.float(), weight.float(), targets)
     ours, control = (_passed(head, hidden, weight, targets) for head in (fused, _plain))
     for number, what in enumerate(("log-probabilities", "gradient of the hidden states", "gradient of the weight")):
