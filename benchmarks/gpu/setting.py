@@ -62,8 +62,11 @@ class Setting:
 
 
 def in_float32(model: Any) -> Any:
-    """Another model with the same (rounded) weights, which computes in float32."""
-    other = type(model)(model.config).to(next(model.parameters()).device, torch.float32)
+    """Another model with the same (rounded) weights, which computes in float32; flash attention cannot."""
+    with next(model.parameters()).device:
+        other = AutoModelForImageTextToText.from_config(
+            copy.deepcopy(model.config), dtype=torch.float32, attn_implementation="sdpa"
+        )
     other.load_state_dict(model.state_dict())
     return other
 
