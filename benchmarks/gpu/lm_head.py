@@ -1,0 +1,92 @@
+"""TRL's fused LM head (Triton on a GPU, torch's operations on a CPU) over the whole vocabulary.
+
+Its bfloat16 log-probabilities and gradients against float32, beside those of a plain bfloat16 head; its peak memory
+against the formula that the dry run uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
+
+from adora_vl.memory import GIB
+from adora_vl.memory.activations import Dtypes, MicroBatch, head_transient
+from adora_vl.memory.model import describe
+from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, by_turns, peak_bytes, words
+from benchmarks.gpu.table import Line, at_most, skipped
+
+VOCABULARY = 151_936  # of all Qwen2.5-VL
+SLACK = 1.5
+_CHUNK = 512  # tokens of the float32 reference at a time
+Head = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def run(setting: Setting) -> Iterator[Line]:
+    tokens = 8192 if setting.full else 32
+    config = setting.config("3B", layers=1)
+    config.text_config.vocab_size = vocabulary = VOCABULARY if setting.full else 40_000  # more than one tile
+    width = config.text_config.hidden_size
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=setting.device)
+    weight = 0.02 * torch.randn(vocabulary, width, dtype=torch.bfloat16, device=setting.device)
+    targets = words(setting, 1, tokens, vocabulary)[0]
+    right = _passed(_in_chunks, hidden.float(), weight.float(), targets)
+    ours, control = (_passed(head, hidden, weight, targets) for head in (fused, _plain))
+    for number, what in enumerate(("log-probabilities", "gradient of the hidden states", "gradient of the weight")):
+        found, noise = (apart(way[number], right[number]) for way in (ours, control))
+        yield at_most(f"{what}, from float32", found, SLACK * noise, "", f"{SLACK} times a plain bfloat16 head's error")
+    del right, ours, control
+
+    shape = describe(config)
+    dtype = torch.bfloat16 if setting.on_gpu else torch.float32  # a CPU's bfloat16 products take copies of their own
+    inputs = hidden.to(dtype), weight.to(dtype), targets
+    batch = MicroBatch(1, 1, tokens + (0 if setting.on_gpu else 1))  # elsewhere all but the last position are scored
+    predicted = head_transient(shape, batch, Dtypes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu)
+    peak = peak_bytes(setting.device, lambda: _passed(fused, *inputs))
+    yield at_most("peak memory", peak / GIB, 1.1 * predicted / GIB, "GiB", "a tenth over adora_vl.memory's formula")
+    yield from _speed(setting, hidden, weight, targets)
+
+
+def _speed(setting: Setting, hidden: Tensor, weight: Tensor, targets: Tensor) -> Iterator[Line]:
+    ways = {name: lambda head=head: _passed(head, hidden, weight, targets) for name, head in HEADS.items()}
+    times = by_turns(setting.device, ways, 3 if setting.full else 1)
+    figure = ", ".join(f"{name} {spent:.3g} s" for name, spent in times.items())
+    if setting.on_gpu:
+        yield at_most("fused head, of a plain one's time", times["fused"] / times["plain"], 2, "", f"ours; {figure}")
+    else:
+        yield skipped("fused head and a plain one", ON_A_GPU_ONLY, figure)
+
+
+def fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """TRL's, with the arguments of its `add_fused_lm_head`."""
+    logps: Tensor = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, TILE, None, 1.0, ("log_probs",))[0]
+    return logps
+
+
+def _plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The logits whole, in the weights' dtype, and their softmax in float32."""
+    return -torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
+
+
+def _in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`_plain` with so many logits at a time as float32 has room for."""
+    from torch.utils.checkpoint import checkpoint
+
+    parts = zip(hidden.split(_CHUNK), targets.split(_CHUNK), strict=True)
+    return torch.cat([checkpoint(_plain, part, weight, words, use_reentrant=False) for part, words in parts])
+
+
+HEADS: dict[str, Head] = {"fused": fused, "plain": _plain}
+
+
+def _passed(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities and both gradients of their sum, each token weighted differently as advantages do."""
+    inputs = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
+    logps = head(*inputs, targets)
+    weights = torch.linspace(-1, 1, len(targets), device=logps.device)
+    one, other = torch.autograd.grad((logps * weights).sum(), inputs)
+    return logps.detach(), one, other

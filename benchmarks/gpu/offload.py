@@ -1,0 +1,91 @@
+"""DeepSpeed beyond plain ZeRO-3: its compiled optimizer, and the optimizer's states in host memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.setting import Setting, apart, process_group, seconds_of, words
+from benchmarks.gpu.table import Line, at_most, holds, skipped
+
+_BUILD = """
+from adora_vl.rollout.environment import prepare_engine_environment
+prepare_engine_environment()
+from deepspeed.ops.op_builder import CPUAdamBuilder
+CPUAdamBuilder().load(verbose=False)
+"""
+_STEPS = 3
+
+
+def builds(setting: Setting) -> Iterator[Line]:
+    """CPUAdam compiled from nothing, with the environment's programs on PATH and without."""
+    import deepspeed
+
+    yield holds("import", f"DeepSpeed {deepspeed.__version__}", "imports", True, "")
+    own = str(Path(sys.executable).parent)
+    others = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if part != own)
+    for name, path in (("on", f"{own}{os.pathsep}{others}"), ("not on", others)):
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**os.environ, "PATH": path, "TORCH_EXTENSIONS_DIR": folder}
+            done = subprocess.run(
+                [sys.executable, "-c", _BUILD], env=environment, capture_output=True, text=True, check=False
+            )
+        words = done.stderr.strip().splitlines()
+        figure = "built" if done.returncode == 0 else (words[-1][:200] if words else f"exit code {done.returncode}")
+        what = f"CPUAdam, the environment's bin {name} PATH"
+        yield holds(what, figure, "builds", done.returncode == 0, "zero3_offload.yaml needs it; ninja and g++")
+
+
+def run(setting: Setting) -> Iterator[Line]:
+    """ZeRO-3 with the optimizer in host memory, pinned and not: seconds of a step, and the same weights."""
+    with process_group(setting):
+        seconds, weights = {}, {}
+        for name, pinned in (("unpinned", False), ("pinned", True)):
+            if pinned and not setting.on_gpu:
+                continue
+            seconds[name], weights[name], moved = _trained(setting, pinned)
+            yield at_most(f"{name}: weights that did not move", 1 - moved, 0.01, "", "an update of each but few")
+    if "pinned" not in seconds:
+        yield skipped("pinned", "memory is pinned for a GPU only", f"unpinned {seconds['unpinned']:.3g} s a step")
+        return
+    gap = apart(weights["pinned"], weights["unpinned"])
+    yield at_most("pinned, from unpinned: weights", gap, 1e-3, "", "the same steps; a GPU adds in any order")
+    ratio = seconds["pinned"] / seconds["unpinned"]
+    figure = f"{seconds['pinned']:.3g} and {seconds['unpinned']:.3g} s"
+    yield at_most("pinned, of unpinned's seconds a step", ratio, 1.1, "", f"else pinning has no use; {figure}")
+
+
+def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:
+    """Median seconds of a step, a layer's float32 weights after it, and the share of them that has changed."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    config = setting.config("3B", layers=2, vocabulary=32_768)
+    model = setting.model(config, torch.bfloat16).train()
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": pinned}},
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+    ids = words(setting, 1, 256 if setting.full else 32, config.text_config.vocab_size)
+    parameter = model.get_decoder().layers[0].mlp.up_proj.weight
+    before = safe_get_full_fp32_param(parameter).clone()
+
+    def step() -> None:
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+
+    spent = sorted(seconds_of(setting.device, step) for _ in range(_STEPS))[_STEPS // 2]
+    after = safe_get_full_fp32_param(parameter).clone()
+    engine.destroy()
+    return spent, after, float((after != before).double().mean())

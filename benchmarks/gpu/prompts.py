@@ -1,0 +1,186 @@
+"""The policy's pass with each prompt once a group, with rows end to end, and with separate rows as stock TRL has it.
+
+Language models of 3B's and 7B's widths with few layers. Shared prompts go through `PolicyPass`, as in a training step,
+so its own rule says whether they are worth it; the check times both and says whether the rule was right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from adora_vl.replaced import replaced
+from torch import Tensor
+from transformers.utils import is_flash_attn_2_available
+from trl.trainer.utils import add_fused_lm_head
+
+from adora_vl.dedup import packed as packed_pass
+from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.memory import GIB
+from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, by_turns, gradients, in_float32, peak_bytes, words
+from benchmarks.gpu.table import Line, at_most, holds, skipped
+
+SLACK = 2.0
+_VOCABULARY = 32_768  # the LM head has a check of its own
+_FULL = ((512, 256, 8), (512, 1024, 8), (1024, 2048, 8), (2048, 256, 4), (256, 64, 16))
+_SMALL = ((48, 12, 4), (24, 96, 4))
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt and `rows` completions of different lengths, padded as TRL pads them."""
+
+    ids: Tensor
+    mask: Tensor
+    completion: int
+
+    @classmethod
+    def of(cls, setting: Setting, prompt: int, completion: int, rows: int, vocabulary: int) -> Group:
+        ids = words(setting, rows, prompt + completion, vocabulary)
+        ids[:, :prompt] = ids[0, :prompt]
+        mask = torch.ones_like(ids)
+        for row, length in enumerate(torch.linspace(completion / 2, completion, rows).int().tolist()):
+            mask[row, prompt + length :] = 0
+        return cls(ids, mask, completion)
+
+
+def run(setting: Setting) -> Iterator[Line]:
+    for size in ("3B", "7B"):
+        yield from _of_width(setting, size)
+    yield from _end_to_end(setting)
+
+
+def _of_width(setting: Setting, size: str) -> Iterator[Line]:
+    config = setting.config(size, layers=4 if setting.full else 2, vocabulary=_VOCABULARY)
+    lengths = _FULL if setting.full else _SMALL
+    subject = Subject(setting, setting.model(config, torch.bfloat16))
+    group = Group.of(setting, *lengths[0], config.text_config.vocab_size)
+    yield from subject.exactness(size, group, "shared", subject.shared)
+    for prompt, completion, rows in lengths:
+        where = f"{size}, prompt {prompt}, {rows} x {completion}"
+        group = Group.of(setting, prompt, completion, rows, config.text_config.vocab_size)
+        yield from subject.rule(where, group)
+
+
+def _end_to_end(setting: Setting) -> Iterator[Line]:
+    if not (setting.on_gpu and is_flash_attn_2_available()):
+        reason = "flash attention is not installed" if setting.on_gpu else "flash attention needs a GPU"
+        yield skipped("rows end to end", reason)
+        return
+    config = setting.config("3B", layers=4, vocabulary=_VOCABULARY)
+    subject = Subject(setting, setting.model(config, torch.bfloat16, "flash_attention_2"))
+    group = Group.of(setting, *_FULL[0], config.text_config.vocab_size)
+    yield from subject.exactness("3B", group, "end to end", subject.flat)
+
+
+class Subject:
+    """A model, and the ways to its log-probabilities."""
+
+    def __init__(self, setting: Setting, model: Any) -> None:
+        self.setting, self.model = setting, model.train()
+        self.accelerator = Accelerator(cpu=not setting.on_gpu)
+        add_fused_lm_head(self.model)
+
+    def separate(self, model: Any, ids: Tensor, mask: Tensor, completion: int, *_: Any, **__: Any) -> Any:
+        """What stock TRL does with a batch without images."""
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :-completion] = -100
+        logps = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+        return logps[:, -completion:], None, None
+
+    def policy(self, *, share: bool) -> PolicyPass:
+        switches: Any = SimpleNamespace(adora_share_prompt=share, adora_less_padding=not share)
+        return PolicyPass(self.accelerator, switches)
+
+    def through(self, policy: PolicyPass | None, group: Group, model: Any = None) -> Tensor:
+        """(B, C), 0 where there is no token."""
+        given = (model if model is not None else self.model, group.ids, group.mask, group.completion)
+        logps = (policy(self.separate, *given) if policy is not None else self.separate(*given))[0]
+        return logps * group.mask[:, -group.completion :]
+
+    def shared(self) -> PolicyPass:
+        return self.policy(share=True)
+
+    def flat(self) -> PolicyPass:
+        return self.policy(share=False)
+
+    def exactness(self, size: str, group: Group, name: str, make: Callable[[], PolicyPass]) -> Iterator[Line]:
+        """Both ways' distance from float32, and the kernels that they use."""
+        reference = in_float32(self.model)
+        add_fused_lm_head(reference)
+        right = self._both(None, group, reference)
+        del reference
+        noise = self._both(None, group)
+        policy = make()
+        with _whatever_the_rule_says():
+            found = self._both(policy, group)
+        layout = policy.packed if name == "shared" else policy.flat
+        used = layout.passes > 0
+        yield holds(f"{size}, {name}", "used" if used else layout.refused or "not used", "used", used, "PackedPass")
+        for number, what in enumerate(("log-probabilities", "gradients")):
+            value, bound = apart(found[number], right[number]), SLACK * apart(noise[number], right[number])
+            source = f"{SLACK} times separate rows' own error in bfloat16"
+            yield at_most(f"{size}, {name}: {what}, from float32", value, bound, "", source)
+        for label, way in (("separate", None), (name, policy)):
+            with _whatever_the_rule_says():
+                kernels = self.kernels(partial(self.through, way, group))
+            slow = any("math" in kernel for kernel in kernels)
+            yield holds(
+                f"{size}, {label}: attention kernel", ", ".join(kernels) or "none of PyTorch's", "not math", not slow,
+                "the math kernel holds every pair of tokens in memory",
+            )  # fmt: skip
+
+    def rule(self, where: str, group: Group) -> Iterator[Line]:
+        """Seconds and peak of both ways, and whether the way that training takes is the faster one."""
+        policy = self.shared()
+        with torch.no_grad():
+            self.through(policy, group)
+        chosen = "shared" if policy.packed.passes else "separate"
+        forced = self.shared()
+        ways = {"separate": partial(self._step, None, group), "shared": partial(self._step, forced, group)}
+        with _whatever_the_rule_says():
+            times = by_turns(self.setting.device, ways, 3 if self.setting.full else 1)
+            peaks = {name: peak_bytes(self.setting.device, way) / GIB for name, way in ways.items()}
+        figure = "; ".join(f"{name} {times[name]:.3g} s, {peaks[name]:.2g} GiB" for name in ways)
+        if self.setting.on_gpu:
+            ratio = times[chosen] / min(times.values())
+            line = at_most(
+                f"{where}: {chosen}, of the faster way's time", ratio, 1.1, "", f"a tenth is noise; {figure}"
+            )
+            yield line
+            yield holds(f"{where}: both ways", figure, "shared takes no more memory", peaks["shared"] <= 1.05 * peaks[
+                "separate"
+            ], "it computes fewer tokens")  # fmt: skip
+        else:
+            yield skipped(f"{where}: the rule says {chosen}", ON_A_GPU_ONLY, figure)
+
+    def kernels(self, run: Callable[[], object]) -> list[str]:
+        """PyTorch's attention operations in one pass."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.no_grad(), torch.profiler.profile(activities=activities) as profile:
+            run()
+        names = {event.key for event in profile.key_averages()}
+        prefixes = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn")
+        return sorted(name.removeprefix("aten::_") for name in names if name.startswith(prefixes))
+
+    def _step(self, policy: PolicyPass | None, group: Group) -> None:
+        self.through(policy, group).sum().backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def _both(self, policy: PolicyPass | None, group: Group, model: Any = None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities, and the gradients of a weighted sum of them."""
+        logps = self.through(policy, group, model)
+        weights = torch.linspace(-1, 1, len(logps), device=logps.device)[:, None]
+        (logps * weights).sum().backward()
+        return logps.detach(), gradients(model if model is not None else self.model)
+
+
+def _whatever_the_rule_says() -> AbstractContextManager[Any]:
+    """Shared prompts also where the rule, if there is one, takes separate rows for less work."""
+    return replaced(packed_pass, "_pays", lambda *_: True) if hasattr(packed_pass, "_pays") else nullcontext()

@@ -1,0 +1,81 @@
+"""What a LoRA policy sends to its engine: merged tensors, one at a time, into a receiver on the same card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from adora_vl.memory import GIB
+from adora_vl.rollout.lora import merged_parameters
+from benchmarks.gpu.setting import Setting, peak_bytes, seconds_of
+from benchmarks.gpu.table import Line, at_most, holds, skipped
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of our recipe
+
+
+def run(setting: Setting) -> Iterator[Line]:
+    model = setting.model(setting.config("3B", layers=36 if setting.full else 2), torch.bfloat16)
+    base = dict(model.named_parameters())
+    receiver = {name: torch.empty_like(parameter) for name, parameter in base.items()}
+    before = {name: parameter.double().sum().item() for name, parameter in base.items()}
+    targets = rf".*language_model.*\.({'|'.join(TARGETS)})"
+    config = LoraConfig(r=64 if setting.full else 4, lora_alpha=128, target_modules=targets)
+    policy = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.01)
+
+    peak = peak_bytes(setting.device, lambda: send(policy, receiver))
+    largest = max(parameter.numel() for name, parameter in base.items() if _is_adapted(name))
+    # float32 weight, float32 product, their sum, and the copy that goes
+    bound = (4 + 4 + 4 + 4 + 2) * largest
+    yield at_most("memory beside the policy", peak / GIB, 1.1 * bound / GIB, "GiB", "one tensor at a time, in float32")
+    spent = seconds_of(setting.device, lambda: send(policy, receiver))
+    size = sum(tensor.nbytes for tensor in receiver.values())
+    figure = f"{spent:.3g} s for {size / GIB:.3g} GiB"
+    yield (
+        at_most("seconds of a sync", spent, 10, "s", f"ours: small beside a generation's; {figure}")
+        if setting.on_gpu
+        else skipped("seconds of a sync", "seconds are judged on a GPU only", figure)
+    )
+    yield at_most(
+        "sent weights, from float64",
+        _error(policy, receiver),
+        1.01 * 2**-8,
+        "",
+        "one rounding to bfloat16, and float32's",
+    )
+    same = sum(parameter.double().sum().item() == before[name] for name, parameter in base.items())
+    yield holds("weights that a sync leaves alone", f"{same} of {len(base)}", "all", same == len(base), "frozen base")
+
+
+def _is_adapted(name: str) -> bool:
+    return "language_model" in name and name.removesuffix(".weight").endswith(tuple(TARGETS))
+
+
+def send(policy: Any, receiver: dict[str, Tensor]) -> None:
+    """As `sync_weights` does; raises `KeyError` for a name that the engine would not know."""
+    missing = set(receiver)
+    for name, tensor in merged_parameters(policy, lambda _: nullcontext(), lambda _: True):
+        receiver[name].copy_(tensor)
+        missing.discard(name)
+    assert not missing, f"never sent: {sorted(missing)[:3]}"
+
+
+def _error(policy: Any, receiver: dict[str, Tensor]) -> float:
+    """The worst element of some adapted tensors, relative to the element."""
+    layers = {n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")}
+    worst = 0.0
+    for name, layer in list(layers.items())[:: max(1, len(layers) // 14)]:
+        down, up = (part["default"].weight.detach().double() for part in (layer.lora_A, layer.lora_B))
+        right = layer.base_layer.weight.detach().double() + layer.scaling["default"] * up @ down
+        sent = receiver[f"{name.removeprefix('base_model.model.')}.weight"].double()
+        # beside the largest elements: sums of products cancel in the smallest
+        worst = max(worst, float(((sent - right).abs() / right.abs().clamp(min=1e-3 * float(right.abs().max()))).max()))
+    return worst

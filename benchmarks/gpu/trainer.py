@@ -1,0 +1,237 @@
+"""Whole steps of `trl.GRPOTrainer` beside ours in alternation, without an engine: LoRA, batches of 8, random weights.
+
+Rollouts come from `generate`, with which neither has anything to do, so the policy's part is judged by itself. The peak
+of ours is held against what the dry run predicts for these shapes.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig, AutoProcessor, PretrainedConfig, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, ModelConfig
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.dry_run.lengths import Lengths
+from adora_vl.dry_run.planning import make_setup
+from adora_vl.memory import GIB
+from adora_vl.memory.model import describe
+from adora_vl.memory.predict import CONTEXT, predict
+from adora_vl.memory.sharding import Sharding
+from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.trainer import AdoraGRPOTrainer
+from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting
+from benchmarks.gpu.streaming import TARGETS
+from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.step_run import Clock, dataset, reward
+
+ROWS = 8  # one group
+STEPS = 3  # of a turn; the first is not counted
+_SPECIAL = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+@dataclass
+class Turn:
+    """What the counted steps of one turn took."""
+
+    seconds: list[float] = field(default_factory=list)
+    phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    peak: int = 0  # bytes that torch's allocator held on the GPU
+    prompt: int = 0  # tokens
+    finite: bool = True
+
+
+def run(setting: Setting) -> Iterator[Line]:
+    config = shapes(setting)
+    side, completion = (448, 256) if setting.full else (56, 8)
+    turns: dict[str, list[Turn]] = {"stock": [], "ours": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2 if setting.full else 1):
+            for way, done in turns.items():
+                done.append(_turn(setting, config, way, side, completion, Path(folder)))
+    for way, done in turns.items():
+        finite = all(turn.finite for turn in done)
+        figure = "finite" if finite else "not finite"
+        yield holds(f"{way}: loss and gradient norm", figure, "finite, not all 0", finite, "trainer's log")
+    yield from _seconds(setting, turns)
+    peak = max(turn.peak for turn in turns["ours"])
+    yield from _memory(setting, config, side, completion, turns["ours"][0].prompt, peak)
+
+
+def shapes(setting: Setting) -> PretrainedConfig:
+    """The 3B model, with the special tokens of the tiny model's processor: there is no other without a hub."""
+    config = setting.config("3B", layers=36 if setting.full else 2, eye_layers=32 if setting.full else 2)
+    tiny = AutoConfig.from_pretrained(PRETRAINED)
+    for name in _SPECIAL:
+        setattr(config, name, getattr(tiny, name))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config.text_config, name, getattr(tiny.text_config, name))
+    return config
+
+
+def lora(setting: Setting) -> LoraConfig:
+    """Of our recipe, on the language model alone."""
+    targets = rf".*language_model.*\.({'|'.join(TARGETS)})"
+    return LoraConfig(r=64 if setting.full else 4, lora_alpha=128, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def arguments(setting: Setting, way: str, side: int, completion: int, folder: Path) -> Any:
+    """One group of 8 a step, as `adora_3b_1gpu_lora.yaml` where it says something about a micro-batch."""
+    keys: dict[str, Any] = {
+        "output_dir": str(folder / way), "use_vllm": False, "use_cpu": not setting.on_gpu, "bf16": setting.on_gpu,
+        "gradient_checkpointing": setting.on_gpu, "per_device_train_batch_size": ROWS, "num_generations": ROWS,
+        "max_completion_length": completion, "max_steps": STEPS, "learning_rate": 1e-5, "beta": 0.0,
+        "loss_type": "grpo", "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "logging_steps": 1, "seed": 3,
+    }  # fmt: skip
+    if way == "stock":
+        return GRPOConfig(**keys)
+    return AdoraGRPOConfig(**keys, min_pixels=side * side, max_pixels=side * side, adora_mode="off")
+
+
+def _turn(setting: Setting, config: PretrainedConfig, way: str, side: int, completion: int, folder: Path) -> Turn:
+    """A new model and a new trainer of this kind, for a few steps."""
+    processor = AutoProcessor.from_pretrained(PRETRAINED, padding_side="left", truncation_side="left")
+    processor.image_processor.size = {"shortest_edge": side * side, "longest_edge": side * side}
+    model = setting.model(config, torch.bfloat16 if setting.on_gpu else torch.float32)
+    model.generation_config.eos_token_id = config.text_config.eos_token_id
+    model.generation_config.pad_token_id = config.text_config.pad_token_id
+    trainer = {"stock": GRPOTrainer, "ours": AdoraGRPOTrainer}[way](
+        model=model,
+        reward_funcs=reward,
+        args=arguments(setting, way, side, completion, folder),
+        train_dataset=dataset(4 * STEPS, side, 0.0),
+        processing_class=processor,
+        peft_config=lora(setting),
+    )
+    turn, clock = Turn(), DeviceClock(setting)
+    trainer.add_callback(Steps(setting, turn, clock))
+    _note_prompts(trainer, turn)
+    clock.around(trainer, "_generate", "rollout")
+    clock.around(trainer, "_get_per_token_logps_and_entropies", "log-probabilities")
+    clock.around(trainer.accelerator, "backward", "backward")
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    norms = [float(entry["grad_norm"]) for entry in logs]
+    turn.finite = bool(norms) and all(math.isfinite(norm) for norm in norms) and any(norms)
+    if setting.on_gpu:
+        turn.peak = torch.cuda.max_memory_reserved(setting.device)
+    trainer.accelerator.free_memory()
+    del trainer, model
+    gc.collect()
+    if setting.on_gpu:
+        torch.cuda.empty_cache()
+    return turn
+
+
+class DeviceClock(Clock):
+    """As `Clock`; a phase ends when the device has done it."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.setting = setting
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        _wait(self.setting)
+        with super().phase(name):
+            yield
+            _wait(self.setting)
+
+
+class Steps(TrainerCallback):
+    """Writes down what each step but the first took."""
+
+    def __init__(self, setting: Setting, turn: Turn, clock: Clock) -> None:
+        self.setting, self.turn, self.clock = setting, turn, clock
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.setting.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.setting.device)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _wait(self.setting)
+        self.clock.seconds.clear()
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _wait(self.setting)
+        if state.global_step == 1:
+            return
+        total, phases = time.perf_counter() - self.started, dict(self.clock.seconds)
+        self.turn.seconds.append(total)
+        for name, spent in {**phases, "other": total - sum(phases.values())}.items():
+            self.turn.phases[name].append(spent)
+
+
+def _wait(setting: Setting) -> None:
+    if setting.on_gpu:
+        torch.cuda.synchronize(setting.device)
+
+
+def _note_prompts(trainer: Any, turn: Turn) -> None:
+    original = trainer._get_per_token_logps_and_entropies
+
+    def noting(model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any) -> Any:
+        turn.prompt = max(turn.prompt, input_ids.size(1) - logits_to_keep)
+        return original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = noting
+
+
+def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
+    medians: dict[str, dict[str, float]] = {}
+    for way, done in turns.items():
+        names = {name for turn in done for name in turn.phases}
+        medians[way] = {
+            name: statistics.median([spent for turn in done for spent in turn.phases[name]]) for name in sorted(names)
+        }
+        medians[way]["step"] = statistics.median([spent for turn in done for spent in turn.seconds])
+        figure = ", ".join(f"{name} {spent:.3g} s" for name, spent in medians[way].items())
+        yield holds(f"{way}: seconds", figure, "more than 0", medians[way]["step"] > 0, "medians of the counted steps")
+    policy = {way: spent["log-probabilities"] + spent["backward"] for way, spent in medians.items()}
+    ratios = {"policy's pass and backward": policy["ours"] / policy["stock"]}
+    ratios["whole step"] = medians["ours"]["step"] / medians["stock"]["step"]
+    for (what, ratio), bound in zip(ratios.items(), (1.0, 1.1), strict=True):
+        name = f"ours, of stock's seconds: {what}"
+        if setting.on_gpu:
+            yield at_most(name, ratio, bound, "", "else our way costs time; a tenth of a whole step is noise")
+        else:
+            yield skipped(name, ON_A_GPU_ONLY, f"{ratio:.2f}")
+
+
+def _memory(
+    setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int, peak: int
+) -> Iterator[Line]:
+    predicted = prediction(setting, config, side, completion, prompt) / GIB
+    if not setting.on_gpu:
+        reason = (
+            "a process's memory on a CPU is no card's; tests/unit/test_memory_measured.py judges the formulas there"
+        )
+        yield skipped("peak memory", reason, f"{predicted:.2g} GiB predicted")
+        return
+    source = "the dry run's prediction without the context"
+    yield at_most("peak memory", peak / GIB, predicted, "GiB", source)
+    yield at_most("prediction, of the peak", predicted / (peak / GIB), 1.5, "", "more would refuse what fits")
+
+
+def prediction(setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int) -> int:
+    """Bytes of the worst phase, by the dry run's own way from the configuration to the figure."""
+    args = arguments(setting, "ours", side, completion, Path("unused"))
+    shape = describe(config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=lora(setting))
+    image = (side // shape.patch // shape.merge) ** 2
+    lengths = Lengths([prompt], [image], [], 1)
+    setup = make_setup(args, ModelConfig(attn_implementation="sdpa"), shape, Sharding(), lengths)
+    return predict(setup, 80 * GIB).peak - (CONTEXT if setting.on_gpu else 0)
