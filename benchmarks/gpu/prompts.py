@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
-from adora_vl.replaced import replaced
 from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
@@ -183,4 +183,4 @@ class Subject:
 
 def _whatever_the_rule_says() -> AbstractContextManager[Any]:
     """Shared prompts also where the rule, if there is one, takes separate rows for less work."""
-    return replaced(packed_pass, "_pays", lambda *_: True) if hasattr(packed_pass, "_pays") else nullcontext()
+    return mock.patch.object(packed_pass, "_pays", lambda *_: True) if hasattr(packed_pass, "_pays") else nullcontext()
