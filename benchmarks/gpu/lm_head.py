@@ -86,7 +86,8 @@ HEADS: dict[str, Head] = {"fused": fused, "plain": _plain}
 def _passed(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities and both gradients of their sum, each token weighted differently as advantages do."""
     inputs = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
-    logps = head(*inputs, targets)
+    own, weights_of_head = inputs
+    logps = head(own, weights_of_head, targets)
     weights = torch.linspace(-1, 1, len(targets), device=logps.device)
     one, other = torch.autograd.grad((logps * weights).sum(), inputs)
     return logps.detach(), one, other

@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +105,7 @@ def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def by_turns(device: torch.device, ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def by_turns(device: torch.device, ways: Mapping[str, Callable[..., object]], repeats: int) -> dict[str, float]:
     """Median seconds of each, after one run that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
