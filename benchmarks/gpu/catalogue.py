@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Check:
+class GPUCheck:
     """`place`: module and function, a generator of lines. `needs`: packages without which it is skipped."""
 
     name: str
@@ -33,14 +33,14 @@ class Check:
 
 
 CHECKS = (
-    Check("rounding", "benchmarks.gpu.precision:cast", 120),
-    Check("zero3", "benchmarks.gpu.precision:zero3", 300, ("deepspeed",)),
-    Check("deepspeed", "benchmarks.gpu.offload:builds", 300, ("deepspeed",)),
-    Check("lm_head", "benchmarks.gpu.lm_head:run", 90, ("trl",)),
-    Check("prompts", "benchmarks.gpu.prompts:run", 180, ("trl", "accelerate")),
-    Check("vision", "benchmarks.gpu.vision:run", 120),
-    Check("trainer", "benchmarks.gpu.trainer:run", 300, ("trl", "peft", "datasets")),
-    Check("lora_sync", "benchmarks.gpu.streaming:run", 90, ("peft",)),
-    Check("offload", "benchmarks.gpu.offload:run", 180, ("deepspeed",)),
-    Check("engine", "benchmarks.gpu.engine:run", 400, ("vllm", "trl", "datasets")),
+    GPUCheck("rounding", "benchmarks.gpu.precision:cast", 120),
+    GPUCheck("zero3", "benchmarks.gpu.precision:zero3", 300, ("deepspeed",)),
+    GPUCheck("deepspeed", "benchmarks.gpu.offload:builds", 300, ("deepspeed",)),
+    GPUCheck("lm_head", "benchmarks.gpu.lm_head:run", 90, ("trl",)),
+    GPUCheck("prompts", "benchmarks.gpu.prompts:run", 180, ("trl", "accelerate")),
+    GPUCheck("vision", "benchmarks.gpu.vision:run", 120),
+    GPUCheck("trainer", "benchmarks.gpu.trainer:run", 300, ("trl", "peft", "datasets")),
+    GPUCheck("lora_sync", "benchmarks.gpu.streaming:run", 90, ("peft",)),
+    GPUCheck("offload", "benchmarks.gpu.offload:run", 180, ("deepspeed",)),
+    GPUCheck("engine", "benchmarks.gpu.engine:run", 400, ("vllm", "trl", "datasets")),
 )

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.catalogue import Check
+from benchmarks.gpu.catalogue import GPUCheck
 from benchmarks.gpu.table import Line, Verdict, failed, one_line, skipped
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run(check: Check, size: str) -> list[Line]:
+def run(check: GPUCheck, size: str) -> list[Line]:
     """The lines of a check, by its name; always at least one."""
     if check.missing:
         lines = [skipped("all of it", f"{' and '.join(check.missing)} not installed")]
@@ -36,7 +36,7 @@ def run(check: Check, size: str) -> list[Line]:
     return [replace(line, check=check.name) for line in lines]
 
 
-def _in_a_child(check: Check, size: str) -> list[Line]:
+def _in_a_child(check: GPUCheck, size: str) -> list[Line]:
     with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_") as folder:
         results, output = Path(folder) / "lines.jsonl", Path(folder) / "output.txt"
         results.touch()
@@ -80,7 +80,7 @@ def _read(words: str) -> Line:
     return Line(**{**fields, "verdict": Verdict(fields["verdict"])})
 
 
-def guarded(check: Check, setting: Setting) -> Iterator[Line]:
+def guarded(check: GPUCheck, setting: Setting) -> Iterator[Line]:
     """Its lines; an exception, out-of-memory too, is the last one of them."""
     try:
         yield from check.load()(setting)
@@ -96,7 +96,7 @@ def main(place: str, size: str, results: str) -> int:
     from benchmarks.gpu.setting import here
 
     with Path(results).open("a", encoding="utf-8") as stream:
-        for line in guarded(Check("", place, 0), here(size == "full")):
+        for line in guarded(GPUCheck("", place, 0), here(size == "full")):
             stream.write(json.dumps(asdict(line)) + "\n")
             stream.flush()
     return 0

@@ -33,7 +33,7 @@ _SMALL = ((48, 12, 4), (24, 96, 4))
 
 
 @dataclass(frozen=True)
-class Group:
+class RandomGroup:
     """One prompt and `rows` completions of different lengths, padded as TRL pads them."""
 
     ids: Tensor
@@ -41,7 +41,7 @@ class Group:
     completion: int
 
     @classmethod
-    def of(cls, setting: Setting, prompt: int, completion: int, rows: int, vocabulary: int) -> Group:
+    def of(cls, setting: Setting, prompt: int, completion: int, rows: int, vocabulary: int) -> RandomGroup:
         ids = words(setting, rows, prompt + completion, vocabulary)
         ids[:, :prompt] = ids[0, :prompt]
         mask = torch.ones_like(ids)
@@ -60,11 +60,11 @@ def _of_width(setting: Setting, size: str) -> Iterator[Line]:
     config = setting.config(size, layers=4 if setting.full else 2, vocabulary=_VOCABULARY)
     lengths = _FULL if setting.full else _SMALL
     subject = Subject(setting, setting.model(config, torch.bfloat16))
-    group = Group.of(setting, *lengths[0], config.text_config.vocab_size)
+    group = RandomGroup.of(setting, *lengths[0], config.text_config.vocab_size)
     yield from subject.exactness(size, group, "shared", subject.shared)
     for prompt, completion, rows in lengths:
         where = f"{size}, prompt {prompt}, {rows} x {completion}"
-        group = Group.of(setting, prompt, completion, rows, config.text_config.vocab_size)
+        group = RandomGroup.of(setting, prompt, completion, rows, config.text_config.vocab_size)
         yield from subject.rule(where, group)
 
 
@@ -75,7 +75,7 @@ def _end_to_end(setting: Setting) -> Iterator[Line]:
         return
     config = setting.config("3B", layers=4, vocabulary=_VOCABULARY)
     subject = Subject(setting, setting.model(config, torch.bfloat16, "flash_attention_2"))
-    group = Group.of(setting, *_FULL[0], config.text_config.vocab_size)
+    group = RandomGroup.of(setting, *_FULL[0], config.text_config.vocab_size)
     yield from subject.exactness("3B", group, "end to end", subject.flat)
 
 
@@ -98,7 +98,7 @@ class Subject:
         switches: Any = SimpleNamespace(adora_share_prompt=share, adora_less_padding=not share)
         return PolicyPass(self.accelerator, switches)
 
-    def through(self, policy: PolicyPass | None, group: Group, model: Any = None) -> Tensor:
+    def through(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> Tensor:
         """(B, C), 0 where there is no token."""
         given = (model if model is not None else self.model, group.ids, group.mask, group.completion)
         logps = (policy(self.separate, *given) if policy is not None else self.separate(*given))[0]
@@ -110,7 +110,7 @@ class Subject:
     def flat(self) -> PolicyPass:
         return self.policy(share=False)
 
-    def exactness(self, size: str, group: Group, name: str, make: Callable[[], PolicyPass]) -> Iterator[Line]:
+    def exactness(self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]) -> Iterator[Line]:
         """Both ways' distance from float32, and the kernels that they use."""
         reference = in_float32(self.model)
         add_fused_lm_head(reference)
@@ -136,7 +136,7 @@ class Subject:
                 "the math kernel holds every pair of tokens in memory",
             )  # fmt: skip
 
-    def rule(self, where: str, group: Group) -> Iterator[Line]:
+    def rule(self, where: str, group: RandomGroup) -> Iterator[Line]:
         """Seconds and peak of both ways, and whether the way that training takes is the faster one."""
         policy = self.shared()
         with torch.no_grad():
@@ -169,11 +169,11 @@ class Subject:
         prefixes = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn")
         return sorted(name.removeprefix("aten::_") for name in names if name.startswith(prefixes))
 
-    def _step(self, policy: PolicyPass | None, group: Group) -> None:
+    def _step(self, policy: PolicyPass | None, group: RandomGroup) -> None:
         self.through(policy, group).sum().backward()
         self.model.zero_grad(set_to_none=True)
 
-    def _both(self, policy: PolicyPass | None, group: Group, model: Any = None) -> tuple[Tensor, Tensor]:
+    def _both(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities, and the gradients of a weighted sum of them."""
         logps = self.through(policy, group, model)
         weights = torch.linspace(-1, 1, len(logps), device=logps.device)[:, None]

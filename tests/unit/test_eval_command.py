@@ -64,8 +64,8 @@ def test_defaults_are_greedy_and_the_trainings_prompt() -> None:
     [
         ([], "required"),
         (["run", "--model", "M", "--data", "D"], "--output is missing"),
-        (["run", *NEEDED, "--max-tokens", "0"], "--max-tokens: '0' is not a whole number from 1 on"),
-        (["run", *NEEDED, "--temperature", "nan"], "--temperature: 'nan' is not a number from 0 on"),
+        (["run", *NEEDED, "--max-tokens", "0"], "--max-tokens: '0' is not a whole number from 1 to 1048576"),
+        (["run", *NEEDED, "--temperature", "nan"], "--temperature: 'nan' is not 0 or a number from 0.01 to 100"),
         (["run", *NEEDED, "--max_tokens", "9"], "unrecognized arguments: --max_tokens 9"),
         (["run", *NEEDED, "--engine", "sglang"], "'sglang'"),
         (["run", *NEEDED, "--model", "./missing"], "model: './missing' is neither a folder here nor a hub id"),

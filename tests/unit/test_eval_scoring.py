@@ -97,7 +97,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert score_file(BENCHMARK, path, Namespace(rounding=True))["correct"] == 3
     shown = table(score)
     assert "2/4" in shown
-    assert "1 problems were not asked" in shown
+    assert "1 problem not asked" in shown
     assert "1 answer cut off" in shown
 
 

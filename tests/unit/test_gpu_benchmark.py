@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu import isolated, lm_head, precision, streaming
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.catalogue import CHECKS, Check
+from benchmarks.gpu.catalogue import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import Line, Verdict, at_least, at_most, exit_code, failed, holds, skipped, table
 
@@ -83,11 +83,11 @@ def test_a_policy_merged_in_place_fails(monkeypatch):
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
     """By name, the lines of checks of which all but one go wrong, as the command runs them."""
     checks = [
-        Check("killed", f"{BROKEN}:killed", 300),
-        Check("memory", f"{BROKEN}:out_of_memory", 300),
-        Check("hangs", f"{BROKEN}:hangs", 1),
-        Check("absent", f"{BROKEN}:fine", 300, ("no_such_package",)),
-        Check("fine", f"{BROKEN}:fine", 300),
+        GPUCheck("killed", f"{BROKEN}:killed", 300),
+        GPUCheck("memory", f"{BROKEN}:out_of_memory", 300),
+        GPUCheck("hangs", f"{BROKEN}:hangs", 1),
+        GPUCheck("absent", f"{BROKEN}:fine", 300, ("no_such_package",)),
+        GPUCheck("fine", f"{BROKEN}:fine", 300),
     ]
     output = tmp_path_factory.mktemp("gpu") / "result.json"
     assert main(["--size", "small", "--json", str(output)], checks) == 1
@@ -119,7 +119,7 @@ def test_what_needs_an_absent_package_is_skipped_and_says_which(broken):
 
 def test_a_run_without_a_gpu_says_so_and_ends_well(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    checks = [Check(name, f"{BROKEN}:fine", 300, ("no_such_package",)) for name in ("one", "two")]
+    checks = [GPUCheck(name, f"{BROKEN}:fine", 300, ("no_such_package",)) for name in ("one", "two")]
     assert main(["--only", "one"], checks) == 0
     printed = capsys.readouterr()
     assert "accepts no GPU" in printed.out and "Left out: two" in printed.out

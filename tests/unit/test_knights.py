@@ -78,7 +78,7 @@ def test_the_command_writes_a_dataset(tmp_path, capsys):
     rows = load_split(str(tmp_path / "d"), "train")
     assert len(rows) == 6 and rows[0]["images"] == []
     assert main(["knights", "--output", str(tmp_path / "e"), "--rows", "6", "--people", "2-9"]) == 2
-    assert "people: 2-9 must lie within 3-8" in capsys.readouterr().err
+    assert "argument --people: '2' is not a whole number from 3 to 8" in capsys.readouterr().err
 
 
 ANSWERS = {
