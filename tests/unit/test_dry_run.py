@@ -96,7 +96,8 @@ def test_the_learning_rates_are_those_of_transformers_schedules():
     )
     assert "linear, 0.001 at the first update, 0.0005 half-way, 1e-05 at" in curve(learning_rate="1e-3")
     assert "linear, 0 at the first update, 0.000556 half" in curve(learning_rate="1e-3", warmup_steps="10")
-    assert curve(lr_scheduler_type="reduce_lr_on_plateau").endswith("1e-06 on, as the training goes.")
+    plateau = curve(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps="10")
+    assert plateau.endswith("1e-06 on, as the training goes.")
 
 
 def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):

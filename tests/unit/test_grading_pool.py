@@ -86,7 +86,7 @@ def test_past_the_deadline_the_worker_is_killed_and_replaced() -> None:
 def test_attacks_in_many_threads_neither_hang_nor_spoil_honest_answers() -> None:
     texts = [rf"\boxed{{{SLOW}}}" if row % 5 == 0 else HONEST for row in range(20)]
     with ThreadPoolExecutor(4) as threads:
-        verdicts = list(threads.map(lambda text: grade(text, GOLD, deadline_s=10 if text == HONEST else 0.2), texts))
+        verdicts = list(threads.map(lambda text: grade(text, GOLD, deadline_s=60 if text == HONEST else 0.2), texts))
     assert [one.verdict for one in verdicts] == ["timeout" if row % 5 == 0 else "correct" for row in range(20)]
     assert len(shared_pool().pids) <= shared_pool().size
 
