@@ -83,22 +83,28 @@ def predicted(accelerate: str, folder: Path, words: Sequence[str]) -> dict[str, 
     return found
 
 
-def train(name: str, folder: Path, words: Sequence[str]) -> tuple[float, int]:
-    """Run it. Returns seconds, and the largest resident memory that any of its processes had, in bytes."""
-    drift = folder / f"{name}-drift"
-    shutil.rmtree(drift, ignore_errors=True)
-    drift.mkdir()
-    environment = {**os.environ, "SLICE_DRIFT": str(drift)}
+def train(name: str, folder: Path, words: Sequence[str]) -> float:
+    """Run it, and leave what the observer saw in `NAME-seen`. Returns seconds."""
+    seen = folder / f"{name}-seen"
+    shutil.rmtree(seen, ignore_errors=True)
+    seen.mkdir()
     own = [*words, "--output_dir", str(folder / name), "--overwrite_output_dir", "true"]
     began = time.perf_counter()
     with (folder / f"{name}.log").open("w") as log:
         command = _launch(CASES[name], "benchmarks.slice_run", folder, own)
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)  # with the peak of the launcher's own children
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        sys.exit(f"{name}: exit code {process.returncode}\n{(folder / f'{name}.log').read_text()[-3000:]}")
-    return time.perf_counter() - began, usage.ru_maxrss * 1024
+        environment = {**os.environ, "SLICE_SEEN": str(seen)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        sys.exit(f"{name}: exit code {done.returncode}\n{(folder / f'{name}.log').read_text()[-3000:]}")
+    return time.perf_counter() - began
+
+
+def peaks(seen: Path) -> dict[str, int]:
+    """The largest of all ranks, in bytes: of the libraries alone, until the first step, in training; and resident with
+    mapped files.
+    """
+    ranks = [json.loads(file.read_text()) for file in sorted(seen.glob("rank-*.memory.json"))]
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def gaps_by_place(folder: Path) -> list[list[float]]:
@@ -130,17 +136,17 @@ def page(run: Path) -> tuple[float, float]:
 def report(name: str, folder: Path, words: Sequence[str]) -> dict[str, Any]:
     """One run with all its figures."""
     plan = predicted(CASES[name], folder, words)
-    seconds, peak = train(name, folder, words)
+    seconds, seen = train(name, folder, words), folder / f"{name}-seen"
     metrics = read_metrics(folder / name / METRICS)
     steps = [{key: line.get(key) for key in ("reward", "adora/drift", "grad_norm", *(f"seconds/{p}" for p in PHASES))}
              for line in metrics if line["kind"] == "train"]  # fmt: skip
     figures = {
         "seconds": seconds,
-        "peak_bytes": peak,
+        "peaks": peaks(seen),
         "predicted_bytes": plan["peak_bytes"],
         "phases": plan["phases"],
         "steps": steps,
-        "drift": by_quarters(gaps_by_place(folder / f"{name}-drift")),
+        "drift": by_quarters(gaps_by_place(seen)),
         "page": page(folder / name),
     }
     (folder / f"{name}.json").write_text(json.dumps(figures, indent=1))
@@ -149,11 +155,15 @@ def report(name: str, folder: Path, words: Sequence[str]) -> dict[str, Any]:
 
 def table(name: str, figures: dict[str, Any]) -> str:
     """What a person reads of it."""
-    peak, plan = figures["peak_bytes"] / GIB, figures["predicted_bytes"] / GIB
     made, size = figures["page"]
+    gib = {name: value / GIB for name, value in figures["peaks"].items()}
+    own, plan = gib["training"] - gib["libraries"], figures["predicted_bytes"] / GIB
+    starting = gib["start"] - gib["libraries"]
     lines = [
         f"{name}: {figures['seconds']:.0f} s in all; page made in {made:.1f} s, {size:.2f} MB",
-        f"  peak of a process {peak:.2f} GiB, predicted {plan:.2f} ({(plan - peak) / peak:+.0%})",
+        f"  memory of a process in training {own:.2f} GiB beside {gib['libraries']:.2f} of libraries",
+        f"  predicted {plan:.2f} ({plan / own - 1:+.0%}); while the engine starts {starting:.2f}",
+        f"  resident at most {gib['resident']:.2f} GiB, mapped weights included",
     ]
     for number, step in enumerate(figures["steps"], start=1):
         phases = ", ".join(f"{p} {step[f'seconds/{p}'] or 0:.1f}" for p in PHASES)
