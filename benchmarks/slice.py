@@ -27,7 +27,11 @@ from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/train/slice_7b_cpu.yaml"
-CASES = {"one": "cpu", "zero3": "cpu_zero3"}  # name -> accelerate config
+# name -> accelerate config, and what keeps a generation at two prompts
+CASES: dict[str, tuple[str, list[str]]] = {
+    "one": ("cpu", []),
+    "zero3": ("cpu_zero3", ["--gradient_accumulation_steps", "1", "--steps_per_generation", "1"]),
+}
 ROWS = 8
 PHASES = ("rollout", "policy", "sync", "grading", "other")
 
@@ -56,26 +60,18 @@ def _layers_of(model: Path) -> tuple[int, int] | None:
     return config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"]
 
 
-def _launch(accelerate: str, module: str, folder: Path, words: Sequence[str]) -> list[str]:
-    own = ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data")]
+def _launch(name: str, module: str, folder: Path, words: Sequence[str]) -> list[str]:
+    accelerate, case = CASES[name]
+    own = ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data"), *case]
     launcher = [str(Path(sys.executable).with_name("accelerate")), "launch"]
-    return [
-        *launcher,
-        "--config_file",
-        f"configs/accelerate/{accelerate}.yaml",
-        "-m",
-        module,
-        "--config",
-        CONFIG,
-        *own,
-        *words,
-    ]
+    launcher += ["--config_file", f"configs/accelerate/{accelerate}.yaml"]
+    return [*launcher, "-m", module, "--config", CONFIG, *own, *words]
 
 
-def predicted(accelerate: str, folder: Path, words: Sequence[str]) -> dict[str, Any]:
+def predicted(name: str, folder: Path, words: Sequence[str]) -> dict[str, Any]:
     """What the dry run says of the same command."""
     file = folder / "dry_run.json"
-    command = _launch(accelerate, "adora_vl.train", folder, [*words, "--dry-run", "--json", str(file)])
+    command = _launch(name, "adora_vl.train", folder, [*words, "--dry-run", "--json", str(file)])
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         sys.exit(done.stderr[-3000:])
@@ -91,7 +87,7 @@ def train(name: str, folder: Path, words: Sequence[str]) -> float:
     own = [*words, "--output_dir", str(folder / name), "--overwrite_output_dir", "true"]
     began = time.perf_counter()
     with (folder / f"{name}.log").open("w") as log:
-        command = _launch(CASES[name], "benchmarks.slice_run", folder, own)
+        command = _launch(name, "benchmarks.slice_run", folder, own)
         environment = {**os.environ, "SLICE_SEEN": str(seen)}
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
@@ -135,7 +131,7 @@ def page(run: Path) -> tuple[float, float]:
 
 def report(name: str, folder: Path, words: Sequence[str]) -> dict[str, Any]:
     """One run with all its figures."""
-    plan = predicted(CASES[name], folder, words)
+    plan = predicted(name, folder, words)
     seconds, seen = train(name, folder, words), folder / f"{name}-seen"
     metrics = read_metrics(folder / name / METRICS)
     steps = [{key: line.get(key) for key in ("reward", "adora/drift", "grad_norm", *(f"seconds/{p}" for p in PHASES))}
