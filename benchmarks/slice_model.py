@@ -33,9 +33,7 @@ from data_prep.storage import Manifest, write_manifest, write_split
 from data_prep.synthetic.generate import generate
 
 PUBLISHED = "Qwen2.5-VL-7B-Instruct"
-FIRST_SPECIAL = (
-    151643  # the published id of <|endoftext|>; the other special tokens follow in the order of the tiny ones
-)
+FIRST_SPECIAL = 151643  # the published id of <|endoftext|>; the others follow in the order of the tiny model's
 FILLERS_A_BOX = 64
 FULL_ATTENTION_EVERY = 8  # of the published tower's blocks: the last of each eight sees the whole image
 SIDES = (504, 868)  # pixels: 324 and 961 image tokens
