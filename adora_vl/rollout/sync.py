@@ -18,7 +18,7 @@ def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Load `tensors` (Transformers names) into the engine. Returns how many there were.
 
     They stream one by one, so that gathering a sharded model never holds more than one whole tensor. The CPU engine
-    repacks its linear layers after loading, and only `reload_weights` undoes that; it keeps the tensors of a layer until
+    repacks its linear layers after loading, and only `reload_weights` undoes that; it keeps a layer's tensors until
     they are complete, so there each is a copy that outlives the gathering.
     """
     runner = _model_runner(llm)
