@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -17,16 +17,22 @@ def _model_runner(llm: Any) -> Any:
 def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Load `tensors` (Transformers names) into the engine. Returns how many there were.
 
-    On CUDA they stream one by one, so that gathering a sharded model never holds more than one whole tensor. The CPU
-    engine repacks its linear layers after loading, and only `reload_weights` undoes that; it wants the tensors of a
-    layer together, so all are held at once, which is fine for the models that a CPU trains.
+    They stream one by one, so that gathering a sharded model never holds more than one whole tensor. The CPU engine
+    repacks its linear layers after loading, and only `reload_weights` undoes that; it keeps a layer's tensors until
+    they are complete, so there each is a copy that outlives the gathering.
     """
     runner = _model_runner(llm)
-    if runner.device.type == "cpu":
-        held = [(name, tensor.detach().clone()) for name, tensor in tensors]
-        runner.reload_weights(weights_iterator=held)
-        return len(held)
     count = 0
+
+    def copies() -> Iterator[tuple[str, Tensor]]:
+        nonlocal count
+        for name, tensor in tensors:
+            count += 1
+            yield name, tensor.detach().clone()
+
+    if runner.device.type == "cpu":
+        runner.reload_weights(weights_iterator=copies())
+        return count
     for name, tensor in tensors:
         runner.model.load_weights([(name, tensor)])
         count += 1

@@ -22,8 +22,14 @@ PAIRS = {
     "adora_7b_geo3k": "zero3_offload",
     "grpo_7b_geo3k": "zero3_offload",
     "adora_3b_1gpu_lora": "gpu1",
+    "slice_7b_cpu": "cpu",
 }
-ROWS = {"smoke_cpu": 4096, "smoke_text_cpu": 4096, "annotated": 4096}  # the others: Geometry3K's 2,101
+ROWS = {
+    "smoke_cpu": 4096,
+    "smoke_text_cpu": 4096,
+    "annotated": 4096,
+    "slice_7b_cpu": 8,
+}  # the others: Geometry3K's 2,101
 
 
 def test_every_shipped_config_is_in_the_pairs():
