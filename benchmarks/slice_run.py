@@ -24,7 +24,7 @@ def memory(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-class PeakMemory:
+class ProcessPeak:
     """The most anonymous memory since the last `take`, looked at every 50 milliseconds."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def observe(folder: Path, rank: str) -> None:
     from adora_vl.guards import DriftGuard
     from adora_vl.trainer import AdoraGRPOTrainer
 
-    check, train, watch = DriftGuard.check, AdoraGRPOTrainer.train, PeakMemory()
+    check, train, watch = DriftGuard.check, AdoraGRPOTrainer.train, ProcessPeak()
     libraries = memory("RssAnon")
     gaps_file = folder / f"rank-{rank}.jsonl"
 
@@ -64,7 +64,7 @@ def observe(folder: Path, rank: str) -> None:
             (folder / f"rank-{rank}.memory.json").write_text(json.dumps(peaks))
 
     DriftGuard.check = checked  # type: ignore[method-assign]
-    AdoraGRPOTrainer.train = trained  # type: ignore[method-assign]
+    AdoraGRPOTrainer.train = trained
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def data(tmp_path_factory):
 DRAWN = ("smoke_cpu", "annotated")  # they train on drawn problems, which the fixture makes
 
 
-@pytest.mark.parametrize("name", PAIRS)
+# slice_7b_cpu trains a model that `python -m benchmarks.slice build` makes: tests/unit/test_slice.py has that one
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "slice_7b_cpu"])
 def test_every_shipped_config(name, tmp_path, capsys, data):
     """As a user runs it, on a machine without a GPU, a hub or (but for the demo) the dataset."""
     words = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), "--dry-run", "--json", str(tmp_path / "d.json")]

@@ -167,7 +167,7 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
     assert result["items"][0]["how"] == "judge_failed"
     assert len(server.requests) == calls
     assert "the judge failed on 1 answer" in (shown := capsys.readouterr()).out
-    assert "the judge failed on 1 rows, the first time: " in shown.err
+    assert "the judge failed on 1 row, the first time: " in shown.err
     assert not (tmp_path / "judge_cache.jsonl").exists()
     # With the judge well again the same command gives the answer.
     assert scored(tmp_path, serve(reads).url, rows=rows)["correct"] == 1

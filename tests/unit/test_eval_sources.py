@@ -129,7 +129,7 @@ def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path: Path) 
         ("bad.json", "is not JSON"),
         ("list.json", "is not a list of objects"),
         ("empty.json", "has no rows"),
-        ("bad.parquet", "is not a Parquet file"),
+        ("bad.parquet", "is not a readable Parquet file"),
     ],
 )
 def test_wrong_data_is_said_in_a_line(data: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,10 @@ def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
 
 @pytest.fixture
 def handlers():
-    """Puts the handlers of this process back."""
+    """Puts the handlers of this process back. Under nohup SIGHUP is ignored; here it is as in a terminal."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield before
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
         signal.signal(number, handler)
 
