@@ -23,8 +23,12 @@ def launch_command(arguments: Sequence[str], parent: Path | None = None) -> str:
 
 
 def interpreter() -> str:
-    """This Python interpreter, as one calls it from the folder in which the run was started."""
-    return as_called(sys.executable)
+    """This Python interpreter, as one calls it from the folder in which the run was started: `python` instead of
+    `python3` where both are the same program, as in every virtual environment.
+    """
+    program = Path(sys.executable)
+    plain = program.with_name("python")
+    return as_called(str(plain if plain.is_file() and plain.samefile(program) else program))
 
 
 def as_called(program: str) -> str:
