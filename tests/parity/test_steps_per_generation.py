@@ -53,13 +53,13 @@ class Watched(AdoraGRPOTrainer):
         switches = ("adora_share_vision", "adora_share_prompt", "adora_less_padding")
         for name in switches:
             setattr(self.args, name, False)
-        self.vision.share = False
+        self.images.vision.share = False
         loss = GRPOTrainer._compute_loss(self, self.model, batch) * len(rows) / ROWS
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         for name in switches:
             setattr(self.args, name, True)
-        self.vision.share = True
+        self.images.vision.share = True
         return {name: g for name, g in zip(named, gradients, strict=True) if g is not None}
 
 
