@@ -110,6 +110,9 @@ def arm(phase: str, step: str, delay: str, rank: str = "") -> None:
     setattr(owner, name, entered)
 
 
+_TABLE = ("step", "prompt", "completion", "advantage", "adora_weight")
+
+
 def facts(folder: Path) -> dict[str, Any]:
     """What has to be equal: the figures and rollouts of each step, and the bytes of the final weights."""
     import pandas as pd
@@ -122,7 +125,8 @@ def facts(folder: Path) -> dict[str, Any]:
     }
     rollouts = {}
     for path in sorted((folder / "completions").glob("*.parquet")):
-        table = pd.read_parquet(path)[["step", "prompt", "completion", "advantage", "adora_weight"]]
+        table = pd.read_parquet(path)  # of a step that samples nothing it has no weights
+        table = table[[name for name in _TABLE if name in table]]
         rollouts[path.stem] = hashlib.sha256(table.to_json().encode()).hexdigest()
     weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     return {"steps": steps, "rollouts": rollouts, "weights": weights}
