@@ -30,7 +30,8 @@ FIGURES = (
 
 def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """For each figure its title and its means over the first and the last fifth of the logged steps, as text."""
-    entries = [entry for entry in history if kind_of(entry) == "train"]
+    # The run's last entry holds the figures of the steps since the log before it.
+    entries = [entry for entry in history if kind_of(entry) != "eval"]
     rows = []
     for title, key, form in FIGURES:
         values = [entry[key] for entry in entries if entry.get(key) is not None]
@@ -54,8 +55,8 @@ def summary_lines(
     `model` is a folder that transformers and vLLM can load, `data` is the dataset's folder, and `command` is the
     command that started the run.
     """
-    entries = [entry for entry in history if kind_of(entry) == "train"]
-    lines = ["", f"Trained {entries[-1]['step'] if entries else 0} steps in {seconds / 60:.1f} min."]
+    steps_taken = max((entry.get("step", 0) for entry in history), default=0)
+    lines = ["", f"Trained {steps_taken} steps in {seconds / 60:.1f} min."]
     rows = figure_rows(history)
     if rows:
         lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}"]

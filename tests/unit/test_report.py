@@ -74,3 +74,11 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     assert "engine drift" in text and "TDS" not in text  # only what was logged
     assert f"--model {tmp_path / 'merged'} " in text
     assert "Trained 0 steps" in "\n".join(summary_lines([], config, tmp_path, 1))
+
+
+def test_a_run_shorter_than_its_logging_interval_still_shows_its_figures(tmp_path):
+    """`Trainer` then logs once, at the end, and everything stands in that entry."""
+    config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    history = [{"step": 2, "train_runtime": 1.0, "reward": 0.25}, {"step": 2, "eval_reward": 0.75}]
+    text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
+    assert "Trained 2 steps" in text and "reward                     0.250       0.250" in text and "0.75" not in text
