@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from trl import ModelConfig
 
-    from adora_vl.arithmetic import BatchPlan
     from adora_vl.checkpoint.fingerprint import Fingerprint
     from adora_vl.checkpoint.resume import Start
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+    from adora_vl.config.arithmetic import BatchPlan
     from adora_vl.evaluation import EvaluationPlan
 
 
@@ -75,12 +75,12 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     prepare_engine_environment()
     from adora_vl.assets import resolve_model
     from adora_vl.checkpoint.resume import Start
-    from adora_vl.cli import parse
+    from adora_vl.config.advantage import method_needs
+    from adora_vl.config.command_line import parse
+    from adora_vl.config.run_checks import check_run
     from adora_vl.evaluation import take_evaluations
     from adora_vl.models.check import check_model
     from adora_vl.models.load import load_config
-    from adora_vl.options.advantage import method_needs
-    from adora_vl.preflight import check_run
     from adora_vl.rewards import reward_functions
     from adora_vl.rollout_log.backends import prepare_trackers
     from adora_vl.rows import has_images

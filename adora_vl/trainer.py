@@ -33,6 +33,8 @@ from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.advantage import method_run
+from adora_vl.config.speed import regroup_obstacle, regroups
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import PolicyPass
 from adora_vl.errors import RolloutError
@@ -41,8 +43,6 @@ from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
 from adora_vl.models.merged import save_merged
 from adora_vl.models.precision import restore_buffers
-from adora_vl.options.advantage import method_run
-from adora_vl.options.speed import regroup_obstacle, regroups
 from adora_vl.report.card import Card
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.importance import has_dropout

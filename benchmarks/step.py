@@ -1,7 +1,7 @@
 """A training step as stock TRL computes it, beside ours: `python -m benchmarks.step [--cases base,frozen,...]`.
 
 Both ways run in one process by turns, on the same model and problems; "stock" is this trainer with every switch of
-`adora_vl/options/speed.py` off, which is TRL's way with the corrections that make its rollouts right. Prints a table by
+`adora_vl/config/speed.py` off, which is TRL's way with the corrections that make its rollouts right. Prints a table by
 phase, and writes `step.json` and `step.png` into `--output`.
 """
 

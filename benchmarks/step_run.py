@@ -26,8 +26,8 @@ from transformers import TrainerCallback  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
+from adora_vl.config.speed import SWITCHES  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
-from adora_vl.options.speed import SWITCHES  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402

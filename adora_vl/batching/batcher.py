@@ -23,8 +23,8 @@ from adora_vl.batching.micro_batches import (
     without_padding,
 )
 from adora_vl.batching.rebalance import Carrier, movable, moves, rebalanced
+from adora_vl.config.speed import SpeedOptions
 from adora_vl.dedup.image_bank import Banks
-from adora_vl.options.speed import SpeedOptions
 
 
 @dataclass(frozen=True)

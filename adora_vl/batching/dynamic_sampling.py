@@ -15,7 +15,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from adora_vl.batch import Batch, LogFigure, Row, loss_mask
 from adora_vl.batching.micro_batches import live_units, take_rows
-from adora_vl.options.speed import SpeedOptions
+from adora_vl.config.speed import SpeedOptions
 
 
 class Rows(Protocol):

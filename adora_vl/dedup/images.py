@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from adora_vl.batch import Row
+from adora_vl.config.speed import SpeedOptions
 from adora_vl.dedup.image_bank import Banks
 from adora_vl.dedup.processor import StepProcessor
 from adora_vl.dedup.shared_vision import SharedVision
-from adora_vl.options.speed import SpeedOptions
 from adora_vl.rollout.image_cache import ImageCache, can_cache
 
 

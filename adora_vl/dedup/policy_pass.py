@@ -10,8 +10,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor
 
+from adora_vl.config.speed import SpeedOptions
 from adora_vl.dedup.packed import PackedPass, Result
-from adora_vl.options.speed import SpeedOptions
 
 Seen = Callable[[Tensor], None]
 

@@ -75,7 +75,7 @@ def environment_checks(arguments: Sequence[str]) -> list[Check]:
         return libraries  # another version may not even be importable
     import torch
 
-    from adora_vl.cli import parse
+    from adora_vl.config.command_line import parse
 
     _, config, model = parse(arguments)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from adora_vl.cli import given_keys
+from adora_vl.config.command_line import given_keys
 from adora_vl.dry_run.lengths import quantile
 from adora_vl.dry_run.options import take_options
 from adora_vl.dry_run.planning import Plan, make_plan

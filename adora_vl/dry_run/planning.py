@@ -11,10 +11,13 @@ from typing import Any
 from transformers import PretrainedConfig
 from trl import ModelConfig, get_peft_config
 
-from adora_vl.arithmetic import BatchPlan
 from adora_vl.assets import resolve_dataset, resolve_model
-from adora_vl.cli import parse
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config.arithmetic import BatchPlan
+from adora_vl.config.command_line import parse
+from adora_vl.config.device import NoGPUError
+from adora_vl.config.run_checks import check_run
+from adora_vl.config.speed import regroup_obstacle
 from adora_vl.dry_run.lengths import Lengths, Limits, assumed, character_counter, limits_of, measure, tokenizer_counter
 from adora_vl.dry_run.options import DryRunOptions
 from adora_vl.errors import UserError
@@ -25,9 +28,6 @@ from adora_vl.memory.model import ModelShape, config_for_planning, describe
 from adora_vl.memory.predict import Setup, Sharing
 from adora_vl.memory.sharding import Sharding, from_environment, from_file
 from adora_vl.models.load import limit_pixels, load_processor
-from adora_vl.options.device import NoGPUError
-from adora_vl.options.speed import regroup_obstacle
-from adora_vl.preflight import check_run
 
 ASSUMED_CARD_GIB = 80.0
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -31,9 +31,9 @@ from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
 from adora_vl.batching import batcher as batcher_module  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
+from adora_vl.config.speed import SWITCHES  # noqa: E402
 from adora_vl.dedup import packed as packed_module  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
-from adora_vl.options.speed import SWITCHES  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402

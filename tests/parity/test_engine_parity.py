@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from adora_vl.advantage import adora_weights
+from adora_vl.config.speed import SWITCHES
 from adora_vl.models.tiny.build import PRETRAINED
-from adora_vl.options.speed import SWITCHES
 from tests.integration.support import launch, lost_image_features
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ from trl import GRPOTrainer
 from adora_vl.advantage import Groups, MethodRun, Schedule, group_advantages
 from adora_vl.advantage.options import AdoraOptions, DaroOptions
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.speed import stock_work
 from adora_vl.models.load import load_processor
 from adora_vl.models.tiny.build import PRETRAINED
-from adora_vl.options.speed import stock_work
 from adora_vl.prompts import conversation
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.tokens import never_sampled_ids

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from adora_vl.cli import DATACLASSES, parse, read_yaml
+from adora_vl.config.command_line import DATACLASSES, parse, read_yaml
 
 TRAIN = Path(__file__).parents[2] / "configs" / "train"
 ANNOTATED, DEMO = TRAIN / "annotated.yaml", TRAIN / "smoke_cpu.yaml"

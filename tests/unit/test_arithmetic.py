@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adora_vl.arithmetic import check_rows, plan_batches
+from adora_vl.config.arithmetic import check_rows, plan_batches
 from adora_vl.errors import UserError
 
 

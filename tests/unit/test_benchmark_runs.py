@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from adora_vl.options.advantage import check_method
+from adora_vl.config.advantage import check_method
 from benchmarks import runs
 from benchmarks.advantages import METHODS, reached, t_interval, table
 from benchmarks.plots import mean_curve, write_page
@@ -100,7 +100,7 @@ def test_a_command_that_fails_says_what_it_said(tmp_path):
 
 @pytest.mark.parametrize("name", [*METHODS, *(name for part in variants().values() for name in part)])
 def test_every_compared_run_has_options_that_a_run_accepts(name):
-    from adora_vl.cli import parse
+    from adora_vl.config.command_line import parse
 
     options = {**METHODS, **{key: value for part in variants().values() for key, value in part.items()}}[name]
     recipe = ["--config", "configs/train/smoke_cpu.yaml", "--beta", "0.001", "--eval_strategy", "steps"]

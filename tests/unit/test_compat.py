@@ -37,7 +37,7 @@ FIELDS = {
     "the output of a forward pass, and a copy of a module": {"config", "last_hidden_state"},
 }
 # setattr with a key of a dataclass of settings
-SETS_KEYS = {"adora_vl/cli.py", "adora_vl/dry_run/planning.py", "adora_vl/options/advantage.py"}
+SETS_KEYS = {"adora_vl/config/command_line.py", "adora_vl/dry_run/planning.py", "adora_vl/config/advantage.py"}
 
 
 @cache

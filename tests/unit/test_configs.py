@@ -8,10 +8,10 @@ import pytest
 import yaml
 from transformers import Qwen2_5_VLConfig
 
-from adora_vl.arithmetic import plan_batches
-from adora_vl.cli import parse, read_yaml
+from adora_vl.config.arithmetic import plan_batches
+from adora_vl.config.command_line import parse, read_yaml
+from adora_vl.config.run_checks import check_run
 from adora_vl.errors import UserError
-from adora_vl.preflight import check_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # train config -> the accelerate config that its header names

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedModel
 
-from adora_vl.cli import parse
+from adora_vl.config.command_line import parse
 from adora_vl.dry_run.command import dry_run
 from adora_vl.dry_run.lengths import Lengths, measure, quantile, tokenizer_counter
 from adora_vl.dry_run.options import DryRunOptions, take_options, wanted

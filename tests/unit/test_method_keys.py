@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from adora_vl.advantage import METHODS, Schedule
-from adora_vl.cli import parse
-from adora_vl.errors import UserError
-from adora_vl.options.advantage import (
+from adora_vl.config.advantage import (
     check_method,
     chosen_methods,
     method_needs,
     method_run,
     option_defaults,
 )
+from adora_vl.config.command_line import parse
+from adora_vl.errors import UserError
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 

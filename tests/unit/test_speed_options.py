@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from adora_vl.cli import parse
+from adora_vl.config.command_line import parse
+from adora_vl.config.speed import SWITCHES, check_speed, stock_work
 from adora_vl.errors import UserError
-from adora_vl.options.speed import SWITCHES, check_speed, stock_work
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x", "--per_device_train_batch_size", "8"]
 WRONG = [

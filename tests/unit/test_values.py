@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from adora_vl.advantage import METHODS
-from adora_vl.cli import DATACLASSES, parse
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.advantage import chosen_methods
+from adora_vl.config.command_line import DATACLASSES, parse
+from adora_vl.config.names import names_of
+from adora_vl.config.ranges import RANGES
+from adora_vl.config.values import convert, declared
 from adora_vl.errors import UserError
-from adora_vl.options.advantage import chosen_methods
-from adora_vl.options.names import names_of
-from adora_vl.options.ranges import RANGES
-from adora_vl.options.values import convert, declared
 from adora_vl.train import main
 from adora_vl.words import split_list
 
@@ -223,7 +223,7 @@ def test_no_option_of_a_method_takes_a_number_that_is_not_finite(name):
 
 def test_a_gpu_recipe_on_a_cpu_names_the_key_and_the_recipe_for_a_cpu(monkeypatch, refused):
     for name in ("is_torch_bf16_gpu_available", "is_torch_cuda_available", "is_torch_xla_available"):
-        monkeypatch.setattr(f"adora_vl.options.device.{name}", lambda: False)
+        monkeypatch.setattr(f"adora_vl.config.device.{name}", lambda: False)
     for key in ("bf16", "fp16"):
         line = refused("--use_cpu", "false", "--bf16", "false", f"--{key}", "true")
         assert line.startswith(f"error: {key}: true needs a GPU") and "smoke_cpu.yaml" in line

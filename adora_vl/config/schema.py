@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from adora_vl.options.advantage import AdvantageConfig, set_method_settings
-from adora_vl.options.checks import CheckOptions
-from adora_vl.options.device import check_device
-from adora_vl.options.faults import FaultOptions
-from adora_vl.options.record import RecordOptions
-from adora_vl.options.speed import SpeedOptions
-from adora_vl.options.values import check_fields
+from adora_vl.config.advantage import AdvantageConfig, set_method_settings
+from adora_vl.config.device import check_device
+from adora_vl.config.faults import FaultOptions
+from adora_vl.config.record import RecordOptions
+from adora_vl.config.self_check import CheckOptions
+from adora_vl.config.speed import SpeedOptions
+from adora_vl.config.values import check_fields
 from adora_vl.prompts import SYSTEM_PROMPT
 
 

@@ -11,9 +11,9 @@ import yaml
 from trl import ModelConfig
 from trl.scripts.utils import TrlParser
 
-from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config.schema import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config.values import convert, declared
 from adora_vl.errors import UserError, nearest
-from adora_vl.options.values import convert, declared
 
 DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
 Parsed = tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]
@@ -25,7 +25,7 @@ def known_keys() -> set[str]:
 
 
 class _Parser(TrlParser):  # type: ignore[misc]  # TRL is untyped to mypy
-    """TRL's parser reads the words; what they mean, and which are wrong, is said by `options/values.py` for the command
+    """TRL's parser reads the words; what they mean, and which are wrong, is said by `config/values.py` for the command
     line and the file alike. Stock TRL lets argparse convert the former and takes most of the latter as it is.
     """
 

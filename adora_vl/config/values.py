@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from adora_vl.config.names import as_name, expected_names, names_of
+from adora_vl.config.ranges import RANGES
 from adora_vl.errors import UserError
-from adora_vl.options.names import as_name, expected_names, names_of
-from adora_vl.options.ranges import RANGES
 from adora_vl.words import is_null, split_list, truth
 
 # A run needs these keys, even if their annotation allows them to be empty.
@@ -23,7 +23,7 @@ _NEEDED = frozenset({
     "vllm_server_host",
 })  # fmt: skip
 _OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})  # a mapping, or the path of one
-_OWN_MESSAGES = frozenset({"adora_method_options"})  # `options/advantage.py` says what is wrong with them
+_OWN_MESSAGES = frozenset({"adora_method_options"})  # `config/advantage.py` says what is wrong with them
 _NULL_IS = {"report_to": "none"}  # Transformers fails on null for this key
 _SHOWN = 80
 

@@ -6,11 +6,11 @@ from transformers import PretrainedConfig
 from trl import ModelConfig
 
 from adora_vl.advantage.adora import CRITERIA
-from adora_vl.arithmetic import BatchPlan, check_rows, plan_batches
-from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.advantage import check_method
+from adora_vl.config.arithmetic import BatchPlan, check_rows, plan_batches
+from adora_vl.config.schema import AdoraGRPOConfig
+from adora_vl.config.speed import check_speed
 from adora_vl.errors import UserError
-from adora_vl.options.advantage import check_method
-from adora_vl.options.speed import check_speed
 from adora_vl.rollout.sync import refuse_on_cpu
 
 
