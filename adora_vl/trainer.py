@@ -48,6 +48,7 @@ from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.importance import has_dropout
 from adora_vl.rollout.rows import DistinctRows
 from adora_vl.rollout.tokens import PromptMismatchError, never_sampled_ids
+from adora_vl.rollout_log import completions_table
 from adora_vl.rollout_log.figures import adora_metrics
 from adora_vl.rollout_log.phases import PhaseClock
 from adora_vl.rollout_log.texts import gather_texts
@@ -305,7 +306,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         def save(folder: Path) -> dict[str, Any]:
             stock(model, trial)
-            return {**self._facts(), **self.unfinished.save(folder, self._step, self._buffered_inputs)}
+            table = completions_table.to_json(self._logs)
+            return {**self._facts(), **self.unfinished.save(folder, self._step, self._buffered_inputs, table)}
 
         self.checkpoints.write(self.state.global_step, save)
 
@@ -334,7 +336,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.methods.load(facts.get("methods", {}))
         unfinished = self.unfinished.load(Path(checkpoint))
         if unfinished is not None:
-            self._step, self._buffered_inputs = unfinished
+            self._step, self._buffered_inputs, table = unfinished
+            completions_table.from_json(table, self._logs)
         for name, values in facts.get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 

@@ -125,8 +125,7 @@ def facts(folder: Path) -> dict[str, Any]:
     }
     rollouts = {}
     for path in sorted((folder / "completions").glob("*.parquet")):
-        table = pd.read_parquet(path)  # of a step that samples nothing it has no weights
-        table = table[[name for name in _TABLE if name in table]]
+        table = pd.read_parquet(path, columns=list(_TABLE))
         rollouts[path.stem] = hashlib.sha256(table.to_json().encode()).hexdigest()
     weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     return {"steps": steps, "rollouts": rollouts, "weights": weights}

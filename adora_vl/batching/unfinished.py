@@ -41,13 +41,13 @@ class UnfinishedGeneration:
     def __init__(self, accelerator: Accelerator, banks: Banks, shape: Shape) -> None:
         self.accelerator, self.banks, self.shape = accelerator, banks, shape
 
-    def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None) -> dict[str, Any]:
+    def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str) -> dict[str, Any]:
         """Write the micro-batches that are left and the images that they refer to. Between two generations write
         nothing.
 
-        `micro_step`: number of micro-batches that the run has processed. The whole image bank is saved, because some
-        things are computed for all images at once, and a resumed run has to compute them from the same images. Returns
-        the entry for the manifest.
+        `micro_step`: number of micro-batches that the run has processed. `table`: the generation's, for the log. The
+        whole image bank is saved, because some things are computed for all images at once, and a resumed run has to
+        compute them from the same images. Returns the entry for the manifest.
         """
         within = micro_step % self.shape.cycle
         if not within or micro_batches is None:
@@ -55,7 +55,12 @@ class UnfinishedGeneration:
         left = micro_batches
         if self.shape.iterations == 1:
             left = [{} if number < within else micro for number, micro in enumerate(left)]
-        own: dict[str, Any] = {"micro_batches": recursively_apply(_apart, left), "first": 0, "images": []}
+        own: dict[str, Any] = {
+            "micro_batches": recursively_apply(_apart, left),
+            "first": 0,
+            "images": [],
+            "table": table,
+        }
         bank = self.banks.of_training()
         if bank is not None:
             own["first"] = bank.first
@@ -64,8 +69,8 @@ class UnfinishedGeneration:
         torch.save(own, file_of(folder, self.accelerator.process_index))
         return {_FACTS: {"micro_step": micro_step, **self._sizes()}}
 
-    def load(self, checkpoint: Path) -> tuple[int, list[Batch]] | None:
-        """The `micro_step` and the micro-batches that `save` wrote, or None if it wrote none.
+    def load(self, checkpoint: Path) -> tuple[int, list[Batch], str] | None:
+        """The `micro_step`, the micro-batches and the table that `save` wrote, or None if it wrote none.
 
         Raises `UserError` if the sizes of the run have changed since.
         """
@@ -89,7 +94,7 @@ class UnfinishedGeneration:
             references = micro.get("pixel_values")
             if references is not None and not references.is_floating_point():
                 micro["pixel_values"] = references + (bank.first - own["first"])
-        return facts["micro_step"], micro_batches
+        return facts["micro_step"], micro_batches, own.get("table", "")  # older checkpoints have none
 
     def _sizes(self) -> dict[str, int]:
         shape = asdict(self.shape)

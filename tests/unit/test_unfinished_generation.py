@@ -35,7 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=RUNS)
 def whole(request, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """A run of two generations that is saved within each of them."""
-    settings = {**RUNS[request.param], "save_steps": SAVED, "max_steps": STEPS}
+    settings = {**RUNS[request.param], "save_steps": SAVED, "max_steps": STEPS, "log_completions": "true"}
     return train(tmp_path_factory.mktemp("whole") / "run", **settings), settings
 
 
@@ -63,7 +63,9 @@ def test_a_run_that_stopped_within_a_generation_goes_on_to_the_bit(whole, tmp_pa
     for step in (2 * SAVED, STEPS):
         shutil.rmtree(again / f"checkpoint-{step}")
     train(again, **settings)
-    assert facts(again)["steps"] == facts(run)["steps"]
+    assert {name: facts(again)[name] for name in ("steps", "rollouts")} == {
+        name: facts(run)[name] for name in ("steps", "rollouts")
+    }
     before, after = (load_file(folder / "model.safetensors") for folder in (run, again))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
