@@ -124,7 +124,7 @@ METHODS: Mapping[str, Method] = {
     "canon": Method(
         _canon,
         opt.CanonOptions,
-        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+        {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": 0.28},
         remakes=True,
         source="arXiv 2509.23962",
     ),

@@ -37,6 +37,21 @@ def test_with_fixed_losses_the_weights_converge_to_their_inverse(losses):
     assert contributions.tolist() == pytest.approx([1.0] * 3, rel=1e-3)  # no difficulty dominates
 
 
+def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_rate():
+    """`docs/algorithm.md` says so: nothing else is learned from them where all answers are equally long."""
+    right = torch.tensor([1, 2, 4])
+    rewards_PG = (torch.arange(8)[None, :] < right[:, None]).to(torch.float64)
+    bins_P = bins_of(right / 8, 8)
+    losses_M = bin_losses(group_advantages(rewards_PG), torch.full((3, 8), 30.0), bins_P, 7, "magnitude")
+    weights = DaroWeights(7, learning_rate=0.05)
+    present_M = torch.isin(torch.arange(7), bins_P)
+    for _ in range(2000):
+        weights.update(losses_M, present_M)
+    rate_P = right / 8
+    assert weights.weights_M[bins_P].tolist() == pytest.approx([1.62, 1.24, 1.07], abs=0.006)
+    assert weights.weights_M[bins_P] == pytest.approx(1 / (2 * (rate_P * (1 - rate_P) * 7 / 8).sqrt()), rel=1e-3)
+
+
 def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one():
     weights = DaroWeights(2, learning_rate=0.1, floor=0.1)
     for _ in range(300):

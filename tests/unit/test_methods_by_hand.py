@@ -35,6 +35,13 @@ def test_mc_grpo_by_hand():
     assert mc_grpo(torch.tensor([[0.0, 0.0, 1.0]]), eps=0.0).tolist() == [pytest.approx([0.0, 0.0, 1.5 * math.sqrt(2)])]
 
 
+def test_mc_grpo_with_three_rewards_can_reach_ten():
+    """`docs/algorithm.md` warns of it: the median absolute deviation is 0.1 there."""
+    rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0]])
+    assert mc_grpo(rewards).max() == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8) == pytest.approx(10.1, abs=0.05)
+    assert group_advantages(rewards).max() == pytest.approx(2.6, abs=0.05)
+
+
 def test_ngrpo_by_hand():
     """The paper's own case: one right of eight gives 2.47 and -0.35 with GRPO, 1.76 and -0.50 with NGRPO."""
     rewards = torch.tensor([[1.0] + [0.0] * 7])
@@ -43,6 +50,11 @@ def test_ngrpo_by_hand():
     # wrong throughout: mean (0 + 0 + 1) / 3, deviation sqrt(1 / 3)
     assert ngrpo(torch.zeros(1, 2), eps=0.0).tolist() == [pytest.approx([-math.sqrt(1 / 3)] * 2)]
     assert ngrpo(torch.ones(1, 4)).tolist() == [[0.0] * 4]
+
+
+def test_ngrpo_has_no_signal_where_all_are_right():
+    rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    assert ngrpo(rewards)[0].tolist() == [0.0, 0.0, 0.0] and (ngrpo(rewards)[1] < 0).all()
 
 
 def test_a_grae_by_hand():
