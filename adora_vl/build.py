@@ -13,7 +13,9 @@ from transformers import TrainerCallback
 from adora_vl.advantage.run import MethodRun
 from adora_vl.batch import LogFigure
 from adora_vl.batching.batcher import Batcher, Shape
+from adora_vl.batching.dynamic_sampling import DynamicSampling
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.dedup.image_bank import Banks
 from adora_vl.rollout.engine import EngineSettings
 from adora_vl.rollout.importance import ImportanceRatio, RatioSettings
 from adora_vl.rollout_log.metrics_file import MetricsFile
@@ -55,6 +57,42 @@ def batch_shape(args: AdoraGRPOConfig, iterations: int) -> Shape:
         iterations=iterations,
         accumulated=args.gradient_accumulation_steps,
     )
+
+
+def batcher(
+    args: AdoraGRPOConfig,
+    accelerator: Accelerator,
+    log: LogFigure,
+    shape: Shape,
+    banks: Banks,
+    pad_id: int,
+    every_row_counts: bool,
+) -> Batcher:
+    """What cuts a generation into micro-batches. `every_row_counts`: whether rows with an advantage of 0 add to the
+    loss.
+    """
+    return Batcher(
+        accelerator,
+        banks,
+        log,
+        shape,
+        args,
+        pad_id=pad_id,
+        loss_type=args.loss_type,
+        every_row_counts=every_row_counts,
+    )
+
+
+def dynamic_sampling(args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFigure, pad_id: int) -> DynamicSampling:
+    """What replaces groups without signal, where `adora_dynamic_sampling` says so."""
+    return DynamicSampling(accelerator, log, args, generations=args.num_generations, seed=args.seed, pad_id=pad_id)
+
+
+def logs_images(args: AdoraGRPOConfig) -> bool:
+    """TRL's `log_multimodal`, where a tracker has a table for the images: stock TRL gathers all images of a generation
+    on every rank even where there is none.
+    """
+    return bool(args.log_multimodal and args.log_completions and {"wandb", "trackio"} & set(args.report_to))
 
 
 def weigher(args: AdoraGRPOConfig, accelerator: Accelerator, methods: MethodRun, reward_weights_F: Tensor) -> Weigher:

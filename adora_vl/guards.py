@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from adora_vl.batch import Batch, LogFigure, Row
+from adora_vl.batch import Batch, LogFigure, Row, loss_mask
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
 from adora_vl.unreadable_images import unreadable_rows
@@ -50,6 +50,17 @@ class DriftGuard:
     def __init__(self, accelerator: Accelerator, bound: float | None, save: SaveNow, log: LogFigure) -> None:
         """`bound`: nats per token on average; None only logs."""
         self.accelerator, self.bound, self.save, self.log = accelerator, bound, save, log
+
+    def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
+        """`check`, in the pass that is the first to score these rollouts.
+
+        `logps_BC`: the policy's, by default the old ones of the batch. Without them, or without the engine's, nothing
+        is compared.
+        """
+        logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
+        sampling_BC = batch.get("sampling_per_token_logps")
+        if logps_BC is not None and sampling_BC is not None:
+            self.check(logps_BC, sampling_BC, loss_mask(batch), step)
 
     def check(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, step: int) -> None:
         """The policy's log-probabilities against the engine's. Raises `RolloutError` on all ranks together."""

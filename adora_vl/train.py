@@ -74,6 +74,24 @@ def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, Sk
     return stop, bad_steps
 
 
+def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
+    """Save the model and the trainer's state into `output_dir`. Returns the folder of the whole model.
+
+    With LoRA that is `output_dir/merged`: `output_dir` has the adapter alone, which neither vLLM nor the evaluators
+    load.
+    """
+    from adora_vl.models.merged import save_merged
+
+    trainer.save_model(str(output_dir))
+    trainer.save_state()
+    merged = output_dir / "merged"
+    if not save_merged(trainer.model, trainer.processing_class, merged, trainer.accelerator):
+        return output_dir
+    if trainer.accelerator.is_main_process:
+        trainer.card.write(merged, trainer.state)
+    return merged
+
+
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
     from adora_vl.checkpoint.set_aside import delete_aside, set_aside
@@ -94,7 +112,7 @@ def train(arguments: Sequence[str]) -> int:
     trainer = build_trainer(run)
     trainer.run_facts = {"fingerprint": run.fingerprint}
     manifest = run.manifest(arguments)
-    trainer.card = partial(model_card, manifest)
+    trainer.card.text = partial(model_card, manifest)
     output_dir, is_main = Path(run.config.output_dir), trainer.accelerator.is_main_process
     if is_main:
         if run.start.replaces:
@@ -121,9 +139,7 @@ def train(arguments: Sequence[str]) -> int:
             print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}:", file=sys.stderr)
             print(manifest["command"], file=sys.stderr)
     else:
-        trainer.save_model(str(output_dir))
-        trainer.save_state()
-        model_folder = trainer.save_merged() or output_dir
+        model_folder = save_final_model(trainer, output_dir)
         if is_main:
             delete_aside(output_dir)
             end_manifest(manifest, output_dir, "finished", trainer.state.global_step)

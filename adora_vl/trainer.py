@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback
 from trl import GRPOTrainer
@@ -25,9 +24,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
 from adora_vl import build, compat
-from adora_vl.batch import Batch, Row, loss_mask
-from adora_vl.batching.batcher import Batcher
-from adora_vl.batching.dynamic_sampling import DynamicSampling
+from adora_vl.batch import Batch, Row
 from adora_vl.batching.unfinished import UnfinishedGeneration
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import facts_of
@@ -37,22 +34,20 @@ from adora_vl.config.advantage import method_run
 from adora_vl.config.speed import regroup_obstacle, regroups
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import PolicyPass
-from adora_vl.errors import RolloutError
 from adora_vl.guards import DriftGuard, RatioGuard, RowGuard
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
-from adora_vl.models.merged import save_merged
 from adora_vl.models.precision import restore_buffers
-from adora_vl.report.card import Card
+from adora_vl.report.card import CardWriter
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.importance import has_dropout
 from adora_vl.rollout.rows import DistinctRows
-from adora_vl.rollout.tokens import PromptMismatchError, never_sampled_ids
+from adora_vl.rollout.tokens import mismatch_named, never_sample, never_sampled_ids
 from adora_vl.rollout_log import completions_table
-from adora_vl.rollout_log.figures import adora_metrics
+from adora_vl.rollout_log.figures import weighed_figures
 from adora_vl.rollout_log.phases import PhaseClock
 from adora_vl.rollout_log.texts import gather_texts
-from adora_vl.weighing import Scores, Weighed
+from adora_vl.weighing import Scores
 
 
 class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -72,7 +67,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         args = args if args is not None else AdoraGRPOConfig()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
-        self.card: Card | None = None  # writes the README.md of every saved model
+        self.card = CardWriter()  # the README.md of every saved model
         self.clock = PhaseClock()
         revision = dict(args.model_init_kwargs or {}).get("revision")
         if processing_class is None:
@@ -88,18 +83,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs
             )
-        for built in (self.model, self.ref_model):
-            if built is not None:
-                restore_buffers(built)
+        models = [one for one in (self.model, self.ref_model) if one is not None]
+        for one in models:
+            restore_buffers(one)
         freeze(self.model, args.frozen_components)
-        self._build_collaborators(args)
+        self._build_collaborators(args, models)
 
-    def _build_collaborators(self, args: AdoraGRPOConfig) -> None:
+    def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
         """The objects that a step is made of; each gets the accelerator, settings and callables, never the trainer."""
         accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
-        models = [model for model in (self.model, self.ref_model) if model is not None]
-        for model in models:
-            restore_buffers(model)
         self.shape = build.batch_shape(args, self.num_iterations)
         self.images = DistinctImages(models, self.processing_class, accelerator.device, args)
         self.methods = method_run(args)
@@ -108,19 +100,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.row_guard = RowGuard(self.save_here)
         self.drift_guard = DriftGuard(accelerator, args.adora_max_drift, self.save_here, log)
         self.ratio_guard = RatioGuard(accelerator, args.adora_max_ratio, args.importance_sampling_level, log)
-        self.resample = DynamicSampling(
-            accelerator, log, args, generations=self.num_generations, seed=args.seed, pad_id=pad_id
-        )
-        self.batcher = Batcher(
-            accelerator,
-            self.images.banks,
-            log,
-            self.shape,
-            args,
-            pad_id=pad_id,
-            loss_type=self.loss_type,
-            every_row_counts=bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled),
-        )
+        self.resample = build.dynamic_sampling(args, accelerator, log, pad_id)
+        counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
+        self.batcher = build.batcher(args, accelerator, log, self.shape, self.images.banks, pad_id, counts_all)
         self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
         self.policy_pass = PolicyPass(accelerator, args)
         self.ratio = build.importance_ratio(args, accelerator, log)
@@ -128,11 +110,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self._buffered_inputs: list[Batch] | None = None  # the micro-batches of the present generation, as TRL has it
         self._ready: Batch | None = None  # the micro-batch that `training_step` has prepared
         self._scores: Scores | None = None  # of the generation that is being collected
-        # Stock TRL gathers all images for the trackers' tables even where there is no such table.
-        tables = self.log_completions and {"wandb", "trackio"} & set(args.report_to)
-        self.log_multimodal = bool(args.log_multimodal and tables)
+        self.log_multimodal = build.logs_images(args)
         if not self.use_vllm:
-            self._never_sample(never_sampled_ids(self._tokenizer))
+            never_sample(never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config)
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
         for callback in build.callbacks(self.clock, self.recorder, self.batcher, log):
@@ -177,9 +157,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         assert self._scores is not None
         generations = self.num_generations if training else self.num_generations_eval
         if training:
-            self._check_drift(batch)
+            self.drift_guard.check_batch(batch, self.state.global_step)
         weighed = self.weigher(self._scores, batch, generations, self.state.global_step, training=training)
-        self._log_weighed(mode, weighed)
+        for name, value in weighed_figures(weighed).items():
+            self._metrics[mode][name].append(value)
+        completions_table.add_weighed(self._logs, weighed)
         if training:
             first = self.accelerator.process_index * len(rows)
             batch["advantages"] = weighed.advantages_PG.flatten()[first : first + len(rows)]
@@ -196,12 +178,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             where = f"{mode}/{self._place}{f'/{attempt}' if attempt else ''}"  # a resumed run arrives at it too
             position = (self.args.seed, where) if self.args.adora_seeded_rollouts else None
             self.vllm_generation.prepare(position, self.images.cache, self.args.adora_group_requests)
-        try:
-            with compat.PROMPT_GATHERING.replaced_by(gather_texts, on=grpo_trainer):
-                batch = cast("Batch", super()._generate_and_score_completions(rows))
-        except PromptMismatchError as error:
-            row = rows[error.row].get("id", f"#{error.row} of this rank's batch")
-            raise RolloutError(f"row {row}: {error}") from error
+        with compat.PROMPT_GATHERING.replaced_by(gather_texts, on=grpo_trainer), mismatch_named(rows):
+            batch = cast("Batch", super()._generate_and_score_completions(rows))
         if mode == "train" and self.use_vllm:
             self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
         return batch
@@ -219,14 +197,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         with self.clock.phase("grading"):
             rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        ended = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        facts_B2 = torch.tensor(
-            [[len(ids), ids[-1] not in ended if ids else False] for ids in completion_ids_list],
-            dtype=torch.float32,
-            device=self.accelerator.device,
-        )
-        facts_B2 = self.accelerator.gather(facts_B2)
-        self._scores = Scores(rewards_BF, facts_B2[:, 0], facts_B2[:, 1] > 0)
+        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        self._scores = Scores.gathered(rewards_BF, completion_ids_list, ends, self.accelerator)
         return rewards_BF
 
     @property
@@ -258,11 +230,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         micro = cast("Batch", {**inputs})
         logps: list[Tensor] = []
+        corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
         def seen(logps_BC: Tensor) -> None:
             logps.append(logps_BC)
-            if self._corrects_ratio and self.ratio.is_due(micro):
-                self._check_drift(micro, logps_BC)
+            if corrects_ratio and self.ratio.is_due(micro):
+                self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
                 self.recorder.measured(micro, logps_BC)
                 self.ratio.complete(micro, logps_BC)
 
@@ -277,17 +250,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         without padding where the attention takes them.
         """
         return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
-
-    def _check_drift(self, batch: Batch, logps_BC: Tensor | None = None) -> None:
-        """The policy against the engine, in the pass that is the first to score these rollouts."""
-        logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
-        sampling_BC = batch.get("sampling_per_token_logps")
-        if logps_BC is not None and sampling_BC is not None:
-            self.drift_guard.check(logps_BC, sampling_BC, loss_mask(batch), self.state.global_step)
-
-    @property
-    def _corrects_ratio(self) -> bool:
-        return bool(self.use_vllm and self.vllm_importance_sampling_correction)
 
     def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
         """Inside, TRL makes no pass for old log-probabilities where the policy's own pass gives the same."""
@@ -353,32 +315,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Stock TRL saves weights and processor; ours puts a card beside them, in checkpoints too, where one is set."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            self.write_card(Path(output_dir or self.args.output_dir))
-
-    def write_card(self, folder: Path) -> None:
-        """README.md of the model in `folder`. One process calls this."""
-        if self.card is not None:
-            card = self.card(self.state.log_history, self.state.global_step)
-            (folder / "README.md").write_text(card, encoding="utf-8")
-
-    def save_merged(self) -> Path | None:
-        """With LoRA, the whole model with the adapter merged in, as `output_dir/merged`; None without LoRA.
-
-        `output_dir` itself has the adapter alone, which neither vLLM nor the evaluators load. Under ZeRO-3 the weights
-        are in pieces, and merging them is left to the user.
-        """
-        if not is_peft_model(self.model) or self._dist.is_zero3 or self._dist.is_fsdp:
-            return None
-        folder = Path(self.args.output_dir) / "merged"
-        if self.accelerator.is_main_process:
-            save_merged(self.model, self.processing_class, folder)
-            self.write_card(folder)
-        self.accelerator.wait_for_everyone()
-        return folder
+            self.card.write(Path(output_dir or self.args.output_dir), self.state)
 
     def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None) -> None:
         """Stock TRL writes a card of its own into output_dir at every save, which would take the place of ours."""
-        if self.card is None:
+        if self.card.text is None:
             super().create_model_card(model_name, dataset_name, tags)
 
     # -------------------------------------------------------------------------------- data, log, and the engine's end
@@ -404,28 +345,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def log_figure(self, name: str, value: float) -> None:
         """One value of this step for the next log, which averages; the same on every rank."""
         self._metrics["train"][name].append(value)
-
-    def _log_weighed(self, mode: str, weighed: Weighed) -> None:
-        """ADORA's figures, those of the methods, and the advantages in TRL's completions table."""
-        for name, value in {**adora_metrics(weighed.weighting), **weighed.figures}.items():
-            self._metrics[mode][f"adora/{name}"].append(value)
-        advantages_B, generations = weighed.advantages_PG.flatten(), weighed.raw_PG.shape[1]
-        table, extra = self._logs["advantages"], self._logs["extra"]
-        count = min(len(advantages_B), len(table))  # the table keeps the newest generation batch only
-        extra["advantage_raw"].extend([table.pop() for _ in range(count)][::-1])
-        table.extend(advantages_B[-count:].tolist())
-        weights_B = weighed.weighting.weights_P.repeat_interleave(generations)
-        tds_B = weighed.weighting.tds_P.repeat_interleave(generations)
-        columns = {"adora_weight": weights_B, "adora_tds": tds_B, "adora_length": weighed.groups.lengths_PG.flatten()}
-        for name, column_B in columns.items():
-            extra[name].extend(column_B[-count:].tolist())
-
-    def _never_sample(self, ids: list[int]) -> None:
-        """Stock TRL bans the image token alone when `transformers` generates; the others have no features either."""
-        banned = sorted({*(self.generation_kwargs.get("suppress_tokens") or []), *ids})
-        if banned:
-            self.generation_kwargs["suppress_tokens"] = banned
-            self.generation_config.suppress_tokens = banned
 
     def close(self) -> None:
         """Shut a colocated engine down while its process groups still exist. Generation is over after this."""

@@ -4,6 +4,7 @@ and the record alike. The mathematics is in `adora_vl.advantage`.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,21 @@ class Scores:
     rewards_BF: Tensor  # of each reward function; NaN where it did not score the rollout
     lengths_B: Tensor  # completion tokens
     unended_B: Tensor  # bool: without an end-of-turn token
+
+    @classmethod
+    def gathered(
+        cls, rewards_BF: Tensor, completions: Sequence[Sequence[int]], ends: Collection[int], accelerator: Accelerator
+    ) -> Scores:
+        """`rewards_BF` is of all ranks, as TRL gathers it; `completions` are this rank's token ids. A completion has
+        ended where its last token is one of `ends`, and an empty one has too.
+        """
+        facts_B2 = torch.tensor(
+            [[len(ids), ids[-1] not in ends if ids else False] for ids in completions],
+            dtype=torch.float32,
+            device=accelerator.device,
+        )
+        facts_B2 = accelerator.gather(facts_B2)
+        return cls(rewards_BF, facts_B2[:, 0], facts_B2[:, 1] > 0)
 
 
 @dataclass(frozen=True)

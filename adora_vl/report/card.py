@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adora_vl.prompts import SYSTEM_PROMPT
 from adora_vl.report.manifest import short_name
 from adora_vl.report.summary import figure_rows
+
+if TYPE_CHECKING:
+    from transformers import TrainerState
 
 Card = Callable[[list[dict[str, Any]], int], str]  # the text of a card, from the log and the step
 
@@ -40,6 +43,18 @@ _ADAPTER = """Trained as a LoRA adapter. Where this folder holds an `adapter_con
 model first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
 
 """
+
+
+class CardWriter:
+    """Writes the README.md of the models that a run saves: none, and TRL's own card instead, until `text` is set."""
+
+    def __init__(self) -> None:
+        self.text: Card | None = None
+
+    def write(self, folder: Path, state: TrainerState) -> None:
+        """README.md of the model in `folder`, whose training is at `state`. One process calls this."""
+        if self.text is not None:
+            (folder / "README.md").write_text(self.text(state.log_history, state.global_step), encoding="utf-8")
 
 
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from adora_vl.errors import RolloutError
 
@@ -24,6 +26,16 @@ def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of `NEVER_SAMPLED` that this tokenizer has; empty for a text-only one."""
     vocabulary = tokenizer.get_vocab()
     return [vocabulary[token] for token in NEVER_SAMPLED if token in vocabulary]
+
+
+def never_sample(ids: Sequence[int], settings: dict[str, Any], config: GenerationConfig) -> None:
+    """Ban these tokens where `transformers` generates, in both places that TRL reads: its `generation_kwargs`
+    (`settings`) and its generation config. Stock TRL bans the image token alone; the others have no features either.
+    """
+    banned = sorted({*(settings.get("suppress_tokens") or []), *ids})
+    if banned:
+        settings["suppress_tokens"] = banned
+        config.suppress_tokens = banned
 
 
 def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
@@ -54,3 +66,13 @@ def check_prompts(expected: Sequence[Sequence[int]], engine: Sequence[Sequence[i
         raise PromptMismatchError(
             row, f"the engine's prompt has {len(theirs)} tokens, the trainer's {len(ours)}; {why}"
         )
+
+
+@contextmanager
+def mismatch_named(rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """A `PromptMismatchError` inside the block becomes a `RolloutError` that names the row. `rows`: the local batch."""
+    try:
+        yield
+    except PromptMismatchError as error:
+        row = rows[error.row].get("id", f"#{error.row} of this rank's batch")
+        raise RolloutError(f"row {row}: {error}") from error

@@ -1,4 +1,6 @@
-"""TRL's table of completions, kept with a checkpoint, so that a resumed run writes the tables that it would have."""
+"""TRL's table of completions (`log_completions`): how ADORA weighed each rollout is added, and a checkpoint keeps it,
+so that a resumed run writes the tables that it would have.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,28 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from adora_vl.weighing import Weighed
+
 _COLUMNS = ("prompt", "completion", "advantages")  # one deque each in TRL's `_logs`
 _GROUPS = ("rewards", "extra")  # a deque per reward function, per column of the user's
+
+
+def add_weighed(table: Mapping[str, Any], weighed: Weighed) -> None:
+    """Put the advantages as the loss gets them into `table`, which is the trainer's `_logs`.
+
+    TRL has filled in its own advantages, which become the column `advantage_raw`. The table keeps the rollouts of the
+    newest generation batch alone, so it may have fewer rows than this generation.
+    """
+    advantages_B, generations = weighed.advantages_PG.flatten(), weighed.raw_PG.shape[1]
+    shown, extra = table["advantages"], table["extra"]
+    count = min(len(advantages_B), len(shown))
+    extra["advantage_raw"].extend([shown.pop() for _ in range(count)][::-1])
+    shown.extend(advantages_B[-count:].tolist())
+    weights_B = weighed.weighting.weights_P.repeat_interleave(generations)
+    tds_B = weighed.weighting.tds_P.repeat_interleave(generations)
+    columns = {"adora_weight": weights_B, "adora_tds": tds_B, "adora_length": weighed.groups.lengths_PG.flatten()}
+    for name, column_B in columns.items():
+        extra[name].extend(column_B[-count:].tolist())
 
 
 def to_json(logs: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from adora_vl.advantage import AdoraWeighting
+from adora_vl.weighing import Weighed
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> float:
@@ -28,3 +29,9 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
         "length_wrong": _mean_where(facts.lengths_PG, facts.wrong_PG),
         "pass_rate": torch.mean(facts.pass_rate_P).item(),
     }
+
+
+def weighed_figures(weighed: Weighed) -> dict[str, float]:
+    """The figures of ADORA and of the run's methods, by their names in the log."""
+    figures = {**adora_metrics(weighed.weighting), **weighed.figures}
+    return {f"adora/{name}": value for name, value in figures.items()}

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from adora_vl.rollout.tokens import PromptMismatchError, check_prompts, collapse_image_runs, never_sampled_ids
+import pytest
+from transformers import GenerationConfig
+
+from adora_vl.errors import RolloutError
+from adora_vl.rollout.tokens import (
+    PromptMismatchError,
+    check_prompts,
+    collapse_image_runs,
+    mismatch_named,
+    never_sample,
+    never_sampled_ids,
+)
 
 IMAGE, START, END = 90, 91, 92
 
@@ -56,3 +67,30 @@ def test_vision_tokens_are_never_sampled():
     names = ["a", "<|image_pad|>", "<|vision_start|>", "b", "<|video_pad|>", "<|vision_end|>"]
     assert sorted(never_sampled_ids(_Tokenizer(names))) == [1, 2, 4, 5]
     assert never_sampled_ids(_Tokenizer(["a", "b"])) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "name"), [([{}, {"id": "train/7"}], "row train/7:"), ([{}, {}], "row #1 of this rank's batch:")]
+)
+def test_a_mismatch_names_the_row_by_its_id_or_its_number(rows, name):
+    with pytest.raises(RolloutError, match=f"^{name} .*tokenizer"), mismatch_named(rows):
+        check_prompts([[1], [2]], [[1], [3]], IMAGE)
+
+
+def test_other_errors_keep_their_message():
+    with pytest.raises(RolloutError, match="^the engine stopped$"), mismatch_named([{"id": "train/7"}]):
+        raise RolloutError("the engine stopped")
+
+
+def test_bans_are_added_to_those_of_the_user():
+    settings: dict[str, Any] = {"suppress_tokens": [7, 3]}
+    config = GenerationConfig()
+    never_sample([3, 1], settings, config)
+    assert settings["suppress_tokens"] == config.suppress_tokens == [1, 3, 7]
+
+
+def test_without_vision_tokens_nothing_is_banned():
+    settings: dict[str, Any] = {}
+    config = GenerationConfig()
+    never_sample([], settings, config)
+    assert settings == {} and config.suppress_tokens is None
