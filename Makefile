@@ -1,5 +1,5 @@
 # Targets explain themselves: `make help` prints the comments behind `##`.
-.PHONY: help setup demo test unit lint pythons tiny-model clean-runs
+.PHONY: help setup demo test unit coverage lint pythons tiny-model clean-runs
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON_BIN := .venv/bin/python
@@ -14,16 +14,20 @@ setup: .venv/.installed ## install everything into .venv (about 3 minutes)
 .venv/.installed: $(INSTALLS)
 	@bash setup/install.sh
 
-demo: .venv/.installed ## the main job at a small size: draw problems, train, evaluate before and after (about 5 minutes)
+demo: .venv/.installed ## the main job at a small size: draw problems, train, evaluate before and after (5 to 10 minutes)
 	@bash setup/demo.sh $(DEMO)
 
-test: lint ## what CI runs: lint, types and every test, with real TRL, vLLM and DeepSpeed (20 to 40 minutes)
+test: lint coverage ## what CI runs: lint, types and every test, with real TRL, vLLM and DeepSpeed (20 to 40 minutes)
 	@# Two files at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long
 	@# to start.
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile tests/integration tests/parity
 
 unit: .venv/.installed ## the unit tests only, without an engine (under 3 minutes)
 	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q tests/unit
+
+coverage: .venv/.installed ## the unit tests, and which share of each file they run: the 20 files with the least, and all
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile tests/unit --cov --cov-report=
+	@$(PYTHON_BIN) -m coverage report | awk 'NR <= 22 || /^TOTAL/'
 
 lint: .venv/.installed ## ruff and mypy
 	.venv/bin/ruff check .
