@@ -57,7 +57,7 @@ def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, Sk
     from adora_vl.models.precision import RefuseWrongBuffers
 
     deepspeed = DeepSpeedSteps(lambda: trainer.model_wrapped, trainer.accelerator)
-    stop = StopOnSignal(cycle_steps=1)
+    stop = StopOnSignal()
     bad_steps = SkipBadSteps(
         run.config.adora_max_bad_steps,
         trainer.ratio_guard,

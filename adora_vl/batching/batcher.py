@@ -19,10 +19,10 @@ from adora_vl.batching.micro_batches import (
     live_units,
     planned,
     take_rows,
-    unit_size,
     without_padding,
 )
 from adora_vl.batching.rebalance import Carrier, movable, moves, rebalanced
+from adora_vl.config.arithmetic import unit_size
 from adora_vl.config.speed import SpeedOptions
 from adora_vl.dedup.image_bank import Banks
 

@@ -14,11 +14,6 @@ from torch import Tensor
 MEAN_OVER_ROWS = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
 
 
-def unit_size(rows: int, generations: int) -> int:
-    """How many rows stay together: a whole group, or the largest part of it that divides `rows` per micro-batch."""
-    return math.gcd(rows, generations)
-
-
 def live_units(advantages: Tensor, unit: int) -> list[bool]:
     """For each unit, whether any of its advantages is not 0. `advantages`: (B,) or (B, C)."""
     return [bool(part.any()) for part in torch.split(advantages, unit)]

@@ -36,12 +36,9 @@ def mark_stopped(output_dir: Path, step: int) -> None:
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """The first signal to any rank saves and ends the run after the current optimizer step. A signal that comes
     `REPEAT_S` seconds later or more ends it at once, except SIGHUP: closing a terminal does not mean that.
-
-    `cycle_steps`: only stop at multiples of this number of optimizer steps.
     """
 
-    def __init__(self, cycle_steps: int) -> None:
-        self.cycle_steps = max(1, cycle_steps)
+    def __init__(self) -> None:
         self.received: int | None = None
         self.stopped = False
         self._received_at = 0.0
@@ -78,8 +75,6 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The ranks agree here on whether to stop, because a signal may reach them in different steps."""
         mute_lost_outputs()  # before anything is logged: a closed terminal is gone before its SIGHUP is passed on
-        if state.global_step % self.cycle_steps:
-            return
         mine = torch.tensor([int(self.received is not None)], device=PartialState().device)
         if bool(gather(mine).any()):
             self.stopped = True

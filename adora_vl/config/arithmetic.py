@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from adora_vl.errors import UserError
@@ -29,6 +30,11 @@ class BatchPlan:
             f"{self.optimizer_batch} sequences an optimizer step in micro-batches of {self.global_batch} over all "
             f"ranks, {self.updates_per_generation:g} optimizer steps a generation"
         )
+
+
+def unit_size(rows: int, generations: int) -> int:
+    """How many rows stay together: a whole group, or the largest part of it that divides `rows` per micro-batch."""
+    return math.gcd(rows, generations)
 
 
 def _positive(**values: int) -> None:

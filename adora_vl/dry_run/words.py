@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from typing import Any
 
-from adora_vl.batching.micro_batches import unit_size
+from adora_vl.config.arithmetic import unit_size
 from adora_vl.dry_run.lengths import Lengths, quantile
 from adora_vl.dry_run.planning import Plan
 from adora_vl.dry_run.schedule import learning_rate_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from adora_vl.batching.micro_batches import unit_size
+from adora_vl.config.arithmetic import unit_size
 from adora_vl.dedup.shared_prompt import sharing_pays
 from adora_vl.memory import GIB
 from adora_vl.memory.activations import Dtypes, MicroBatch, head_saved, head_transient, mask_bytes, saved

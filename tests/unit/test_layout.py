@@ -16,8 +16,8 @@ ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
     "adora_vl.memory": (
-        "adora_vl.batching",
         "adora_vl.compat",
+        "adora_vl.config",
         "adora_vl.dedup",
         "adora_vl.errors",
         "adora_vl.models",

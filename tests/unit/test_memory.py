@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 from trl import ModelConfig, get_peft_config
 
-from adora_vl.batching.micro_batches import unit_size
+from adora_vl.config.arithmetic import unit_size
 from adora_vl.errors import UserError
 from adora_vl.memory import GIB
 from adora_vl.memory.activations import MicroBatch

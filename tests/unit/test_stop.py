@@ -41,7 +41,7 @@ def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
 def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_once(sent):
     times, now = [], 0.0
     with clock_and_kills() as (clock, kills):
-        run = StopOnSignal(1)
+        run = StopOnSignal()
         for number, gap in sent:
             now += gap
             times.append(now)
@@ -53,12 +53,12 @@ def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_on
 
 
 def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
-    run = StopOnSignal(1)
+    run = StopOnSignal()
     with contextlib.suppress(RunError), run:
         raise RunError("step 3: stop")
     run._handle(signal.SIGTERM, None)
     assert capfd.readouterr().err == ""
-    with (going_on := StopOnSignal(1)):
+    with (going_on := StopOnSignal()):
         going_on._handle(signal.SIGTERM, None)
     assert capfd.readouterr().err == (
         "SIGTERM: saving after this optimizer step; "
@@ -84,7 +84,7 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    run = StopOnSignal(1)
+    run = StopOnSignal()
     run.on_train_begin(None, WORKER, None)
     os.kill(os.getpid(), signal.SIGHUP)
     assert (run.received == signal.SIGHUP) is elastic
@@ -93,7 +93,7 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
 
 
 def test_a_run_that_was_not_stopped_leaves_the_signals_as_they_were(handlers):
-    run = StopOnSignal(1)
+    run = StopOnSignal()
     run.on_train_begin(None, WORKER, None)
     assert all(signal.getsignal(number) != handler for number, handler in handlers.items())
     run.release()
@@ -101,7 +101,7 @@ def test_a_run_that_was_not_stopped_leaves_the_signals_as_they_were(handlers):
 
 
 def test_a_stopped_run_keeps_its_exit_code_whatever_comes_after_its_last_write(handlers):
-    run = StopOnSignal(1)
+    run = StopOnSignal()
     run.on_train_begin(None, WORKER, None)
     run.stopped = True
     run.release()
@@ -203,5 +203,5 @@ def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys, ha
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for first in (True, False):
-        StopOnSignal(1).on_train_begin(None, SimpleNamespace(is_world_process_zero=first), None)
+        StopOnSignal().on_train_begin(None, SimpleNamespace(is_world_process_zero=first), None)
     assert capsys.readouterr().err.count("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch") == too_early
