@@ -102,6 +102,7 @@ def settings_of(options: Namespace) -> AnswerEngineSettings:
 
 
 def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
+    """Ask the model all questions, and write its answers into the output folder. Raises `UserError`."""
     if options.samples > 1 and not options.temperature:
         raise UserError(f"samples: {options.samples} greedy answers are the same; give --temperature, such as 1.0")
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
@@ -133,6 +134,7 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
 
 
 def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:
+    """Score a file of predictions, write the score file, and print its table."""
     output = score_path(options.output)
     _refuse_foreign(output)  # before a judge is asked
     make_folder("output", output.parent)

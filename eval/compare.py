@@ -111,10 +111,12 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
+    """A row of the table: a name of `width` characters, then the cells in columns."""
     return " ".join([f"{name:<{width}}", *(f"{cell:<28}" for cell in cells)]).rstrip()
 
 
 def _cell(cell: dict[str, Any] | None) -> str:
+    """An accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`; `-` if there is none."""
     if cell is None:
         return "-"
     low, high = cell["wilson_95"]
@@ -122,6 +124,7 @@ def _cell(cell: dict[str, Any] | None) -> str:
 
 
 def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
+    """For each value of the group `key` a heading and a line per run. Raises `UserError` if no run has that group."""
     known = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
     if key not in known:
         raise UserError(f"by: no run has the group {key!r}; they have {', '.join(known)}")
@@ -154,6 +157,7 @@ def _test(first: ScoreFile, other: ScoreFile) -> str:
 
 
 def _notes(runs: Sequence[ScoreFile], quoted: bool) -> list[str]:
+    """What a reader has to know before comparing: settings and problems that differ, and partial scores."""
     if len(runs) > 1:
         notes = cautions([(run.name, run.score) for run in runs])
     else:

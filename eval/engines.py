@@ -217,10 +217,12 @@ class TransformersEngine:
         ]
 
     def _generation(self, ids: list[int], n_prompt_tokens: int) -> Generation:
+        """An answer up to and with its first end token. Without one it was cut off by the limit on its length."""
         end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
         kept = ids if end is None else ids[: end + 1]
         return Generation(self._chat.decode(kept), len(kept), "length" if end is None else "stop", n_prompt_tokens)
 
 
 def _end_tokens(eos: int | list[int] | None) -> list[int]:
+    """The end tokens of a generation config, which names one, several or none."""
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -44,6 +44,7 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
 
 
 def _hub_commit(model: str, revision: str | None) -> str | None:
+    """The full commit of a model on the hub; None for one that has none, such as a folder."""
     from transformers import AutoConfig
 
     try:

@@ -64,6 +64,7 @@ def figures(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace
 
 
 def _flat(score: Score) -> dict[str, float]:
+    """The figures of a score as one level of names and numbers, without those that it does not have."""
     low, high = score["wilson_95"]
     flat = {"accuracy": score["accuracy"], "accuracy_low": low, "accuracy_high": high}
     for kind, known in score["tokens"].items():

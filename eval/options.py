@@ -74,6 +74,7 @@ def build_parser(
 
 
 def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
+    """The options of `infer` and `run`. `split`: the default split of the benchmark."""
     add = parser.add_argument
     add("--model", type=optional(text), help="a model folder, a hub id, or tiny")
     add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
@@ -111,6 +112,7 @@ def score_defaults(add_score_options: AddOptions) -> argparse.Namespace:
 
 
 def _split(word: str) -> str:
+    """The name of a split, which cannot be null. Raises argparse's error for a bad value."""
     if is_null(word):
         raise argparse.ArgumentTypeError("null is no split; leave the option out for its default")
     return text(word)

@@ -179,6 +179,7 @@ class PredictionLog:
         self.done.update(key(row) for row in rows)
 
     def _lock(self) -> None:
+        """Keep other processes from writing this file. Raises `UserError` if one is writing it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -187,6 +188,7 @@ class PredictionLog:
             ) from None
 
     def _repair(self) -> None:
+        """Cut off a last line that is not complete, which a killed run may have left."""
         self._file.seek(0)
         whole = self._file.read()
         self._file.truncate(whole.rfind(b"\n") + 1)

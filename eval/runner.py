@@ -214,6 +214,7 @@ def _seed_of(seed: int, pid: str, sample: int) -> int:
 def _bounded(
     settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
 ) -> AnswerEngineSettings:
+    """The settings with the bounds that the engine needs: the most images and the longest text of any problem."""
     longest = max(len(problem.prompt.encode()) for problem in problems) + len((system_prompt or "").encode())
     return replace(settings, max_images=max(problem.n_images for problem in problems), max_text_bytes=longest)
 
@@ -231,6 +232,7 @@ def _batches(asks: Sequence[Ask], size: int, done: Container[tuple[str, int]]) -
 
 
 def _check_unique(problems: Sequence[Problem]) -> None:
+    """Raise `UserError` if two problems have the same id, because answers are found by their ids."""
     seen: set[str] = set()
     for problem in problems:
         if problem.pid in seen:

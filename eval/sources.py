@@ -61,6 +61,7 @@ def load_rows(
 
 
 def _check(loaded: LoadedRows, needed: Sequence[str], check: Callable[[Row], str | None]) -> None:
+    """Raise `UserError` with one line per row that lacks a field or has a fault, or if there is no row."""
     wrong = Complaints(f"data: {loaded.origin}")
     for number, row in enumerate(loaded.rows, start=1):
         fault = missing_fields(row, needed) or row_fault({**row, "pid": _pid(row), "response": ""}) or check(row)
@@ -89,6 +90,7 @@ def unaskable(prompt: Any, choices: Sequence[str] | None = None) -> str | None:
 
 
 def _local(path: Path, split: str, image_columns: Sequence[str]) -> LoadedRows:
+    """The rows of a file, or of the files of a split in a folder."""
     files = [path] if path.is_file() else _files(path, split)
     if files[0].suffix == ".parquet":
         return _from_table(_tables(files), image_columns, digest(files), str(path))
@@ -112,6 +114,7 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 
 def _tables(files: Iterable[Path]) -> pa.Table:
+    """The rows of several Parquet files as one table. Raises `UserError`."""
     tables = []
     for path in files:
         try:
@@ -125,6 +128,7 @@ def _tables(files: Iterable[Path]) -> pa.Table:
 
 
 def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[str]) -> LoadedRows:
+    """The rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
     from datasets import load_dataset
 
     try:
@@ -137,6 +141,7 @@ def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[st
 
 
 def _from_table(table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str) -> LoadedRows:
+    """The rows without their images, which are decoded one by one when they are asked for."""
     columns = [column for column in image_columns if column in table.column_names]
     # A column of paths and texts stays with the rows too: the benchmarks' `image` may be either.
     binary = [column for column in columns if not pa.types.is_string(table.schema.field(column).type)]
@@ -197,5 +202,6 @@ def _decoded(values: Sequence[Any], folder: Path) -> list[Image.Image]:
 
 
 def _opened(source: Path | io.BytesIO) -> Image.Image:
+    """The image as RGB, read completely."""
     with Image.open(source) as image:
         return image.convert("RGB")

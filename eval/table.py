@@ -46,17 +46,20 @@ def made_with(score: Score) -> str:
 
 
 def _cell(cell: Score) -> str:
+    """A count, a share and its interval, such as `520/850   61.2 %  (95 %: 57.9 to 64.4)`."""
     low, high = cell["wilson_95"]
     count = f"{cell['correct']}/{cell['total']}"
     return f"{count:>11}  {100 * cell['accuracy']:5.1f} %  (95 %: {100 * low:.1f} to {100 * high:.1f})"
 
 
 def _samples(score: Score) -> list[str]:
+    """A line for each avg@k and pass@k."""
     figures = {name: figure for name, figure in score.get("samples", {}).items() if "@" in name}
     return [f"{name}: {_percent(figure['value'], figure['interval_95'])}" for name, figure in figures.items()]
 
 
 def _leakage(score: Score) -> list[str]:
+    """Lines on MMStar's multi-modal gain and leakage, as far as they are known."""
     leakage = score.get("leakage") or {}
     lines = []
     if "MG" in leakage:
@@ -68,6 +71,7 @@ def _leakage(score: Score) -> list[str]:
 
 
 def _percent(value: float, interval: list[float]) -> str:
+    """A share with its interval in percent, such as `61.2 % (95 %: 57.9 to 64.4)`."""
     return f"{100 * value:.1f} % (95 %: {100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
 
 

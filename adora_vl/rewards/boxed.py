@@ -13,7 +13,9 @@ _TOKEN = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\\\(?!(?:boxed|fbox)\s*\{)
 
 
 class _Box(NamedTuple):
-    """One complete box: where its command starts, and the bounds of its content."""
+    r"""One complete box, as positions in the response: of the `\` of its command, and of the start and the end of its
+    content. In `so \boxed{5}` they are 3, 10 and 11.
+    """
 
     start: int
     content: int
@@ -21,12 +23,14 @@ class _Box(NamedTuple):
 
 
 def last_boxed(response: str) -> str | None:
-    r"""Content of the last complete box (stripped of outer spaces), or None when there is none.
+    r"""The content of the last complete box, without outer spaces, or None if there is no complete box.
 
-    One pass and a stack, so linear in `len(response)` however deep or many the boxes are. Of nested boxes the
-    outermost complete one counts, because what stands beside an inner box is part of the answer; only a box that
-    holds nothing but another box is peeled. Of a response over `MAX_CHARS` only the end is looked at. Source: the
-    grading policy, point 1.
+    `\boxed{4}, no: \boxed{ 5 }` gives `5`. Of nested boxes the outermost complete one counts, because what stands
+    beside an inner box is part of the answer: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing
+    but another box is peeled: `\boxed{\boxed{5}}` gives `5`.
+
+    The response is read once with a stack, so the time is linear in its length, however deep or many the boxes are. Of
+    a response over `MAX_CHARS` only the end is read. Source: the grading policy, point 1.
     """
     complete: list[_Box] = []
     response = response[-MAX_CHARS:]
@@ -51,9 +55,9 @@ def last_boxed(response: str) -> str | None:
 
 
 def _peel(response: str, complete: list[_Box]) -> _Box:
-    """The innermost of the boxes that are the whole content of one another, from the last one inwards.
+    """Start with the last box, and go inwards as long as a box holds nothing but one other box. Returns the innermost.
 
-    `complete` is in the order of closing, so a directly nested box stands just before the one around it.
+    `complete` is in the order in which the boxes close, so a directly nested box comes just before the one around it.
     """
     box = complete[-1]
     for inner in reversed(complete[:-1]):

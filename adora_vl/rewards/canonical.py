@@ -14,7 +14,7 @@ MAX_CHARS = 500  # an honest answer has under 60; every regular expression below
 
 
 class UncanonicalError(ValueError):
-    """The text is not looked at any further; `reason` names the rule (`too_long`, `hidden_characters`)."""
+    """The text has no canonical form. `reason` names the rule that refused it: `too_long` or `hidden_characters`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -35,6 +35,7 @@ _SYMBOLS = str.maketrans(
         "³": "^3",
     }
 )
+# What may stand between groups of three digits: `1,234`, `1{,}234`, `1\,234`, and thin spaces of Unicode.
 _THIN = r"(?:,\\!|,|\{,\}|\\,|\\!|[\u2009\u202f])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THIN}\d{{3}})+(?!\d|{_THIN})", re.ASCII)
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~|\\(?:quad|qquad|thinspace|left|right|displaystyle)(?![A-Za-z])")
@@ -42,6 +43,7 @@ _TEXT = re.compile(r"\\(?:text|mathrm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 # `12^\circ^2` is left unread: taking the sign out would make a square of it.
 _DEGREE = re.compile(r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z]))(?!\s*\^)")
 _DEGREE_WORD = re.compile(r"(?<=[\d})$\s])degrees?$")
+# A name before an equals sign, as in `x = 5`, `AB = 5`, `m \angle A = 5`, `\angle 3 = 5` and `r_{1} = 5`.
 _NAME = re.compile(
     r"(?:m\s*)?(?:\\(?:angle|overline|widehat|overarc|triangle)\s*)?"
     r"(?:[A-Z](?:\s+[A-Z])+|[A-Za-z]{1,16}|\{\s*[A-Z](?:\s*[A-Z])*\s*\}"
@@ -53,6 +55,7 @@ _LENGTH = (
     r"\.?\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)?"
 )
 _AREA = rf"(?:sq|cu)\.?\s*{_LENGTH}|(?:square|cubic)\s+{_LENGTH}|sq|square"
+# A value and its unit: `12 cm`, `12 cm^2`, `12 square feet`, `5\pi in.`
 _UNIT = re.compile(rf"(.*(?:[\d}})$]|\\pi))\s*(?:{_LENGTH}|{_AREA})", re.DOTALL)
 
 
@@ -90,14 +93,19 @@ def canonical_gold(text: str) -> str:
 
 
 def _grouped(number: re.Match[str]) -> str:
-    r"""The digits of `1,234`; but right after a bracket, as in `(1,234)` or `\{1,234\}`, it is a pair and stays one."""
+    r"""`1,234` becomes `1234`. Right after a bracket, as in `(1,234)` or `\{1,234\}`, the comma separates two entries,
+    and the text stays as it is.
+    """
     if number.string[: number.start()].rstrip().endswith(("(", "[", r"\{")):
         return number.group()
     return re.sub(r"\D", "", number.group())
 
 
 def _unwrapped(text: str) -> str:
-    r"""`text` without `\text{}` and `\mathrm{}`, the innermost first (each round makes the text shorter)."""
+    r"""Replace `\text{...}` and `\mathrm{...}` by their content: `5\text{ cm}` becomes `5  cm `.
+
+    The innermost ones are replaced first. Each round makes the text shorter, so the loop ends.
+    """
     count = 1
     while count:
         text, count = _TEXT.subn(r" \1 ", text)
@@ -105,7 +113,10 @@ def _unwrapped(text: str) -> str:
 
 
 def _undecorated(text: str) -> str:
-    """`text` without outer spaces, one trailing full stop, and surrounding dollar signs."""
+    """Remove outer spaces, surrounding dollar signs, and a full stop at the end: `$5$.` becomes `5`.
+
+    Two full stops stay, because `1..` is not the number 1.
+    """
     text = text.strip()
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
@@ -117,10 +128,12 @@ def _undecorated(text: str) -> str:
 
 
 def _plain_commands(text: str) -> str:
-    r"""One spelling of fractions, roots and pi: `\frac{1}{2}` for `\dfrac12`, `\sqrt{3}` for `√3` and `sqrt3`.
+    r"""Bring fractions, roots and pi to one spelling.
 
-    An argument without braces must be one digit, letter or `\pi`: TeX sets `\sqrt12` as a root of 1 beside a 2, which
-    nobody means, so it is left alone and not read. The Unicode sign takes all its digits.
+    `\dfrac12` becomes `\frac{1}{2}`, `sqrt3` and `√3` become `\sqrt{3}`, and `\sin^2 30` becomes `\sin^{2} 30`. An
+    argument without braces has to be one digit, one letter or `\pi`. TeX sets `\sqrt12` as a root of 1 beside a 2,
+    which nobody means, so such text is left alone and not read later. After the Unicode sign all digits belong to the
+    root.
     """
     one = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
     last = rf"{one}(?!\d|\.\d)"
@@ -136,9 +149,10 @@ def _plain_commands(text: str) -> str:
 
 
 def _compact(text: str) -> str:
-    """`text` without the spaces that separate nothing: they stay between two letters, two digits, a comma and a digit.
+    r"""Remove the spaces that separate nothing: `2 \sqrt { 3 }` becomes `2\sqrt{3}`.
 
-    After the comma because `12, 130` must not come back as `12,130`, which is a number with a thousands separator.
+    A space stays between two letters (`right triangle`), between two digits (`1 2`), and between a comma and a digit:
+    `12, 130` must not become `12,130`, which would be a number with a thousands separator.
     """
     text = re.sub(r"\s+", " ", text.strip())
 

@@ -6,6 +6,9 @@ A tree is a nested tuple that JSON can carry, so that a worker process gets tree
     ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
     ("frac", above, below)  ("power", base, exponent)  ("root", degree, tree)  ("call", name, tree)  ("log", base, tree)
 
+For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num", "3"))))),
+(-1, ("unknown", "x")))`.
+
 The nesting, the length and the digits of a literal are capped, so the depth of a tree is bounded and reading it cannot
 hang. Ambiguous spellings are not read, so that nothing is right by accident: `1/2\pi`, `2^34`, `\sqrt{3}2`,
 `3\frac{5}{2}`, `\sin30^2`.
@@ -38,8 +41,10 @@ _INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 
 
 class NotReadError(ValueError):
-    """`reason`: `not_read` (not one of the forms above), `too_large` (over a cap), `undefined` (such as 1/0), or
-    `beyond` (read, but its value takes more than `numbers` does).
+    """The text or tree has no value here. `reason` says why:
+
+    `not_read`: it is not one of the forms above; `too_large`: it is over one of the caps; `undefined`: it has no value,
+    such as 1/0; `beyond`: it was read, but `numbers` cannot compute its value, such as that of `\\log_{2}(8)`.
     """
 
     def __init__(self, reason: Reason = "not_read") -> None:
@@ -48,7 +53,7 @@ class NotReadError(ValueError):
 
 
 def read_tree(text: str) -> Tree:
-    """The tree of a text in canonical form. Raises `NotReadError`."""
+    """Read a text in canonical form into a tree. Raises `NotReadError` for anything that the grammar does not have."""
     if len(text) > MAX_CHARS:
         raise NotReadError("too_large")
     nesting = deepest = 0
@@ -73,6 +78,7 @@ def unknowns(tree: Tree) -> frozenset[str]:
 
 
 def _nodes(tree: Tree) -> Iterator[Tree]:
+    """The tree itself and all trees inside it, each before those that it holds."""
     yield tree
     for child in tree[1:]:
         if isinstance(child, tuple):
@@ -81,11 +87,14 @@ def _nodes(tree: Tree) -> Iterator[Tree]:
 
 
 def _is_unknown(symbol: str) -> bool:
+    r"""Whether this token can name an unknown: one letter, or a Greek one such as `\theta`."""
     return symbol in _GREEK or (len(symbol) == 1 and symbol.isalpha())
 
 
 class _Parser:
-    """Recursive descent over the tokens; its depth is bounded by `MAX_NESTING`. Raises `NotReadError`."""
+    """A recursive-descent parser with one method per rule of the grammar. Each method reads its rule from the next
+    token on, returns its tree, and raises `NotReadError` where the tokens do not fit. `MAX_NESTING` bounds the depth.
+    """
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
@@ -96,6 +105,7 @@ class _Parser:
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
+        """Consume the next token, which has to be `expected` if that is given."""
         symbol = self.peek()
         if not symbol or (expected and symbol != expected):
             raise NotReadError
@@ -103,7 +113,7 @@ class _Parser:
         return symbol
 
     def sum(self) -> Tree:
-        """`[sign] term (+|- term)*`"""
+        """A sum: `[sign] term (+|- term)*`, such as `-2x+6`. A single term without a minus sign stays alone."""
         sign = -1 if self.peek() in {"+", "-"} and self._take() == "-" else 1
         terms = [(sign, self._product())]
         while self.peek() in {"+", "-"}:
@@ -112,7 +122,7 @@ class _Parser:
         return terms[0][1] if len(terms) == 1 and terms[0][0] == 1 else ("sum", *terms)
 
     def _product(self) -> Tree:
-        """`factor (operator factor | factor)*`, where juxtaposition multiplies."""
+        """A product: `factor (operator factor | factor)*`. Factors side by side are multiplied, as in `2x`."""
         factors = [("*", self._power())]
         divided = False
         while (symbol := self.peek()) and symbol not in {"+", "-", ")", "}", "]"}:
@@ -130,7 +140,7 @@ class _Parser:
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
     def _power(self) -> Tree:
-        """`primary [^ digit | ^ letter | ^ {sum}]`"""
+        """A power: `primary [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`."""
         symbol = self.peek()
         base = self._primary()
         if self.peek() != "^":
@@ -143,6 +153,7 @@ class _Parser:
         return ("power", base, exponent)
 
     def _exponent(self) -> Tree:
+        """What follows a `^`: a sum in braces, one digit, or one letter."""
         self._take("^")
         symbol = self.peek()
         if symbol == "{":
@@ -154,6 +165,7 @@ class _Parser:
         raise NotReadError  # `2^34` is 2^3 beside a 4 in TeX
 
     def _primary(self) -> Tree:
+        """The smallest unit: a group in brackets, a fraction, a root, a function, pi, an unknown, or a number."""
         symbol = self.peek()
         if symbol in {"(", "{"}:
             return self._group(symbol, ")" if symbol == "(" else "}")
@@ -172,12 +184,14 @@ class _Parser:
         return self._mixed(literal) if self.peek() == r"\frac" else literal
 
     def _group(self, opening: str, closing: str) -> Tree:
+        """A sum between these two brackets."""
         self._take(opening)
         tree = self.sum()
         self._take(closing)
         return tree
 
     def _literal(self) -> Tree:
+        """A number in digits, such as `12` or `0.5`."""
         symbol = self._take()
         if symbol[0] not in ".0123456789":
             raise NotReadError
@@ -186,12 +200,17 @@ class _Parser:
         return ("num", symbol)
 
     def _fraction(self) -> Tree:
+        r"""`\frac{sum}{sum}`."""
         self._take(r"\frac")
         above = self._group("{", "}")
         return ("frac", above, self._group("{", "}"))
 
     def _mixed(self, whole: Tree) -> Tree:
-        r"""`7\frac{1}{2}` is 7.5, but `7\frac{\sqrt{3}}{2}` a product; `3\frac{5}{2}` may be either and is not read."""
+        r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
+
+        With anything but whole numbers in the fraction it is a product, as in `7\frac{\sqrt{3}}{2}`, and `whole` is
+        returned. `3\frac{5}{2}` can be meant in both ways and is not read.
+        """
         start = self._next
         window = self._tokens[start : start + 7]
         if len(window) < 7 or not (window[2] + window[5]).isdigit() or window[3:5] != ["}", "{"] or window[6] != "}":
@@ -204,6 +223,7 @@ class _Parser:
         return ("mixed", whole[1], above, below)
 
     def _root(self) -> Tree:
+        r"""`\sqrt{sum}`, `\sqrt(sum)`, or with a degree of one digit `\sqrt[3]{sum}`."""
         self._take(r"\sqrt")
         degree = 2
         if self.peek() == "[":
@@ -217,7 +237,10 @@ class _Parser:
         return ("root", degree, radicand)
 
     def _call(self) -> Tree:
-        r"""`\sin30`, `\sin(2x)`, `\cos{60}`, `\tan^{-1}(1)`, `\sin^2x`, `\ln(2)`, `\log_{2}(8)`, `\log100`."""
+        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\ln(2)`, `\log_{2}(8)`, `\log100`.
+
+        `\tan^{-1}(1)` is the arctangent, and `\sin^2x` the square of a sine.
+        """
         name = self._take()
         if name == r"\log":
             base: Tree = ("num", "10")

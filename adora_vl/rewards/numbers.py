@@ -26,11 +26,11 @@ Value = Fraction | float
 
 @dataclass(frozen=True)
 class Number:
-    """A closed form that was read.
+    """The value of a closed form.
 
-    `unevaluated`: the expression is arithmetic still to be done, such as `180-40` or `(180-40)/2`: it has no root, pi
-    or sine in it, and a sum, difference or product of bare integers and decimals somewhere. `error`: a bound on the
-    absolute error of `value`, 0 for a fraction.
+    `unevaluated`: whether the expression is arithmetic that is still to be done, such as `180-40` or `(180-40)/2`. It
+    then has a sum, difference or product of bare integers and decimals somewhere, and no root, pi or sine. `error`: a
+    bound on the absolute error of `value`, which is 0 for a fraction.
     """
 
     value: Value
@@ -47,7 +47,9 @@ def evaluate(text: str) -> Number | None:
 
 
 def number_of(tree: Tree) -> Number:
-    """The number that a tree writes. Raises `NotReadError`: `too_large`, `undefined`, or `beyond` for other forms."""
+    """The value of a tree. Raises `NotReadError` with the reason `too_large`, `undefined`, or, for a form that is not
+    computed here, `beyond`.
+    """
     evaluator = _Evaluator()
     part = evaluator.of(tree)
     return Number(part.value, evaluator.bare_operation and not evaluator.closed_form, part.error)
@@ -55,7 +57,9 @@ def number_of(tree: Tree) -> Number:
 
 @dataclass(frozen=True)
 class _Part:
-    """A value, a bound on its error, and whether only bare integers and decimals and + - x ^ went into it."""
+    """An intermediate result: its value, a bound on its absolute error, and whether it was made from nothing but
+    integers and decimals by addition, subtraction, multiplication and powers (`bare`).
+    """
 
     value: Value
     error: float = 0.0
@@ -63,7 +67,7 @@ class _Part:
 
 
 class _Evaluator:
-    """One walk over a tree. Raises `NotReadError`."""
+    """Computes one tree, and notes on the way what `Number.unevaluated` needs. Raises `NotReadError`."""
 
     def __init__(self) -> None:
         self.bare_operation = False
@@ -98,6 +102,7 @@ class _Evaluator:
         raise NotReadError("beyond")
 
     def _sum(self, terms: tuple[tuple[int, Tree], ...]) -> _Part:
+        """`terms` are pairs of a sign, 1 or -1, and a tree."""
         total: _Part | None = None
         for sign, tree in terms:
             term = self.of(tree)
@@ -108,6 +113,7 @@ class _Evaluator:
         return total
 
     def _product(self, factors: tuple[tuple[str, Tree], ...]) -> _Part:
+        """`factors` are pairs of an operator, `*` or `/`, and a tree. They are applied from left to right."""
         result: _Part | None = None
         for operator, tree in factors:
             factor = self.of(tree)
@@ -121,13 +127,16 @@ class _Evaluator:
         return result
 
     def _joined(self, left: _Part, right: _Part, result: _Part) -> _Part:
+        """`result` of an operation on `left` and `right`, which is noted if both sides are bare."""
         bare = left.bare and right.bare
         self.bare_operation |= bare
         return _Part(result.value, result.error, bare)
 
 
 def _sized(value: Value) -> Value:
-    """`value`, or `NotReadError("too_large")` where it is over the cap on size."""
+    """`value` as it is. Raises `NotReadError("too_large")` if the numerator or denominator of a fraction has more than
+    `MAX_BITS`, or if a float is not finite.
+    """
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
             raise NotReadError("too_large")
@@ -137,18 +146,22 @@ def _sized(value: Value) -> Value:
 
 
 def _noise(*values: Value) -> float:
-    """The rounding error of one operation whose operands and result are `values`; 0 between fractions."""
+    """A bound on the rounding error of one operation. `values` are its operands and, at the end, its result. Fractions
+    are exact, so with a fraction as the result the bound is 0.
+    """
     if isinstance(values[-1], Fraction):
         return 0.0
     return _EPS * max(abs(float(value)) for value in values)
 
 
 def _added(left: _Part, right: _Part) -> _Part:
+    """The sum, with the errors of both sides and of the addition."""
     value = _sized(left.value + right.value)
     return _Part(value, left.error + right.error + _noise(left.value, right.value, value))
 
 
 def _multiplied(left: _Part, right: _Part) -> _Part:
+    """The product. Its error follows from `(a + da)(b + db) - ab`."""
     value = _sized(left.value * right.value)
     if isinstance(value, Fraction):
         return _Part(value)
@@ -157,6 +170,7 @@ def _multiplied(left: _Part, right: _Part) -> _Part:
 
 
 def _divided(above: _Part, below: _Part) -> _Part:
+    """The quotient. Raises `NotReadError` where the divisor is 0, or is so inexact that it may be 0."""
     if below.value == 0:
         raise NotReadError("undefined")
     value = _sized(above.value / below.value)
@@ -169,6 +183,7 @@ def _divided(above: _Part, below: _Part) -> _Part:
 
 
 def _check_exponent(power: Value) -> Fraction:
+    """`power` as it is. Raises `NotReadError` unless it is rational and at most `MAX_EXPONENT` in size."""
     if not isinstance(power, Fraction):
         raise NotReadError("beyond")
     if abs(power) > MAX_EXPONENT:
@@ -177,7 +192,7 @@ def _check_exponent(power: Value) -> Fraction:
 
 
 def _raised(base: _Part, exponent: _Part) -> _Part:
-    """`base ** exponent` for a small rational exponent; the size of the result is bounded before it is computed."""
+    """`base ** exponent` for a small rational exponent. The size of the result is bounded before it is computed."""
     power, value, bare = _check_exponent(exponent.value), base.value, base.bare and exponent.bare
     if value == 0 and power <= 0:
         raise NotReadError("undefined")
@@ -199,7 +214,7 @@ def _raised(base: _Part, exponent: _Part) -> _Part:
 
 
 def _rooted(radicand: _Part, degree: int) -> _Part:
-    """The real root, exact where the radicand is a perfect power."""
+    """The real root of this degree. It is exact if the radicand is a perfect power, as in the square root of 4/9."""
     negative = radicand.value < 0
     size = -radicand.value if negative else radicand.value
     if radicand.error >= size and radicand.error > 0:

@@ -33,6 +33,7 @@ class InterGPS:
 
 
 def _read(place: Place, split: str, diagram: str) -> RawProblem:
+    """Read one problem. Raises `RowError`, with the original bytes, if a file or a field is not usable."""
     row_id = f"geometry3k/{split}/{place.number}"
     originals: list[bytes] = []
     try:

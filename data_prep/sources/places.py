@@ -88,6 +88,7 @@ def _from_zips(paths: list[Path]) -> dict[str, list[Place]]:
 
 
 def _folders(folder: Path) -> list[Place]:
+    """The numbered folders directly in `folder`; none if it does not exist."""
     if not folder.is_dir():
         return []
     return [Place(path) for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]

@@ -81,6 +81,7 @@ def from_parquet(path: Path) -> Table:
 
 
 def _split_name(name: str, location: str) -> str:
+    """Our name of a split, which is `validation` for `val`. Raises `UserError` for an unknown one."""
     split = "validation" if name == "val" else name
     if split not in SPLITS:
         raise UserError(f"input: {location!r} has a split {name!r}{nearest(name, SPLITS)}; known: {', '.join(SPLITS)}")
@@ -88,10 +89,12 @@ def _split_name(name: str, location: str) -> str:
 
 
 def _rows_of(file: str) -> int:
+    """The number of rows, from the metadata of the file."""
     return int(pq.read_metadata(file).num_rows)
 
 
 def _check_columns(file: str, split: str, location: str) -> None:
+    """Raise `UserError` if a file lacks a column or its images are no images."""
     try:
         features = Features.from_arrow_schema(pq.read_schema(file))
     except (pa.ArrowInvalid, OSError) as error:
@@ -111,6 +114,7 @@ def _check_columns(file: str, split: str, location: str) -> None:
 
 
 def _read(row: Mapping[str, Any], split: str, index: int, origin: str) -> RawProblem:
+    """Read one row. Raises `RowError`, with the original bytes, if a field is not usable."""
     row_id = _id_of(row, split, index)
     images = [image["bytes"] for image in row["images"] or [] if image and image["bytes"] is not None]
     record = {name: value for name, value in row.items() if name != "images" and _is_plain(value)}

@@ -134,6 +134,7 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
 
 
 def _exact(reader: _Reader, text: str) -> int | None:
+    """The whole text is a choice."""
     key = _key(text)
     if len(key) == 1 and key.upper() in reader.letters:
         return reader.letters.index(key.upper())
@@ -141,11 +142,13 @@ def _exact(reader: _Reader, text: str) -> int | None:
 
 
 def _box(reader: _Reader, text: str) -> int | None:
+    """The last box holds a letter or a choice."""
     content = last_boxed(text)
     return None if content is None else reader.resolve(content)
 
 
 def _stated_letter(reader: _Reader, text: str) -> int | None:
+    """The last letter that is stated as the answer, as in `the answer is (B)`."""
     matches = [match for match in reader.stated.finditer(text) if not _dismissed(text, match)]
     return reader.index(matches[-1]) if matches else None
 
@@ -159,6 +162,7 @@ def _dismissed(text: str, match: re.Match[str]) -> bool:
 
 
 def _stated_text(reader: _Reader, text: str) -> int | None:
+    """The last sentence that speaks of the answer mentions the text of exactly one choice."""
     for sentence in reversed(sentences(text)):
         said = list(_SAYS_ANSWER.finditer(sentence))
         if said:
@@ -169,11 +173,13 @@ def _stated_text(reader: _Reader, text: str) -> int | None:
 
 
 def _leading_letter(reader: _Reader, text: str) -> int | None:
+    """The text begins with a letter, as in `B. 26`."""
     match = reader.leading.match(text)
     return reader.index(match) if match else None
 
 
 def _bracketed(reader: _Reader, text: str) -> int | None:
+    """The last letter in brackets, as in `(B)`."""
     found = [reader.index(match) for match in reader.in_brackets.finditer(text) if not _dismissed(text, match)]
     return found[-1] if found else None
 
@@ -184,11 +190,13 @@ def _named(reader: _Reader, text: str) -> int | None:
 
 
 def _yes_no(reader: _Reader, text: str) -> int | None:
+    """The text begins with yes or no, and one of the choices is that word."""
     match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
     return reader.keys.index(match[1].lower()) if match and match[1].lower() in reader.keys else None
 
 
 def _mentioned(reader: _Reader, text: str) -> int | None:
+    """The last sentence that mentions exactly one choice; sentences that conclude come before all others."""
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
     for part in [*reversed(concluding), *reversed(parts)]:

@@ -106,6 +106,7 @@ def judged(rows: Sequence[Prediction], judge: Judge) -> list[Extraction]:
 
 
 def _extraction(row: Prediction, judge: Judge, cache: _Cache) -> Extraction:
+    """The judge's extraction of one row, from the cache if it was asked before."""
     if row.get("finish_reason") == IMAGE_FAILED:
         return Extraction(None, IMAGE_FAILED)
     quick = quick_extract(row)
@@ -139,6 +140,7 @@ def messages_for(row: Prediction) -> list[dict[str, str]]:
 
 
 def _ask_patiently(judge: Judge, messages: list[dict[str, str]]) -> str:
+    """Ask until there is an answer, or until the attempts are used up. Raises `JudgeError`."""
     wait = judge.wait_s
     for attempt in range(1, judge.attempts + 1):
         try:

@@ -104,6 +104,7 @@ def _restating(parts: list[str], question: str) -> str | None:
 
 
 def _content_words(text: str) -> set[str]:
+    """The words of a text that carry its meaning, in lower case."""
     return {word for word in re.findall(r"[a-z]{3,}", text.lower()) if word not in _FUNCTION_WORDS}
 
 
@@ -138,10 +139,12 @@ def _evaluated(text: str) -> str:
 
 
 def _quotient(above: str, below: str) -> str:
+    """The value of a fraction, or an empty text if it has none."""
     return repr(float(above) / float(below)) if float(below) else ""
 
 
 def _clean(number: str) -> str:
+    """The number without thousands separators."""
     return number.replace(",", "")
 
 
@@ -155,4 +158,5 @@ def extract_list(response: str) -> Extraction:
 
 
 def _lists(text: str) -> list[str]:
+    """All lists with a digit in them, such as `[1, 2]`, as they stand in the text."""
     return [found for found in _LIST.findall(plain(text)) if re.search(r"\d", found)]

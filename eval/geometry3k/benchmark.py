@@ -49,6 +49,7 @@ def problems(dataset: Dataset) -> list[Problem]:
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """What a prediction keeps of a row of the dataset."""
     known = {key: row[key] for key in ("source", "split") if row.get(key)}
     meta = {key: value for key, value in (row.get("meta") or {}).items() if key not in _TRAINING_TEXTS}
     return {
@@ -61,6 +62,7 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode(encoded: Dataset, index: int) -> list[Image.Image]:
+    """The images of one row, decoded when they are asked for."""
     images = encoded[index]["images"][0].as_py() or []
     return [ImageFeature().decode_example(image).convert("RGB") for image in images]
 

@@ -61,6 +61,7 @@ def grade_row(row: Prediction, *, rounding: bool = False) -> Graded:
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
+    """The groups of a row: goal, shapes, family, form of the answer, and those that every benchmark has."""
     metadata = row.get("metadata") or {}
     groups = {}
     for key in _METADATA_GROUPS:

@@ -29,6 +29,7 @@ def score(rows: Sequence[Prediction], options: Namespace) -> Score:
 
 
 def _grade(row: Prediction) -> Graded:
+    """A row with its verdict, in the group of its number of people."""
     verdict, extracted = knights_verdict(row["response"], row["answer"])
     people = (row.get("metadata") or {}).get("family")
     groups = {**({"people": [str(people)]} if people else {}), **common_groups(row)}
@@ -41,6 +42,7 @@ def _no_options(parser: ArgumentParser) -> None:
 
 
 def _check(row: Prediction) -> str | None:
+    """What is wrong with a row, or None."""
     if not roles_in(row["answer"]):
         return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
     return None

@@ -28,12 +28,14 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 
 def _fault(row: dict[str, Any]) -> str | None:
+    """What is wrong with a row of the data, or None."""
     fault = check({**row, "pid": "", "response": ""})
     # `query` is the official prompt where the data has it.
     return fault or unaskable(row.get("query") or build_query(row), row["choices"])
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """What a prediction keeps of a row of the data."""
     return {"pid": str(row["pid"]), **{name: row.get(name) for name in _KEPT}}
 
 

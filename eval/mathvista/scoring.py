@@ -70,6 +70,7 @@ def score(rows: Sequence[Prediction], options: Namespace) -> Score:
 
 
 def _extractions(rows: Sequence[Prediction], options: Namespace) -> list[Extraction]:
+    """One extraction per row, made in the way that `--extraction` names."""
     if options.extraction == "judge":
         return judged(rows, judge_of(options))
     if options.extraction == "rules":
@@ -84,6 +85,7 @@ def _extractions(rows: Sequence[Prediction], options: Namespace) -> list[Extract
 
 
 def _graded(row: Prediction, extraction: Extraction, options: Namespace) -> Graded:
+    """A row with its verdict by the chosen rules, and the groups that it counts in."""
     groups = _groups(row)
     failed = failed_image(row, groups)
     if failed:
@@ -99,6 +101,7 @@ def _graded(row: Prediction, extraction: Extraction, options: Namespace) -> Grad
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
+    """The groups of a row: the fields of MathVista's metadata, each with its values."""
     metadata = row["metadata"] or {}
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
     for name in METADATA_GROUPS:
@@ -109,6 +112,7 @@ def _groups(row: Prediction) -> dict[str, list[str]]:
 
 
 def _item(row: Prediction, item: Graded, extraction: Extraction) -> dict[str, Any]:
+    """The entry of a row under `items` in the score file."""
     return {
         "pid": item.pid,
         **({"sample": item.sample} if item.sample else {}),
@@ -122,6 +126,7 @@ def _item(row: Prediction, item: Graded, extraction: Extraction) -> dict[str, An
 
 
 def _id_ood(figures: Score) -> dict[str, Score | None]:
+    """ID and OOD as ADORA's table has them (docs/evaluation.md); None where no items are left."""
     groups = figures["groups"]
     parts = (groups.get("task", {}).get(_GEOMETRY_TASK), groups.get("skills", {}).get(_GEOMETRY_SKILL))
     correct, total = (sum(part[name] for part in parts if part) for name in ("correct", "total"))

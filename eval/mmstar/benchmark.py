@@ -28,14 +28,17 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 
 def _none() -> list[Image.Image]:
+    """The images of a problem that is asked without its image."""
     return []
 
 
 def _fault(row: dict[str, Any]) -> str | None:
+    """What is wrong with a row of the data, or None."""
     return check({**row, "pid": "", "response": ""}) or unaskable(row["question"])
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """What a prediction keeps of a row of the data."""
     return {"pid": str(row["index"]), **{name: row.get(name) for name in _KEPT}}
 
 

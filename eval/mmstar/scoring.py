@@ -77,6 +77,7 @@ def score(rows: Sequence[Prediction], options: Namespace) -> Score:
 
 
 def _graded(row: Prediction, rules: RuleSet) -> Graded:
+    """A row with its verdict by these rules, and the groups that it counts in."""
     groups = {"category": [row["category"]], "l2_category": [row["l2_category"]], **common_groups(row)}
     failed = failed_image(row, groups)
     if failed:
@@ -92,6 +93,7 @@ def _graded(row: Prediction, rules: RuleSet) -> Graded:
 
 
 def _item(row: Prediction, item: Graded) -> dict[str, Any]:
+    """The entry of a row under `items` in the score file."""
     sample = {"sample": item.sample} if item.sample else {}
     fields = {"verdict": item.verdict, "correct": item.correct, "answer": row["answer"]}
     return {"pid": item.pid, **sample, **fields, "extraction": item.extracted, "how": item.reason}
