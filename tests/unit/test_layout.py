@@ -6,6 +6,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,32 @@ def test_a_package_imports_only_what_lies_below_it(prefix):
                 allowed = (prefix, *ALLOWED[prefix])
                 assert any(_within(imported, p) for p in allowed), f"{name} imports {imported}"
     assert checked > 0
+
+
+# Arrows that run upwards, for a reason: the doctor's command builds the trainer as training does, and LoRA's targets
+# are checked on the modules that the memory prediction builds without weights.
+UPWARDS = {("adora_vl.doctor", "adora_vl.train"), ("adora_vl.models", "adora_vl.memory")}
+
+
+def _room(module: str) -> str:
+    """`adora_vl.rollout` for `adora_vl.rollout.engine`, `eval` for `eval.runner`."""
+    return ".".join(module.split(".")[: 2 if module.startswith("adora_vl.") else 1])
+
+
+def _rooms() -> dict[str, set[str]]:
+    """Each room with the other rooms that it imports."""
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for name, tree in _modules():
+        rooms[_room(name)] |= {_room(i) for i in _imports(tree) if any(_within(i, top) for top in PACKAGES)}
+    return {room: imported - {room, "adora_vl"} for room, imported in rooms.items()}
+
+
+def test_no_room_imports_another_in_a_circle():
+    """A reader of one room needs those below it, and never comes back. Raises `CycleError` with the circle."""
+    downwards = {room: {i for i in imported if (room, i) not in UPWARDS} for room, imported in _rooms().items()}
+    order = list(TopologicalSorter(downwards).static_order())
+    assert order.index("adora_vl.trainer") < order.index("adora_vl.train")
+    assert all(above in _rooms()[below] for below, above in UPWARDS), "an exception that is no longer needed"
 
 
 def test_nothing_imports_the_entry_point():
