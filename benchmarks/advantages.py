@@ -36,6 +36,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "canon": ("--adora_method", "canon"),
     "d3s": ("--adora_method", "d3s"),
     "ssb": ("--adora_method", "ssb"),
+    "rrb": ("--adora_method", "rrb"),
 }
 
 
