@@ -28,7 +28,20 @@ KILLS = [sys.executable, "benchmarks/kill_and_resume.py", "--steps", "6"]
 
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     """Under DARO, whose learned weights have to be in the checkpoint too."""
-    done = run([*KILLS, "--kills", "backward:5", "--output", str(tmp_path), "--", "--adora_method", "daro+adora"])
+    done = run(
+        [
+            *KILLS,
+            "--kills",
+            "backward:5",
+            "--output",
+            str(tmp_path),
+            "--",
+            "--adora_method",
+            "daro+adora",
+            "--adora_noisy_rollouts",
+            "0.5",
+        ]
+    )
     assert "checkpoint-3" in done.stdout
     assert "6 steps, 6 tables of rollouts, weights: all equal" in done.stdout
 
