@@ -28,6 +28,7 @@ class Batch(TypedDict, total=False):
     image_grid_thw: Tensor
     num_images: list[int]
     # added by this package
+    distorted: Tensor  # (B,), bool: sampled on a distorted image (adora_vl.rollout.noise); only where some can be
     rollout_number: Tensor  # (B,), adora_vl.rollout_log.rollout_numbers
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
 
@@ -36,3 +37,9 @@ def loss_mask(batch: Batch) -> Tensor:
     """The completion tokens that the loss counts, (B, C)."""
     mask_BC = batch["completion_mask"]
     return mask_BC * batch["tool_mask"] if "tool_mask" in batch else mask_BC
+
+
+def compared_mask(batch: Batch) -> Tensor:
+    """The tokens of the loss on which engine and policy have seen the same prompt, (B, C)."""
+    mask_BC = loss_mask(batch)
+    return mask_BC * ~batch["distorted"][:, None] if "distorted" in batch else mask_BC

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from adora_vl.batch import Batch, LogFigure, Row, loss_mask
+from adora_vl.batch import Batch, LogFigure, Row, compared_mask
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
 from adora_vl.unreadable_images import unreadable_rows
@@ -60,12 +60,15 @@ class DriftGuard:
         logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
         sampling_BC = batch.get("sampling_per_token_logps")
         if logps_BC is not None and sampling_BC is not None:
-            self.check(logps_BC, sampling_BC, loss_mask(batch), step)
+            self.check(logps_BC, sampling_BC, compared_mask(batch), step)
 
     def check(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, step: int) -> None:
         """The policy's log-probabilities against the engine's. Raises `RolloutError` on all ranks together."""
         sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
-        drift = merge_drift(self.accelerator.gather(sums_3[None]))
+        sums_R3 = self.accelerator.gather(sums_3[None])
+        if not sums_R3[:, 1].any():  # nothing that could be compared, as where all rollouts saw distorted images
+            return
+        drift = merge_drift(sums_R3)
         self.log("adora/drift", drift.mean)
         if self.bound is not None and not drift.mean <= self.bound:
             raise RolloutError(drift_message(drift, self.bound, step, str(self.save())))

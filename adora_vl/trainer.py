@@ -31,6 +31,7 @@ from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
+from adora_vl.config.noise import noisy_rollouts
 from adora_vl.config.speed import regroup_obstacle, regroups
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import PolicyPass
@@ -106,6 +107,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
         self.policy_pass = PolicyPass(accelerator, args)
         self.ratio = build.importance_ratio(args, accelerator, log)
+        self.noise = noisy_rollouts(args)
         self.recorder = build.recorder(args, accelerator, self.shape)
         self._buffered_inputs: list[Batch] | None = None  # the micro-batches of the present generation, as TRL has it
         self._ready: Batch | None = None  # the micro-batch that `training_step` has prepared
@@ -177,11 +179,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if self.use_vllm:
             where = f"{mode}/{self._place}{f'/{attempt}' if attempt else ''}"  # a resumed run arrives at it too
             position = (self.args.seed, where) if self.args.adora_seeded_rollouts else None
-            self.vllm_generation.prepare(position, self.images.cache, self.args.adora_group_requests)
+            noise = self.noise.at(self._progress, f"{self.args.seed}/{where}") if mode == "train" else None
+            self.vllm_generation.prepare(position, self.images.cache, self.args.adora_group_requests, noise)
         with compat.PROMPT_GATHERING.replaced_by(gather_texts, on=grpo_trainer), mismatch_named(rows):
             batch = cast("Batch", super()._generate_and_score_completions(rows))
         if mode == "train" and self.use_vllm:
             self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
+            distorted = self.vllm_generation.distorted
+            self.noise.mark(batch, distorted, self._progress, self.accelerator, self.log_figure)
         return batch
 
     def _generate(self, prompts: list[Any]) -> Any:
@@ -200,6 +205,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         self._scores = Scores.gathered(rewards_BF, completion_ids_list, ends, self.accelerator)
         return rewards_BF
+
+    @property
+    def _progress(self) -> float:
+        """The share of the run's optimizer steps that are done."""
+        return float(self.state.global_step / max(self.state.max_steps, 1))
 
     @property
     def _place(self) -> str:

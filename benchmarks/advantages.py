@@ -20,6 +20,8 @@ from typing import Any
 from benchmarks.runs import REPOSITORY, Job, finished, make_data, train_all
 
 KEEP_BETA = '{"keep_settings": ["beta"]}'
+# A generation of the recipe's 128 rollouts in four updates of 32, where ratios leave 1 and clipping acts
+FOUR_UPDATES = ("--per_device_train_batch_size", "32", "--steps_per_generation", "4")
 # What each name trains with. The recipe has loss_type grpo; a method that needs another one sets it.
 METHODS: dict[str, tuple[str, ...]] = {
     "grpo": ("--adora_method", "grpo"),
@@ -36,7 +38,18 @@ METHODS: dict[str, tuple[str, ...]] = {
     "canon": ("--adora_method", "canon"),
     "d3s": ("--adora_method", "d3s"),
     "ssb": ("--adora_method", "ssb"),
+    "rrb": ("--adora_method", "rrb"),
+    "noisy": ("--adora_method", "grpo", "--adora_noisy_rollouts", "0.5"),
+    "grpo_x4": ("--adora_method", "grpo", *FOUR_UPDATES),
+    "clip_higher_x4": ("--adora_method", "grpo", "--epsilon_high", "0.28", *FOUR_UPDATES),
+    "sapo_x4": ("--adora_method", "grpo", "--loss_type", "sapo", *FOUR_UPDATES),
 }
+
+
+def numbers(name: str, steps: int, eval_every: int) -> tuple[str, ...]:
+    """The options for the length of a run: the same rollouts for every method, in four times the updates for `*_x4`."""
+    times = 4 if name.endswith("_x4") else 1
+    return ("--max_steps", str(times * steps), "--eval_steps", str(times * eval_every))
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -126,6 +139,7 @@ COLUMNS = (
 LEGEND = (
     "held-out: accuracy in percent at the end; the interval is Wilson's for one run, Student's t over seeds for more.\n"
     "ahead: of GRPO, in points, seed by seed, and half of the 95 % interval of the mean.\n"
+    "*_x4: four updates per generation, so four times the steps for the same rollouts.\n"
     "reaches: mean step of the first evaluation at GRPO's final accuracy, or how many of the runs did.\n"
     "right, wrong: tokens of right and wrong rollouts, first and last fifth of the steps; entropy, TDS, KL: last.\n"
     "out: steps further from the median of the 11 around them than five times the run's median distance."
@@ -154,9 +168,7 @@ def main() -> int:
     from benchmarks.plots import write_page
 
     out, names = options.output.resolve(), options.methods.split(",")
-    numbers = ("--max_steps", str(options.steps), "--eval_steps", str(options.eval_every))
     common = (
-        *numbers,
         "--eval_strategy",
         "steps",
         "--eval_on_start",
@@ -167,7 +179,11 @@ def main() -> int:
         "0.001",
     )
     # seed by seed, so that an unfinished comparison is a complete one with fewer seeds
-    jobs = [Job(name, seed, METHODS[name], common) for seed in range(options.seeds) for name in names]
+    jobs = [
+        Job(name, seed, METHODS[name], (*numbers(name, options.steps, options.eval_every), *common))
+        for seed in range(options.seeds)
+        for name in names
+    ]
     if options.report:
         results = finished(out, jobs)
     else:

@@ -1,4 +1,4 @@
-"""The command line: `python -m data_prep {synthetic,knights,geometry3k,inspect}`."""
+"""The command line: `python -m data_prep {synthetic,knights,geometry3k,filter,inspect}`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from datasets import disable_progress_bars
 from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_progress_bars
 
 from adora_vl.commands import MAX_SEED, Parser, amount, exit_code_of, number, optional, path, text, whole
+from data_prep.filter_command import add_filter
 from data_prep.geometry3k import MAX_WORKERS, Options, prepare_geometry3k
 from data_prep.inspection import GALLERY_ROWS, survey
 from data_prep.knights import PEOPLE
@@ -63,6 +64,7 @@ def parser() -> Parser:
     )
 
     _add_geometry3k(commands)
+    add_filter(commands)
 
     inspect = commands.add_parser("inspect", help="what a prepared folder holds, as text and as an HTML page")
     inspect.add_argument("folder", type=path, metavar="DIR")

@@ -19,6 +19,7 @@ from adora_vl.advantage.groups import Groups
 from adora_vl.advantage.grpo import group_advantages, is_constant
 from adora_vl.advantage.mc_grpo import mc_grpo
 from adora_vl.advantage.ngrpo import ngrpo
+from adora_vl.advantage.rrb import rrb
 from adora_vl.advantage.ssb import ssb
 
 if TYPE_CHECKING:
@@ -136,5 +137,11 @@ METHODS: Mapping[str, Method] = {
         opt.SsbOptions,
         plain=lambda o: o.share == 0,
         source="arXiv 2504.08837, 2504.16656",
+    ),
+    "rrb": Method(
+        lambda g, a, o, run: rrb(a, g.rewards_PG, full_range=o.full_range, power=o.range_power),
+        opt.RrbOptions,
+        plain=lambda o: o.range_power == 0,
+        source="arXiv 2603.01106",
     ),
 }

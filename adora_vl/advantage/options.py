@@ -138,6 +138,20 @@ class SsbOptions:
 
 
 @dataclass(frozen=True)
+class RrbOptions:
+    """`full_range`: the best reward minus the worst, 1 for our presets. The power is 1 in the paper; 0 is GRPO."""
+
+    full_range: float = 1.0
+    range_power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.full_range <= 0 or self.range_power < 0:
+            raise ValueError(
+                f"full_range: {self.full_range} must be above 0, range_power: {self.range_power} at least 0"
+            )
+
+
+@dataclass(frozen=True)
 class DapoOptions:
     """`overlong_cache`: over so many tokens before the length limit the reward falls by up to 1. None: it does not."""
 

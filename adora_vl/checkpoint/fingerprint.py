@@ -19,7 +19,7 @@ _FREE_KEYS = {
     "adora_max_bad_steps", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
-_LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # these matter only if the learning rate depends on the last step
+_LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # these matter only if learning rate or noise depend on the last step
 
 Fingerprint = dict[str, str]
 
@@ -33,7 +33,8 @@ def fingerprint(
     """
     values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     constant = str(getattr(values.get("lr_scheduler_type"), "value", values.get("lr_scheduler_type"))) == "constant"
-    free = _FREE_KEYS | (_LENGTH_KEYS if constant else set())
+    annealed = bool(values.get("adora_noisy_rollouts")) and values.get("adora_noise_schedule") != "constant"
+    free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
     kept = {
         key: json.dumps(value, default=str, sort_keys=True)
         for key, value in values.items()

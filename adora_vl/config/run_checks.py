@@ -8,6 +8,7 @@ from trl import ModelConfig
 from adora_vl.advantage.adora import CRITERIA
 from adora_vl.config.advantage import check_method
 from adora_vl.config.arithmetic import BatchPlan, check_rows, plan_batches
+from adora_vl.config.noise import check_noise
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.speed import check_speed
 from adora_vl.errors import UserError
@@ -92,6 +93,7 @@ def check_run(
     _check_unsupported(config, model)
     _check_adora(config)
     check_method(config)
+    check_noise(config)
     _check_rollouts(config, model_config, for_this_machine=for_this_machine)
     plan = batch_plan(config, num_processes)
     check_rows(plan, rows)

@@ -9,6 +9,7 @@ from trl import GRPOConfig
 from adora_vl.config.advantage import AdvantageConfig, set_method_settings
 from adora_vl.config.device import check_device
 from adora_vl.config.faults import FaultOptions
+from adora_vl.config.noise import NoiseOptions
 from adora_vl.config.record import RecordOptions
 from adora_vl.config.self_check import CheckOptions
 from adora_vl.config.speed import SpeedOptions
@@ -53,7 +54,7 @@ class AdoraScriptArguments:
 
 
 @dataclass
-class OwnKeys(AdvantageConfig, CheckOptions, FaultOptions, RecordOptions, SpeedOptions):
+class OwnKeys(AdvantageConfig, CheckOptions, FaultOptions, NoiseOptions, RecordOptions, SpeedOptions):
     """Our keys that have a file of their own."""
 
 

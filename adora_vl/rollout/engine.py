@@ -17,6 +17,7 @@ from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_o
 from adora_vl.models.components import component_of, trainable_components
 from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.lora import can_merge, merged_parameters
+from adora_vl.rollout.noise import Noise
 from adora_vl.rollout.seeds import rollout_seed
 from adora_vl.rollout.sync import (
     engine_runs_on_cpu,
@@ -83,6 +84,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.position: tuple[int, str] | None = None  # the run's seed and where it stands; None: the engine's own seed
         self.image_cache: ImageCache | None = None  # where the engine's processor takes its images from
         self.group_requests = True
+        self.noise: Noise | None = None  # how some of the rollouts' images are distorted
+        self.distorted: list[bool] = []  # which of the last rows were sampled on distorted images
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._bans_only = not generation_kwargs  # nothing of the user's changes what is sampled
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
@@ -184,11 +187,18 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.bytes_sent += tensor.nbytes
             yield name, tensor
 
-    def prepare(self, position: tuple[int, str] | None, images: ImageCache | None, group_requests: bool) -> None:
+    def prepare(
+        self,
+        position: tuple[int, str] | None,
+        images: ImageCache | None,
+        group_requests: bool,
+        noise: Noise | None = None,
+    ) -> None:
         """For the next rollouts. `position`: the run's seed and where the run stands, None for the engine's own seed.
         `images`: where the engine's image processor takes processed images from. `group_requests`: ask once per prompt.
+        `noise`: how the images of some rollouts are distorted.
         """
-        self.position, self.image_cache, self.group_requests = position, images, group_requests
+        self.position, self.image_cache, self.group_requests, self.noise = position, images, group_requests, noise
 
     @contextmanager
     def lent(self) -> Iterator[Any]:
@@ -264,9 +274,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         Ours sends one token an image and checks that the engine arrives at the trainer's own ids. Server mode pairs
         expanded ids with features that the server has made, so there the prompts stay as they are.
 
+        A rollout that is sampled on a distorted image has no log-probabilities on the trainer's, so it gets none: TRL
+        and ours leave such tokens (None, then NaN) out of the ratio and of the drift.
+
         Raises `PromptMismatchError` for the first row that differs, and `EngineError` where the engine fails.
         """
         image_token_id = self.image_token_id
+        self.distorted = [False] * len(prompts)
         if self.mode == "server":
             with engine_call("generate"):
                 return tuple(super().generate(prompts, images, num_generations, profiler))
@@ -274,10 +288,19 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             with self._asking_once(len(prompts), num_generations), engine_call("generate"):
                 return tuple(super().generate(prompts, images, num_generations, profiler))
         collapsed = [collapse_image_runs(ids, image_token_id) for ids in prompts]
+        if self.noise is not None and images is not None:
+            first = self.accelerator.process_index * len(prompts)
+            image_processor = getattr(self.processing_class, "image_processor", None)
+            images, self.distorted = self.noise.applied(images, first, num_generations, image_processor)
         with self._asking_once(len(prompts), num_generations), self._images_from_cache(), engine_call("generate"):
-            prompt_ids, *rest = super().generate(collapsed, images, num_generations, profiler)
+            prompt_ids, completion_ids, logps, *rest = super().generate(collapsed, images, num_generations, profiler)
         check_prompts(prompts, prompt_ids, image_token_id)
-        return (prompt_ids, *rest)
+        if any(self.distorted):
+            logps = [
+                [[None] * len(token) for token in row] if distorted else row
+                for row, distorted in zip(logps, self.distorted, strict=True)
+            ]
+        return (prompt_ids, completion_ids, logps, *rest)
 
     @contextmanager
     def _asking_once(self, rows: int, num_generations: int) -> Iterator[None]:

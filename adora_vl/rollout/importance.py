@@ -88,7 +88,10 @@ class ImportanceRatio:
             clip_max=settings.clip_max,
         )
         micro["importance_sampling_ratio"] = ratio
-        for name, own, everywhere in ratio_figures(ratio, logps_BC, sampling_BC, mask_BC):
+        same_B = ~micro["distorted"] if "distorted" in micro else slice(None)  # of the others the ratio is 1
+        for name, own, everywhere in ratio_figures(
+            ratio[same_B], logps_BC[same_B], sampling_BC[same_B], mask_BC[same_B]
+        ):
             self.log(name, everywhere(self.accelerator.gather(own.reshape(1))).item())
 
 

@@ -39,6 +39,7 @@ _TYPES: dict[str, pa.DataType] = {
     "mean_wrong": pa.float32(),  # tokens, of the untruncated wrong ones; null where there is none
     "length": pa.int32(),
     "truncated": pa.bool_(),
+    "distorted": pa.bool_(),  # sampled on a distorted image (adora_noisy_rollouts); its drift is unknown
     "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
 }
 Columns = dict[str, list[Any]]

@@ -11,6 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -27,10 +28,28 @@ KILLS = [sys.executable, "benchmarks/kill_and_resume.py", "--steps", "6"]
 
 
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
-    """Under DARO, whose learned weights have to be in the checkpoint too."""
-    done = run([*KILLS, "--kills", "backward:5", "--output", str(tmp_path), "--", "--adora_method", "daro+adora"])
+    """Under DARO, whose learned weights have to be in the checkpoint too, and with half of the rollouts on distorted
+    images, which have to be distorted alike.
+    """
+    done = run(
+        [
+            *KILLS,
+            "--kills",
+            "backward:5",
+            "--output",
+            str(tmp_path),
+            "--",
+            "--adora_method",
+            "daro+adora",
+            "--adora_noisy_rollouts",
+            "0.5",
+        ]
+    )
     assert "checkpoint-3" in done.stdout
     assert "6 steps, 6 tables of rollouts, weights: all equal" in done.stdout
+    rollouts = pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))
+    assert rollouts["distorted"].mean() == 0.5 and rollouts[rollouts["distorted"]]["drift"].isna().all()
+    assert 0 < rollouts["drift"].max() < 1e-4, "the others are as close to the engine as ever"
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from adora_vl.config.advantage import check_method
+from adora_vl.config.noise import check_noise
 from benchmarks import runs
-from benchmarks.advantages import METHODS, reached, t_interval, table
+from benchmarks.advantages import METHODS, numbers, reached, t_interval, table
 from benchmarks.plots import mean_curve, write_page
 from benchmarks.sweep import variants
 
@@ -98,6 +99,19 @@ def test_a_command_that_fails_says_what_it_said(tmp_path):
     assert "no such thing" in (tmp_path / "log").read_text()
 
 
+def test_every_method_gets_the_same_rollouts():
+    """128 a generation, and as many generations whether they are learned from in one update or in four."""
+    from adora_vl.config.command_line import parse
+
+    path = "configs/train/smoke_cpu.yaml"
+    for name, options in METHODS.items():
+        run = parse(["--config", path, *numbers(name, 40, 5), *options])[1]
+        updates = run.steps_per_generation // run.gradient_accumulation_steps
+        rollouts = run.per_device_train_batch_size * run.steps_per_generation
+        assert run.max_steps / updates == 40 and run.eval_steps / updates == 5, name
+        assert rollouts // run.num_generations == 16 and rollouts in (128, 144), name  # mc_grpo samples one more each
+
+
 @pytest.mark.parametrize("name", [*METHODS, *(name for part in variants().values() for name in part)])
 def test_every_compared_run_has_options_that_a_run_accepts(name):
     from adora_vl.config.command_line import parse
@@ -106,4 +120,5 @@ def test_every_compared_run_has_options_that_a_run_accepts(name):
     recipe = ["--config", "configs/train/smoke_cpu.yaml", "--beta", "0.001", "--eval_strategy", "steps"]
     config = parse([*recipe, *options])[1]
     check_method(config)
+    check_noise(config)
     assert config.beta == 0.001

@@ -10,6 +10,7 @@ from transformers import Qwen2_5_VLConfig
 
 from adora_vl.config.arithmetic import plan_batches
 from adora_vl.config.command_line import parse, read_yaml
+from adora_vl.config.noise import noisy_rollouts
 from adora_vl.config.run_checks import check_run
 from adora_vl.errors import UserError
 
@@ -21,6 +22,8 @@ PAIRS = {
     "annotated": "cpu",
     "adora_7b_geo3k": "zero3_offload",
     "grpo_7b_geo3k": "zero3_offload",
+    "noisy_7b_geo3k": "zero3_offload",
+    "best_7b_geo3k": "zero3_offload",
     "adora_3b_1gpu_lora": "gpu1",
     "slice_7b_cpu": "cpu",
 }
@@ -66,7 +69,29 @@ def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps(name):
     assert content["save_steps"] == 2101 // 128 * 8, "once an epoch"
 
 
-@pytest.mark.parametrize("name", ["adora_7b_geo3k", "grpo_7b_geo3k", "adora_3b_1gpu_lora"])
+@pytest.mark.parametrize("name", ["noisy_7b_geo3k", "best_7b_geo3k"])
+def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_steps(name):
+    """NUS-TRAIL/NoisyRollout: rollout_batch_size 512, global_batch_size 128, n 6 twice, half the noise at 40 of 60."""
+    content = read_yaml(CONFIGS / "train" / f"{name}.yaml")
+    plan = plan_batches(num_processes=8, **{key: content[key] for key in BATCH_KEYS})
+    assert (plan.prompts_per_generation, plan.optimizer_batch, plan.updates_per_generation) == (512, 128 * 12, 4)
+    assert content["save_steps"] == 2101 // 512 * 4, "once an epoch"
+    path = CONFIGS / "train" / f"{name}.yaml"
+    noise = noisy_rollouts(parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])[1])
+    assert noise.count == 6 and noise.level(0) == 499
+    assert [noise.level(generation / 60) for generation in (30, 40, 50)] == [496, 251, 3]
+
+
+def test_the_recipe_of_the_evidence_differs_from_noisy_rollouts_in_its_loss_only():
+    noisy, best = (read_yaml(CONFIGS / "train" / f"{name}_7b_geo3k.yaml") for name in ("noisy", "best"))
+    differing = {key for key in noisy.keys() | best.keys() if noisy.get(key) != best.get(key)}
+    loss = {"loss_type", "sapo_temperature_pos", "sapo_temperature_neg", "epsilon", "entropy_coef"}
+    assert differing == {"output_dir", *loss}
+
+
+@pytest.mark.parametrize(
+    "name", ["adora_7b_geo3k", "grpo_7b_geo3k", "noisy_7b_geo3k", "best_7b_geo3k", "adora_3b_1gpu_lora"]
+)
 def test_a_micro_batch_of_a_gpu_recipe_has_whole_groups(name):
     content = read_yaml(CONFIGS / "train" / f"{name}.yaml")
     assert content["per_device_train_batch_size"] % content["num_generations"] == 0

@@ -84,6 +84,7 @@ def test_no_option_name_belongs_to_two_methods():
         (["--adora_method", "daro", "--adora_method_options", '{"bin_loss": "mean"}'], "bin_loss: 'mean'"),
         (["--adora_method", "a_grae", "--adora_method_options", '{"alpha": 0}'], "alpha: 0.0 must be above 0"),
         (["--adora_method", "d3s", "--adora_method_options", '{"keep": 0}'], "keep.*above 0"),
+        (["--adora_method", "rrb", "--adora_method_options", '{"full_range": 0}'], "full_range: 0.0 must be above 0"),
         (["--adora_method", "mc_grpo"], "num_generations: 8 is even.*the median: 9"),
         (["--adora_method", "canon"], "canon with measure: entropy needs use_vllm"),
         (["--adora_method", "ngrpo", "--multi_objective_aggregation", "normalize_then_sum"], "ngrpo needs multi_"),

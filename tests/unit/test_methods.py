@@ -22,6 +22,7 @@ from adora_vl.advantage.options import (
     McGrpoOptions,
     NgrpoOptions,
     NoOptions,
+    RrbOptions,
     SsbOptions,
 )
 from tests.unit.methods_support import batch, float64, run  # noqa: F401
@@ -42,6 +43,7 @@ NEUTRAL = {
     "canon": (CanonOptions(inter=Schedule(0.5)), "none"),
     "d3s": (D3sOptions(keep=Schedule(1.0)), "group"),
     "ssb": (SsbOptions(share=0.0), "group"),
+    "rrb": (RrbOptions(range_power=0.0), "group"),
 }
 
 
@@ -76,7 +78,7 @@ def test_the_default_is_not_grpo(name):
 
 def test_plain_is_what_the_trainer_leaves_untouched():
     plain = {name for name, (options, _) in NEUTRAL.items() if MethodRun({name: options}).is_plain}
-    assert plain == BY_SETTINGS | {"dapo", "adora", "a_grae", "ssb"}
+    assert plain == BY_SETTINGS | {"dapo", "adora", "a_grae", "ssb", "rrb"}
     assert MethodRun({"adora": AdoraOptions(factor=Schedule(1.0))}).is_plain
     assert not any(MethodRun({n: METHODS[n].options()}).is_plain for n in METHODS if n not in BY_SETTINGS)
 
@@ -134,7 +136,7 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(na
     )
     undivided = METHODS[name].settings.get("scale_rewards") == "none"
     scale = "none" if undivided else "group"
-    options = NgrpoOptions(max_reward=4.0) if name == "ngrpo" else None
+    options = {"ngrpo": NgrpoOptions(max_reward=4.0), "rrb": RrbOptions(full_range=4.0)}.get(name)
     expected = run(name, groups, scale=scale) * (4 if undivided else 1)
     # eps is added to a deviation that is four times as large
     torch.testing.assert_close(run(name, scaled, options, scale), expected, rtol=5e-3, atol=1e-3)
@@ -166,7 +168,7 @@ def test_everything_stays_finite(name, case):
         assert (result == 0).all()
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "adora", "daro", "mc_grpo", "ngrpo", "d3s", "ssb"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "adora", "daro", "mc_grpo", "ngrpo", "d3s", "ssb", "rrb"])
 def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(name):
     """Under every method that compares whole groups no wrong rollout is lifted while a right one is pushed down."""
     groups = random_batch(generations=9 if name == "mc_grpo" else 8)

@@ -16,9 +16,12 @@ from adora_vl.advantage.dapo import drop_constant, overlong_penalty
 from adora_vl.advantage.mc_grpo import mc_grpo
 from adora_vl.advantage.ngrpo import ngrpo
 from adora_vl.advantage.options import AdoraOptions, DapoOptions
+from adora_vl.advantage.rrb import rrb
 from adora_vl.advantage.schedule import within
 from adora_vl.advantage.ssb import ssb
 from tests.unit.methods_support import batch, float64, run  # noqa: F401
+
+NAN = float("nan")
 
 
 def test_lite_ppo_by_hand():
@@ -107,6 +110,25 @@ def test_ssb_is_the_mean_of_drawn_replays():
     draws = torch.multinomial(flat.abs(), 30_000, replacement=True, generator=generator)
     copies = torch.bincount(draws, minlength=6) / 10_000  # three free places, filled 10,000 times
     assert ssb(advantages).flatten().tolist() == pytest.approx((flat * (1 + copies)).tolist(), rel=0.02)
+
+
+def test_rrb_by_hand():
+    """A box around a wrong answer (0.1) is worth a tenth of a right answer; GRPO makes both groups equal."""
+    rewards = torch.tensor([[0.0, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0], [NAN, 0.5], [NAN, NAN], [0.0, 3.0]])
+    advantages = torch.tensor([[-1.0, 1.0]]).repeat(7, 1)
+    shares = [1.0, 10.0, 9.0, 0.0, 0.0, 0.0, 10.0]  # tenths; never above the full range
+    assert (10 * rrb(advantages, rewards)[:, 1]).tolist() == pytest.approx(shares)
+    assert rrb(advantages, rewards, full_range=2.0, power=2.0)[1].tolist() == [-0.25, 0.25]
+
+
+def test_rrb_only_shrinks_and_keeps_signs_and_ranks():
+    rewards = torch.rand(50, 8, generator=torch.Generator().manual_seed(0)) * 1.5
+    advantages = group_advantages(rewards)
+    result = rrb(advantages, rewards)
+    assert (result.abs() <= advantages.abs()).all() and torch.equal(result.sign(), advantages.sign())
+    assert torch.equal(result.argsort(dim=1), advantages.argsort(dim=1))
+    with pytest.raises(ValueError, match="full_range"):
+        rrb(advantages, rewards, full_range=0.0)
 
 
 def test_dapo_by_hand():

@@ -1,0 +1,153 @@
+"""Some rollouts of every group see a distorted image, while all of them are learned from on the clean one.
+
+Source: NoisyRollout (arXiv 2504.13055) and its repository (NUS-TRAIL/NoisyRollout, `verl/utils/image_aug.py` and
+`training_scripts/`): one distortion per prompt and generation, weaker as training goes on, advantages over the clean
+and the distorted rollouts together. As there, an image is first brought to the size that the model sees, because noise
+on a small drawing that is enlarged afterwards would be coarser. There rotation makes the image larger; ours does not,
+so that a prompt has the same image tokens in the engine and in the trainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from adora_vl.batch import Batch, LogFigure
+from adora_vl.rollout.image_cache import PASSING, can_cache
+
+KINDS = {"gaussian": 500.0, "rotate": 15.0}  # with the repository's strength: diffusion steps of 1,000, degrees
+SCHEDULES = ("sigmoid", "constant")
+_DIFFUSION_STEPS = 1000
+
+
+def sigmoid_annealing(progress: float, *, middle: float, steepness: float) -> float:
+    """`1 - sigmoid(steepness (progress - middle))`: near 1 at first, 1/2 at `middle`, near 0 at the end.
+
+    `progress` and `middle` are shares of the run. The repository counts generations: 40 of 60 with steepness 30.
+    """
+    return 1.0 / (1.0 + math.exp(steepness * (progress - middle)))
+
+
+def signal_share(step: int) -> float:
+    """How much of the image is left after `step` diffusion steps (0 to 999): the factor of the pixels, between 0 and 1.
+
+    The variance added in a step rises along a sigmoid from 1e-5 to 5e-3.
+    """
+    rise = 1.0 / (1.0 + np.exp(-np.linspace(-6.0, 6.0, _DIFFUSION_STEPS)))
+    return float(np.sqrt(np.prod(1.0 - (1e-5 + (5e-3 - 1e-5) * rise[: step + 1]))))
+
+
+def gaussian(image: Image.Image, step: int, generator: np.random.Generator) -> Image.Image:
+    """`a x + sqrt(1 - a^2) n` with the `signal_share` a, pixels x of 0 to 1 and standard normal noise n, cut off."""
+    share, pixels = signal_share(step), np.asarray(image, dtype=np.float32) / 255
+    noise = generator.standard_normal(pixels.shape, dtype=np.float32)
+    mixed = share * pixels + math.sqrt(1 - share**2) * noise
+    return Image.fromarray((mixed.clip(0, 1) * 255).round().astype(np.uint8))
+
+
+def as_seen(image: Image.Image, image_processor: Any) -> Image.Image:
+    """The image, RGB, at the size that Qwen's processor brings it to; with any other processor at its own size."""
+    image = image.convert("RGB")
+    if not can_cache(image_processor):
+        return image
+    size, factor = image_processor.size, image_processor.patch_size * image_processor.merge_size
+    height, width = smart_resize(image.height, image.width, factor, size["shortest_edge"], size["longest_edge"])
+    return image.resize((width, height), image_processor.resample)
+
+
+def distorted(image: Image.Image, kind: str, level: float, seed: int) -> Image.Image:
+    """A distorted copy of an RGB image, of the same size; the same for the same seed. `level`: in the kind's unit."""
+    generator = np.random.default_rng(seed)
+    if kind == "gaussian":
+        noisy = gaussian(image, int(level), generator)
+    else:
+        noisy = image.rotate(generator.uniform(-level, level), resample=Image.Resampling.BILINEAR)
+    noisy.info[PASSING] = True  # it is seen once, so the cache of processed images should not keep it
+    return noisy
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The distortion of one generation."""
+
+    kind: str
+    level: float
+    key: str  # of the run and where it stands; the same in a run that resumes there
+    clean: int  # the first so many rollouts of every group see the image as it is
+
+    def applied(
+        self, images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any = None
+    ) -> tuple[list[list[Any] | None], list[bool]]:
+        """The images that the rows are to see, and which rows see distorted ones.
+
+        `images`: of each row of this rank, None or empty for a row without. `first`: the number of the first row over
+        all ranks. `image_processor`: the trainer's. A group's rows get the same objects, and so stay one request.
+        """
+        made: dict[int, list[Any]] = {}
+        seen: list[list[Any] | None] = []
+        sees = [bool(own) and (first + row) % generations >= self.clean for row, own in enumerate(images)]
+        for row, own in enumerate(images):
+            if own is None or not sees[row]:
+                seen.append(own)
+                continue
+            group = (first + row) // generations
+            if group not in made:
+                made[group] = [
+                    distorted(as_seen(image, image_processor), self.kind, self.level, self._seed(group, number))
+                    for number, image in enumerate(own)
+                ]
+            seen.append(made[group])
+        return seen, sees
+
+    def _seed(self, group: int, number: int) -> int:
+        digest = hashlib.sha256(f"noise/{self.key}/{group}/{number}".encode()).digest()
+        return int.from_bytes(digest[:8], "big")
+
+
+@dataclass(frozen=True)
+class NoisyRollouts:
+    """The keys `adora_noisy_rollouts` and `adora_noise_*`."""
+
+    count: int  # distorted rollouts per group
+    generations: int
+    kind: str
+    strength: float
+    schedule: str
+    middle: float
+    steepness: float
+
+    def level(self, progress: float) -> float:
+        """The strength at this share of the run; whole steps for `gaussian`, as in the repository."""
+        share = 1.0
+        if self.schedule == "sigmoid":
+            share = sigmoid_annealing(progress, middle=self.middle, steepness=self.steepness)
+        level = self.strength * share
+        return float(int(level)) if self.kind == "gaussian" else level
+
+    def at(self, progress: float, key: str) -> Noise | None:
+        """The distortion of a generation, None where nothing is distorted. `key` as in `Noise`."""
+        level = self.level(progress)
+        if self.count == 0 or level <= 0:
+            return None
+        return Noise(self.kind, level, key, clean=self.generations - self.count)
+
+    def mark(
+        self, batch: Batch, distorted: Sequence[bool], progress: float, accelerator: Accelerator, log: LogFigure
+    ) -> None:
+        """Put into the batch which of its rows were sampled on distorted images, and into the log their share of all
+        ranks' rollouts and the strength. Nothing where `adora_noisy_rollouts` is 0.
+        """
+        if not self.count:
+            return
+        batch["distorted"] = torch.tensor(distorted, device=accelerator.device)
+        log("adora/noisy_share", accelerator.gather(batch["distorted"].float()).mean().item())
+        log("adora/noise_level", self.level(progress))
