@@ -18,7 +18,7 @@ CONTROL_TOKENS = (
     "<|quad_start|>", "<|quad_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
     "<|repo_name|>", "<|file_sep|>",
 )  # fmt: skip
-PLACEHOLDER = "<image>"
+PLACEHOLDER = "<image>"  # in a problem: here stands the next image
 _SHOWN = 60  # characters of a value
 _TEXTS = ("id", "problem", "answer")
 _EMPTY_IMAGES = (None, {"bytes": None, "path": None})
@@ -53,9 +53,9 @@ def _problem_with_texts(problem: str, choices: Any, images: int) -> str | None:
         if token:
             return f"{column}: {_shown(text)} has the model's own token {token}; remove it from the text"
     found = problem.count(PLACEHOLDER)
-    if found:
+    if found and found != images:
         has = f"{found} {PLACEHOLDER} with {images} image{'' if images == 1 else 's'}"
-        return f"problem: {_shown(problem)} has {has}; remove each, the images are put before the text by themselves"
+        return f"problem: {_shown(problem)} has {has}; give one for each image, or none to have them before the text"
     return None
 
 
