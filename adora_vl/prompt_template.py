@@ -69,7 +69,7 @@ def template(source: str) -> Template:
             continue
         if not name.isidentifier() or form or conversion:
             whole = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            raise _wrong(source, f"has {{{whole}}}, which is not the plain name of a column")
+            raise _wrong(source, f"has {whole!r:.60} in braces, which is not the plain name of a column")
         if name in _HIDDEN:
             raise _wrong(source, f"has {{{name}}}, which would tell the model the answer")
         lines[-1].append(("", name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adora_vl.rows import PLACEHOLDER
+PLACEHOLDER = "<image>"  # in a problem: here stands the next image; the same word as in `rows`
 
 # The prompt of the ADORA reference's recipe (shadecloak/ADORA, VLM preset).
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."

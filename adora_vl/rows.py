@@ -59,6 +59,17 @@ def _problem_with_texts(problem: str, choices: Any, images: int) -> str | None:
     return None
 
 
+def problem_with_prompt(text: str, images: int) -> str | None:
+    """What makes the text that a template made of a row unusable, in one line; None where nothing does."""
+    token = next((token for token in CONTROL_TOKENS if token in text), None)
+    if token:
+        return f"its text has the model's own token {token}; remove it from the row's columns"
+    found = text.count(PLACEHOLDER)
+    if found and found != images:
+        return f"its text has {found} {PLACEHOLDER} with {images} images; write one for each, or none"
+    return None if text.strip() else "its text is empty; name a column that has a value"
+
+
 def require_sound_rows(rows: Iterable[Row], where: str) -> None:
     """Raise `UserError` for the first row of `rows` that cannot be used, by its id. `where` begins the message."""
     first, more = "", 0

@@ -19,7 +19,7 @@ from data_prep.clean import PixelLimits
 from data_prep.own.columns import Columns, columns_from
 from data_prep.own.hub import open_hub
 from data_prep.own.pictures import named_files
-from data_prep.own.places import HUB_ID, Opened, Part, TestShare, open_local, reads, splits_of
+from data_prep.own.places import HUB_ID, HeldOutShare, Opened, TablePart, open_local, reads, splits_of
 from data_prep.pipeline import Cleaning, SplitReads, check_limits, check_target, clean_source
 from data_prep.quarantine import MAX_SHARE
 from data_prep.storage import SPLITS, Manifest, read_manifest, require
@@ -80,7 +80,7 @@ def convert(
         options.allow_quarantined,
         columns.features,
     )
-    tests = TestShare(options.test_share, options.seed)
+    tests = HeldOutShare(options.test_share, options.seed)
     splits = {
         split: SplitReads(
             partial(reads, opened, split, name, columns, tests, options.limit),
@@ -143,7 +143,7 @@ def _unchanged(seen: Path, location: str, columns: Columns) -> bool:
         return False
 
 
-def _parts(location: str, columns: Columns) -> list[Part]:
+def _parts(location: str, columns: Columns) -> list[TablePart]:
     return [part for parts in open_local(Path(location), columns).parts.values() for part in parts]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from adora_vl.errors import UserError, in_one_line, nearest
 from data_prep.own.columns import Columns, require_columns
-from data_prep.own.pictures import Place
-from data_prep.own.places import Opened, Part
+from data_prep.own.pictures import Surroundings
+from data_prep.own.places import Opened, TablePart
 from data_prep.own.records import Broken, Record
 
 _OURS = {"train": "train", "validation": "validation", "val": "validation", "dev": "validation", "test": "test"}
@@ -69,8 +69,8 @@ def _taken(name: str, there: list[str], splits: Mapping[str, str]) -> dict[str, 
     return dict(splits)
 
 
-def _part(stream: Any, location: str, stored: str) -> Part:
-    return Part(location, partial(_records, stream, location), Place(stored=stored, fetch=_fetch))
+def _part(stream: Any, location: str, stored: str) -> TablePart:
+    return TablePart(location, partial(_records, stream, location), Surroundings(stored=stored, fetch=_fetch))
 
 
 def _records(stream: Any, location: str) -> Iterator[Record | Broken]:

@@ -29,7 +29,7 @@ class PictureError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Surroundings:
     """Where paths of a table lead: `folder` is the table's own, `root` the input's, which no path leaves.
 
     `None` for both: there are no files, as in a stream from the hub. `stored`: where the hub's own files begin, whose
@@ -42,7 +42,7 @@ class Place:
     fetch: Fetch | None = None
 
 
-def picture_bytes(value: Any, place: Place) -> bytes:
+def picture_bytes(value: Any, place: Surroundings) -> bytes:
     """The encoded picture of a value: bytes, `{"bytes": ..., "path": ...}`, a data URL, Base64, or a path.
 
     Raises `PictureError`.
@@ -72,7 +72,7 @@ def picture_bytes(value: Any, place: Place) -> bytes:
     return _of_file(text, place)
 
 
-def named_files(value: Any, place: Place) -> list[Path]:
+def named_files(value: Any, place: Surroundings) -> list[Path]:
     """The files inside the input's folder that the value of an images column names."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -103,7 +103,7 @@ def _of_base64(text: str, why: str) -> bytes:
         raise PictureError("not_base64", f"{why} ({error})", "encode the picture again in") from error
 
 
-def _inside(name: str, place: Place) -> Path:
+def _inside(name: str, place: Surroundings) -> Path:
     """The file that a path leads to. Raises `PictureError` where that is not in the input's folder."""
     if place.folder is None or place.root is None:
         raise PictureError("not_a_file", f"is the path {_shown(name)}, and there are no files", "put the bytes into")
@@ -117,7 +117,7 @@ def _inside(name: str, place: Place) -> Path:
     return file
 
 
-def _of_file(name: str, place: Place) -> bytes:
+def _of_file(name: str, place: Surroundings) -> bytes:
     file = _inside(name, place)
     try:
         if not file.is_file():  # a folder, a pipe, a device

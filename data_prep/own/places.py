@@ -13,7 +13,7 @@ from pathlib import Path
 from adora_vl.errors import UserError
 from data_prep.clean import RawProblem
 from data_prep.own.columns import Columns
-from data_prep.own.pictures import Place
+from data_prep.own.pictures import Surroundings
 from data_prep.own.records import Broken, Context, Record, read_record
 from data_prep.own.tables import ENDINGS, TEXT_TABLES, check_columns, records
 from data_prep.storage import SPLITS
@@ -26,12 +26,12 @@ Reads = Iterator[Callable[[], RawProblem]]
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """A run of records, such as a file, and where the paths in it lead. `begin` starts to read them."""
 
     location: str
     begin: Callable[[], Iterator[Record | Broken]]
-    place: Place
+    place: Surroundings
     texts_only: bool = False
     file: Path | None = None
 
@@ -41,13 +41,13 @@ class Opened:
     """A data set that is there: the parts of each split. `kind`: its format. `revision`: of the hub's."""
 
     kind: str
-    parts: dict[str, list[Part]]
+    parts: dict[str, list[TablePart]]
     revision: str | None = None
     totals: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class TestShare:
+class HeldOutShare:
     """How many rows of train become the split test: of each `1 / share` rows in a row one, drawn by `seed`."""
 
     share: float = 0.0
@@ -81,7 +81,7 @@ def open_local(path: Path, columns: Columns) -> Opened:
     return Opened("+".join(sorted(endings)), parts)
 
 
-def reads(opened: Opened, split: str, name: str, columns: Columns, tests: TestShare, limit: int | None) -> Reads:
+def reads(opened: Opened, split: str, name: str, columns: Columns, tests: HeldOutShare, limit: int | None) -> Reads:
     """One call a row of the split, in the order of the tables; the first `limit`."""
     drawn = bool(tests.share)
     source = "train" if drawn else split
@@ -98,7 +98,7 @@ def reads(opened: Opened, split: str, name: str, columns: Columns, tests: TestSh
                 yield partial(read_record, record, index, number - 1, context)
 
 
-def splits_of(opened: Opened, tests: TestShare) -> list[str]:
+def splits_of(opened: Opened, tests: HeldOutShare) -> list[str]:
     """The splits that will be written. Raises `UserError` where a share of train cannot be taken for a test."""
     if not tests.share:
         return list(opened.parts)
@@ -109,10 +109,10 @@ def splits_of(opened: Opened, tests: TestShare) -> list[str]:
     return [*opened.parts, "test"]
 
 
-def _part(file: Path, given: Path, root: Path, columns: Columns) -> Part:
+def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
     name = str(file.relative_to(given)) if given.is_dir() else file.name
-    place = Place(file.parent.resolve(), root)
-    return Part(name, partial(records, file, columns), place, file.suffix.lower() in TEXT_TABLES, file)
+    place = Surroundings(file.parent.resolve(), root)
+    return TablePart(name, partial(records, file, columns), place, file.suffix.lower() in TEXT_TABLES, file)
 
 
 def _split_named(stem: str) -> str | None:

@@ -17,7 +17,7 @@ from adora_vl.rewards import verify_gold
 from adora_vl.rows import PLACEHOLDER
 from data_prep.clean import RawProblem, RowError
 from data_prep.own.columns import Columns
-from data_prep.own.pictures import PictureError, Place, picture_bytes
+from data_prep.own.pictures import PictureError, Surroundings, picture_bytes
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
 _LONGEST_ID = 200
@@ -46,7 +46,7 @@ class Context:
     split: str
     location: str
     columns: Columns
-    place: Place
+    place: Surroundings
     texts_only: bool = False
 
 
