@@ -98,16 +98,16 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     with config.main_process_first(desc="building the tiny model where it is missing"):
         model.model_name_or_path = resolve_model(model.model_name_or_path)
     model_config = load_config(model.model_name_or_path, model.model_revision)
-    folders = _folders(script, config)
-    dataset = load_rows(script, folders, config.seed)
+    data = _folders(script, config)
+    dataset = load_rows(script, data, config.seed)
     check_model(model, model_config, has_images=has_images(dataset.data.table))
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
-    evaluations = take_evaluations(config, folders, script.adora_prompt)
-    start, now = _choose_start(script, config, model, folders) if to_train else (Start(None, []), {})
+    evaluations = take_evaluations(config, data, script.adora_prompt)
+    start, now = _choose_start(script, config, model, data) if to_train else (Start(None, []), {})
     if config.process_index == 0 and to_train:
         lines = [f"{amount(len(dataset), 'training problem')}; {plan.describe()}", *method_needs(config), *start.notes]
         print("\n".join(lines), flush=True)
-    return Run(script, config, model, dataset, plan, start, now, evaluations, folders)
+    return Run(script, config, model, dataset, plan, start, now, evaluations, data)
 
 
 def _folders(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> list[str]:

@@ -27,6 +27,12 @@ def data_folders(script: AdoraScriptArguments) -> list[str]:
     """The folder of each data set, made where it is missing. Raises `UserError`."""
     columns = script.adora_columns
     assert not isinstance(columns, str), "the arguments have read it"
+    file = next((name for name in script.dataset_name if columns is None and Path(name).is_file()), None)
+    if file is not None:
+        raise UserError(
+            f"dataset_name: {file!r} is a file; say which of its columns is what, such as adora_columns: "
+            "{problem: question, answer: label}"
+        )
     return [resolve_dataset(name, script.adora_synthetic_rows, columns) for name in script.dataset_name]
 
 

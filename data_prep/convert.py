@@ -17,7 +17,7 @@ from adora_vl.errors import UserError
 from adora_vl.files import replace_file
 from data_prep.clean import PixelLimits
 from data_prep.own.columns import Columns, columns_from
-from data_prep.own.hub import open_hub
+from data_prep.own.hub import commit_of, open_hub
 from data_prep.own.pictures import named_files
 from data_prep.own.places import HUB_ID, HeldOutShare, Opened, TablePart, open_local, reads, splits_of
 from data_prep.pipeline import Cleaning, SplitReads, check_limits, check_target, clean_source
@@ -120,7 +120,8 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".own-{key}.lock"):
         try:
-            if read_manifest(folder) is None or not _unchanged(seen, location, columns):
+            manifest = read_manifest(folder)
+            if manifest is None or not _unchanged(manifest, seen, location, columns):
                 convert(location, folder, columns, overwrite=True)
                 replace_file(seen, json.dumps(_stamps(source_files(location, columns))))
         except UserError as error:
@@ -131,10 +132,17 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
     return folder
 
 
-def _unchanged(seen: Path, location: str, columns: Columns) -> bool:
-    """Whether the files that a folder was made from are those of now; of the hub, whether its commit is pinned."""
+def _unchanged(manifest: Manifest, seen: Path, location: str, columns: Columns) -> bool:
+    """Whether the files that a folder was made from are those of now; of the hub, whether the commit is.
+
+    Without a network the copy that is there serves, so that a run can go on.
+    """
     if not Path(location).exists():
-        return "@" in location
+        name, _, revision = location.partition("@")
+        try:
+            return bool(commit_of(name, revision or None) == manifest["revision"])
+        except Exception:  # the hub's library raises its own, the network's and the file system's
+            return True
     try:
         before = json.loads(seen.read_text(encoding="utf-8"))
         tables = [str(part.file) for part in _parts(location, columns)]

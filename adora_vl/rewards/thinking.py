@@ -17,13 +17,13 @@ _ANSWER = ("<answer>", "</answer>")
 def is_think(text: str) -> bool:
     """`<think> ... </think> ...`: one block with something in it, first, and something after it."""
     rest = _after_block(text.strip(), _THINK)
-    return bool(rest) and not _has(rest, (*_THINK, *_ANSWER))
+    return rest is not None and rest != "" and not _has(rest, (*_THINK, *_ANSWER))
 
 
 def is_think_answer(text: str) -> bool:
     """`<think> ... </think> <answer> ... </answer>`: both blocks once, with something in them, and nothing else."""
     rest = _after_block(text.strip(), _THINK)
-    return bool(rest) and _after_block(rest, _ANSWER) == ""
+    return rest is not None and _after_block(rest, _ANSWER) == ""
 
 
 def _after_block(text: str, tags: tuple[str, str]) -> str | None:

@@ -24,10 +24,9 @@ def open_hub(
     Raises `UserError` where it cannot be had, or lacks a split or a column.
     """
     from datasets import load_dataset
-    from huggingface_hub import HfApi
 
     try:
-        commit = str(HfApi().dataset_info(name, revision=revision).sha)
+        commit = commit_of(name, revision)
         loaded = load_dataset(name, subset, revision=commit, streaming=True)
         taken = _taken(name, list(loaded), splits)
         parts, totals = {}, {}
@@ -50,6 +49,13 @@ def open_hub(
             "network, or give a downloaded copy"
         ) from error
     return Opened("hub", parts, commit, totals)
+
+
+def commit_of(name: str, revision: str | None) -> str:
+    """The commit that a branch, tag or commit of a data set stands for, None for the newest. Raises as the hub does."""
+    from huggingface_hub import HfApi
+
+    return str(HfApi().dataset_info(name, revision=revision).sha)
 
 
 def _taken(name: str, there: list[str], splits: Mapping[str, str]) -> dict[str, str]:

@@ -120,13 +120,18 @@ def test_too_many_bad_rows_are_an_error_that_names_the_first(
     assert not any((tmp_path / "out.quarantine").rglob("*.png")), "a picture from outside was copied"
 
 
+def _made_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "no rows|cannot be read|is not JSON"),
     "blank": (lambda path: path.write_bytes(b"\n\n"), "no rows|cannot be read|no column"),
     "random": (lambda path: path.write_bytes(os.urandom(5000)), "."),
     "not UTF-8": (lambda path: path.write_bytes(b'[{"q": "\xff\xfe"}]'), "."),
     "deep": (lambda path: path.write_bytes(b"[" * 100_000), "."),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "has no table"),
+    "a folder": (_made_a_folder, "has no table"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from adora_vl.evaluation import take_evaluations
 from adora_vl.prompts import RESPONSE_FORMATS, SYSTEM_PROMPT
 from adora_vl.report.card import model_card
 from adora_vl.report.manifest import facts_of_run, run_manifest
+from adora_vl.train import main as train
 from adora_vl.training_data import data_folders, load_rows, mixed_rows
+from data_prep.convert import ensure_converted
+from data_prep.own.places import open_local
 from data_prep.storage import read_manifest
 from eval.geometry3k.benchmark import BENCHMARK
 from eval.options import parse as parse_evaluation
@@ -168,6 +172,7 @@ def test_a_template_that_does_not_fit_the_rows_is_one_line(words: list[str], mes
         (["--dataset_name", "a", "b", "--adora_mixture", "0.5", "x"], "adora_mixture: "),
         (["--dataset_name", "a", "a"], "dataset_name: 'a' is given twice"),
         (["--adora_columns", "[1]"], "adora_columns: "),
+        (["--dataset_name", __file__], "test_training_data.py' is a file; say which of its columns"),
         (["--adora_response_format", "loud"], "adora_response_format: 'loud' is not one of"),
         (["--adora_prompt", "{problem.x}"], "adora_prompt: .*plain name"),
         (["--adora_system_prompt_file", "nowhere.txt"], "adora_system_prompt_file: 'nowhere.txt' cannot be read"),
@@ -175,8 +180,37 @@ def test_a_template_that_does_not_fit_the_rows_is_one_line(words: list[str], mes
 )
 def test_keys_that_do_not_fit_are_one_line(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        script_of(*words)
+        data_folders(script_of(*words))
     assert "\n" not in str(error.value)
+
+
+def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits, asked = ["1" * 40], []
+
+    def opened(name: str, columns: Any, *, revision: str | None, **_: Any) -> Any:
+        asked.append(revision)
+        local = open_local(jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
+        return replace(local, kind="hub", revision=commits[-1])
+
+    def commit_of(name: str, revision: str | None) -> str:
+        if not commits:
+            raise ConnectionError
+        return commits[-1]
+
+    monkeypatch.setattr("data_prep.convert.open_hub", opened)
+    monkeypatch.setattr("data_prep.convert.commit_of", commit_of)
+
+    def folder() -> Path:
+        return ensure_converted("someone/theirs", {"problem": "q", "answer": "a"}, tmp_path / "home")
+
+    assert folder() == folder() and len(asked) == 1, "every process would stream it once more"
+    commits.append("2" * 40)
+    manifest = read_manifest(folder())
+    assert manifest is not None and manifest["revision"] == "2" * 40 and len(asked) == 2
+    commits.clear()  # no network
+    assert folder().is_dir() and len(asked) == 2
 
 
 def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_path: Path) -> None:
@@ -212,6 +246,16 @@ def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
     card = model_card(manifest, [], 1)
     assert "| large | share 0.7, own/jsonl, " in card and "| dataset | large, small |" in card
     assert str(sets[0].parent) not in card, "a path of this machine"
+
+
+def test_a_dry_run_names_every_data_set(sets: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num_generations", "2", "--per_device_train_batch_size", "2", "--adora_prompt", "{problem} Go."]
+    words += ["--dataset_name", *map(str, sets), "--adora_mixture", "0.6", "0.4", "--dry-run"]
+    assert train([*CPU, *words]) in (0, 1)
+    said = capsys.readouterr().out
+    rows = len(mixed_rows([24, 5], [0.6, 0.4], seed=42))
+    assert f"2 data sets are mixed into {rows} rows an epoch: large 24 rows at 60%, small 5 rows at 40%" in said
+    assert f"{rows} rows make" in said
 
 
 def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -> None:
