@@ -147,9 +147,18 @@ def _add_convert(commands: Any) -> None:
     add("--limit", type=optional(whole(1)), metavar="N", help="only the first N rows of every split")
     add("--revision", type=optional(text), metavar="COMMIT", help="of a hub id: commit, tag or branch")
     add("--subset", type=optional(text), metavar="NAME", help="of a hub id: one of its configurations")
-    add("--splits", nargs="+", default=[], metavar="OURS=THEIRS", help="of a hub id: test=testmini")
+    add("--splits", type=_split_pair, nargs="+", default=[], metavar="OURS=THEIRS", help="of a hub id: test=testmini")
     _add_cleaning(command)
     command.set_defaults(run=_convert)
+
+
+def _split_pair(word: str) -> tuple[str, str]:
+    ours, sign, theirs = word.partition("=")
+    if ours not in SPLITS or not theirs.strip():
+        raise argparse.ArgumentTypeError(
+            f"{word!r:.60} is not OURS=THEIRS, with one of {', '.join(SPLITS)} before the ="
+        )
+    return ours, theirs
 
 
 def _names(word: str) -> tuple[str, ...]:
@@ -216,13 +225,12 @@ def _geometry3k(arguments: argparse.Namespace) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    splits = dict(word.partition("=")[::2] for word in arguments.splits)
     given = {field.name: getattr(arguments, field.name) for field in fields(Conversion) if field.name != "splits"}
     manifest = convert(
         arguments.input,
         arguments.output,
         columns_of_words(arguments.columns),
-        options=Conversion(**given, splits=splits),
+        options=Conversion(**given, splits=dict(arguments.splits)),
         revision=arguments.revision,
         workers=arguments.workers,
         overwrite=arguments.overwrite,

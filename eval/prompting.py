@@ -24,7 +24,7 @@ def settle_prompts(options: Namespace) -> None:
         if config is None:
             config = trained_with(options.model)
         value = config.get(key, default)
-        setattr(options, name, value)
+        vars(options)[name] = value
         if value != default:
             print(f"{name}: that of the model's training, {value!r:.80}", file=sys.stderr)
 

@@ -105,7 +105,7 @@ def _how_to_load(config: Mapping[str, Any]) -> str:
 
 def _data(data: Mapping[str, Any]) -> str:
     """Folders are shown by name only: their paths describe the machine, not the data."""
-    rows = [("dataset", data_name(data))] if "folder" in data else []
+    rows = [("dataset", data_name(data) if data.get("sets") else _named(data["folder"]))] if "folder" in data else []
     rows += [(key, value) for key, value in data.items() if key not in ("folder", "sets")]
     for one in data.get("sets") or ():
         facts = [f"share {one['share']:g}"] if "share" in one else []
