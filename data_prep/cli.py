@@ -153,7 +153,7 @@ def _add_convert(commands: Any) -> None:
 
 
 def _split_pair(word: str) -> tuple[str, str]:
-    ours, sign, theirs = word.partition("=")
+    ours, _, theirs = word.partition("=")
     if ours not in SPLITS or not theirs.strip():
         raise argparse.ArgumentTypeError(
             f"{word!r:.60} is not OURS=THEIRS, with one of {', '.join(SPLITS)} before the ="
