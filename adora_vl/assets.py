@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from adora_vl.errors import UserError
 from adora_vl.models.tiny.build import PRETRAINED, build_tiny_model
 from adora_vl.models.tiny.text import build_tiny_text_model
+from data_prep.convert import ensure_converted
 from data_prep.prepare import ensure_knights, ensure_synthetic
+from data_prep.storage import read_manifest
 
 TINY_MODEL, TINY_TEXT_MODEL = "tiny", "tiny_text"
 ADAPTER, MERGED = "adapter_config.json", "merged"
@@ -63,14 +66,16 @@ def _built(name: str, build: Callable[[Path], object]) -> str:
     return str(folder)
 
 
-def resolve_dataset(name: str, rows: int) -> str:
-    """The folder of `rows` training rows for `synthetic` and `knights` (puzzles with three people); any other name as
-    it is.
+def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = None) -> str:
+    """The folder of `rows` training rows for `synthetic` and `knights` (puzzles with three people); with `columns`
+    (`adora_columns`) that of a table, folder or hub id, converted here; any other name, or a prepared folder, as it is.
     """
     if name == KNIGHTS_DATA:
         return str(ensure_knights(cache_folder() / f"knights-{rows}", rows=rows, test_rows=SYNTHETIC_TEST_ROWS))
     if name != SYNTHETIC_DATA:
-        return name
+        if columns is None or read_manifest(Path(name)) is not None:
+            return name
+        return str(ensure_converted(name, columns, cache_folder()))
     folder = cache_folder() / f"synthetic-{rows}"
     return str(
         ensure_synthetic(folder, rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,16 +41,21 @@ class EvaluationPlan:
     at_start: bool
 
 
-def take_evaluations(config: AdoraGRPOConfig, data: str) -> EvaluationPlan | None:
-    """The evaluations that `config` asks for, None for none; on the training data's held-out split where it names none.
+def take_evaluations(
+    config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None
+) -> EvaluationPlan | None:
+    """The evaluations that `config` asks for, None for none; where it names none, on the training
+    data's held-out splits.
+
+    `folders`: of the training data. `prompt`: the template of the training (`adora_prompt`).
 
     They are then taken out of `config`: Transformers has its own way of evaluating, and would want a second dataset.
     Raises `UserError`.
     """
     if config.eval_strategy == IntervalStrategy.NO:
         return None
-    entries = config.adora_eval or [f"{_benchmark_of(data)}={data}"]
-    tasks = [_load(entry, config.adora_eval_limit) for entry in entries]
+    entries = config.adora_eval or [f"{_benchmark_of(folder)}={folder}" for folder in folders]
+    tasks = _told_apart([_load(entry, config.adora_eval_limit, prompt) for entry in entries], entries)
     plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start))
     config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
     return plan
@@ -62,7 +69,24 @@ def _benchmark_of(data: str) -> str:
     return "knights" if manifest is not None and manifest["source"] == "knights" else "geometry3k"
 
 
-def _load(entry: str, limit: int | None) -> Task:
+def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
+    """The tasks with different names for the log: a benchmark on several data has their folders' names behind its own.
+
+    Raises `UserError` where two have the same name even so.
+    """
+    names = [task.benchmark.name for task in tasks]
+    made: list[Task] = []
+    for task, name, entry in zip(tasks, names, entries, strict=True):
+        if names.count(name) > 1:
+            longer = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', Path(entry.partition('=')[2]).name)}"
+            if any(longer == other.benchmark.name for other in made):
+                raise UserError(f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its folder")
+            task = replace(task, benchmark=replace(task.benchmark, name=longer))
+        made.append(task)
+    return made
+
+
+def _load(entry: str, limit: int | None, prompt: str | None) -> Task:
     from eval.options import parse
 
     name, sign, path = entry.partition("=")
@@ -71,6 +95,7 @@ def _load(entry: str, limit: int | None) -> Task:
         raise UserError(f"adora_eval: {entry!r} is not BENCHMARK=DATA with one of {known}")
     benchmark: Benchmark = import_module(f"eval.{name}.benchmark").BENCHMARK
     words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
+    words += [f"--prompt={prompt}"] if prompt and name == "geometry3k" else []
     options = parse(words, name, benchmark.split, benchmark.add_data_options, benchmark.add_score_options)
     problems, _ = benchmark.load(options)
     if not problems:

@@ -39,7 +39,7 @@ class Run:
     start: Start
     fingerprint: Fingerprint
     evaluations: EvaluationPlan | None  # of the evaluations on the way
-    data: str  # the folder of the dataset
+    data: list[str]  # the folders of its data sets
 
     def manifest(self, arguments: Sequence[str]) -> dict[str, Any]:
         """What `manifest.json` says of it at its start."""
@@ -84,6 +84,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.rewards import reward_functions
     from adora_vl.rollout_log.backends import prepare_trackers
     from adora_vl.rows import has_images
+    from adora_vl.training_data import load_rows
 
     script, config, model = parse(arguments)
     check_versions(config.use_vllm)
@@ -97,42 +98,28 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     with config.main_process_first(desc="building the tiny model where it is missing"):
         model.model_name_or_path = resolve_model(model.model_name_or_path)
     model_config = load_config(model.model_name_or_path, model.model_revision)
-    folder = _folder(script, config)
-    dataset = _load(script, folder)
+    data = _folders(script, config)
+    dataset = load_rows(script, data, config.seed)
     check_model(model, model_config, has_images=has_images(dataset.data.table))
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
-    evaluations = take_evaluations(config, folder)
-    start, now = _choose_start(script, config, model, folder) if to_train else (Start(None, []), {})
+    evaluations = take_evaluations(config, data, script.adora_prompt)
+    start, now = _choose_start(script, config, model, data) if to_train else (Start(None, []), {})
     if config.process_index == 0 and to_train:
         lines = [f"{amount(len(dataset), 'training problem')}; {plan.describe()}", *method_needs(config), *start.notes]
         print("\n".join(lines), flush=True)
-    return Run(script, config, model, dataset, plan, start, now, evaluations, folder)
+    return Run(script, config, model, dataset, plan, start, now, evaluations, data)
 
 
-def _folder(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> str:
-    """The folder of the dataset, made by the first rank where it is the synthetic one and missing."""
-    from adora_vl.assets import resolve_dataset
+def _folders(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> list[str]:
+    """The folders of the data sets, made by the first rank where they are missing."""
+    from adora_vl.training_data import data_folders
 
     with config.main_process_first(desc="making the dataset where it is missing"):
-        return resolve_dataset(script.dataset_name, script.adora_synthetic_rows)
-
-
-def _load(script: AdoraScriptArguments, folder: str) -> Dataset:
-    """The prepared rows with a conversational `prompt` column; images are decoded when a row is read."""
-    from adora_vl.prompts import conversation
-    from adora_vl.rows import require_sound_rows, rows_without_pixels
-    from adora_vl.unreadable_images import hand_on_unreadable
-    from data_prep.storage import load_split
-
-    dataset = load_split(folder, script.dataset_train_split)
-    where = f"dataset: {folder!r} split {script.dataset_train_split!r}"
-    require_sound_rows(rows_without_pixels(dataset.data.table), where)
-    prompts = [conversation(problem, script.adora_system_prompt) for problem in dataset["problem"]]
-    return hand_on_unreadable(dataset.add_column("prompt", prompts))
+        return data_folders(script)
 
 
 def _choose_start(
-    script: AdoraScriptArguments, config: AdoraGRPOConfig, model: ModelConfig, data: str
+    script: AdoraScriptArguments, config: AdoraGRPOConfig, model: ModelConfig, data: list[str]
 ) -> tuple[Start, Fingerprint]:
     """The first rank looks at `output_dir` and its checkpoints, all ranks do what it found. Raises `UserError`."""
     from accelerate.utils import broadcast_object_list

@@ -18,7 +18,7 @@ CONTROL_TOKENS = (
     "<|quad_start|>", "<|quad_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
     "<|repo_name|>", "<|file_sep|>",
 )  # fmt: skip
-PLACEHOLDER = "<image>"
+PLACEHOLDER = "<image>"  # in a problem: here stands the next image
 _SHOWN = 60  # characters of a value
 _TEXTS = ("id", "problem", "answer")
 _EMPTY_IMAGES = (None, {"bytes": None, "path": None})
@@ -53,10 +53,21 @@ def _problem_with_texts(problem: str, choices: Any, images: int) -> str | None:
         if token:
             return f"{column}: {_shown(text)} has the model's own token {token}; remove it from the text"
     found = problem.count(PLACEHOLDER)
-    if found:
+    if found and found != images:
         has = f"{found} {PLACEHOLDER} with {images} image{'' if images == 1 else 's'}"
-        return f"problem: {_shown(problem)} has {has}; remove each, the images are put before the text by themselves"
+        return f"problem: {_shown(problem)} has {has}; give one for each image, or none to have them before the text"
     return None
+
+
+def problem_with_prompt(text: str, images: int) -> str | None:
+    """What makes the text that a template made of a row unusable, in one line; None where nothing does."""
+    token = next((token for token in CONTROL_TOKENS if token in text), None)
+    if token:
+        return f"its text has the model's own token {token}; remove it from the row's columns"
+    found = text.count(PLACEHOLDER)
+    if found and found != images:
+        return f"its text has {found} {PLACEHOLDER} with {images} images; write one for each, or none"
+    return None if text.strip() else "its text is empty; name a column that has a value"
 
 
 def require_sound_rows(rows: Iterable[Row], where: str) -> None:

@@ -144,7 +144,7 @@ def train(arguments: Sequence[str]) -> int:
             delete_aside(output_dir)
             end_manifest(manifest, output_dir, "finished", trainer.state.global_step)
             log, command = trainer.state.log_history, manifest["command"]
-            print_summary(log, run.config, model_folder, seconds, data=run.data, command=command)
+            print_summary(log, run.config, model_folder, seconds, data=run.data[0], command=command)
     trainer.accelerator.wait_for_everyone()
     stop.release()
     trainer.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from string import ascii_uppercase
 from typing import Any
 
@@ -46,9 +46,9 @@ class RowError(UserError):
 class RawProblem:
     """One problem as it is in its source. Only the types are checked.
 
-    `origin` tells a person where to find and correct the row. `images` are encoded. `problem` has no image placeholder.
-    `answer` is the letter of one of the `choices` if there are any, and otherwise a value. With `value_answer` it is a
-    value in any case.
+    `origin` tells a person where to find and correct the row. `images` are encoded. `problem` has no image placeholder,
+    or one for each image. `answer` is the letter of one of the `choices` if there are any, and otherwise a value. With
+    `value_answer` it is a value in any case. `text_only`: the problem needs no image. `extras`: more columns, as texts.
     """
 
     id: str
@@ -63,6 +63,8 @@ class RawProblem:
     shapes: tuple[str, ...] = ()
     solution: str = ""
     value_answer: bool = False
+    text_only: bool = False
+    extras: Mapping[str, str | None] = field(default_factory=dict)
     other_files: tuple[bytes, ...] = ()  # that the source has of the row, for the quarantine
 
     @property
@@ -89,7 +91,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     limits = limits or PixelLimits()
     if not raw.problem.strip():
         raise raw.refuse("no_text", f"the problem text {raw.problem!r} is empty", "write it in")
-    if not raw.images:
+    if not raw.images and not raw.text_only:
         raise raw.refuse("no_image", "images [] is empty", "add the diagram in")
     images = []
     for index, encoded in enumerate(raw.images):
@@ -113,6 +115,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
             "shapes": list(raw.shapes),
             "solution": raw.solution,
         },
+        **raw.extras,
     }
     wrong, _, remedy = (problem_with_row(row) or "").partition("; ")
     if wrong:

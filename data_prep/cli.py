@@ -1,4 +1,4 @@
-"""The command line: `python -m data_prep {synthetic,knights,geometry3k,filter,inspect}`."""
+"""The command line: `python -m data_prep {synthetic,knights,geometry3k,convert,filter,inspect}`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from datasets import disable_progress_bars
 from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_progress_bars
 
 from adora_vl.commands import MAX_SEED, Parser, amount, exit_code_of, number, optional, path, text, whole
+from data_prep.convert import Conversion, convert
 from data_prep.filter_command import add_filter
 from data_prep.geometry3k import MAX_WORKERS, Options, prepare_geometry3k
 from data_prep.inspection import GALLERY_ROWS, survey
 from data_prep.knights import PEOPLE
+from data_prep.own.columns import columns_of_words
 from data_prep.pixels import MAX_PIXELS, UNIT
 from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, MAX_ROWS, SIZES, prepare_knights, prepare_synthetic
 from data_prep.quarantine import MAX_SHARE, QUARANTINE_NAME
@@ -64,6 +66,7 @@ def parser() -> Parser:
     )
 
     _add_geometry3k(commands)
+    _add_convert(commands)
     add_filter(commands)
 
     inspect = commands.add_parser("inspect", help="what a prepared folder holds, as text and as an HTML page")
@@ -104,14 +107,21 @@ def _add_geometry3k(commands: Any) -> None:
         help="of the hub's dataset: commit, tag or branch, default: the newest",
     )  # fmt: skip
     add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
-    pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
-    add("--max-pixels", type=pixels, metavar="N", help="shrink larger images as the model does, default: keep them")
-    add("--min-pixels", type=pixels, metavar="N", help="enlarge smaller ones as the model does, default: keep them")
+    _add_cleaning(command)
     add(
         "--limit", type=optional(whole(1)), metavar="N",
         help="only N rows of every split: the first ones, or with --seed a sample",
     )  # fmt: skip
     add("--seed", type=optional(whole(0, MAX_SEED)), metavar="S", help="seed of the sample")
+    command.set_defaults(run=_geometry3k)
+
+
+def _add_cleaning(command: argparse.ArgumentParser) -> None:
+    """The options of how the rows of a source are cleaned."""
+    add = command.add_argument
+    pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
+    add("--max-pixels", type=pixels, metavar="N", help="shrink larger images as the model does, default: keep them")
+    add("--min-pixels", type=pixels, metavar="N", help="enlarge smaller ones as the model does, default: keep them")
     add(
         "--workers", type=whole(1, MAX_WORKERS), default=1, metavar="N", help="cleaning processes, default: %(default)s"
     )
@@ -120,7 +130,35 @@ def _add_geometry3k(commands: Any) -> None:
         "--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE",
         help="largest share of unusable rows that is not an error, default: %(default)s",
     )  # fmt: skip
-    command.set_defaults(run=_geometry3k)
+
+
+def _add_convert(commands: Any) -> None:
+    command = commands.add_parser("convert", help="your own data: JSONL, JSON, CSV, Parquet, a folder, a hub id")
+    _add_output(command)
+    add = command.add_argument
+    add("--input", type=text, required=True, metavar="PATH_OR_ID", help="a table, a folder with one, or a hub id")
+    add(
+        "--columns", nargs="+", required=True, metavar="NAME=COLUMN",
+        help="problem=question answer=label, and images=, choices=, id= where there are such; others are kept as texts",
+    )  # fmt: skip
+    add("--name", type=optional(text), metavar="WORD", help="of the data set, for its rows' ids; default: the input's")
+    add("--test-share", type=number(0, 0.99), default=0.0, metavar="SHARE", help="of train, to become the split test")
+    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="of the test share, default: %(default)s")
+    add("--limit", type=optional(whole(1)), metavar="N", help="only the first N rows of every split")
+    add("--revision", type=optional(text), metavar="COMMIT", help="of a hub id: commit, tag or branch")
+    add("--subset", type=optional(text), metavar="NAME", help="of a hub id: one of its configurations")
+    add("--splits", type=_split_pair, nargs="+", default=[], metavar="OURS=THEIRS", help="of a hub id: test=testmini")
+    _add_cleaning(command)
+    command.set_defaults(run=_convert)
+
+
+def _split_pair(word: str) -> tuple[str, str]:
+    ours, _, theirs = word.partition("=")
+    if ours not in SPLITS or not theirs.strip():
+        raise argparse.ArgumentTypeError(
+            f"{word!r:.60} is not OURS=THEIRS, with one of {', '.join(SPLITS)} before the ="
+        )
+    return ours, theirs
 
 
 def _names(word: str) -> tuple[str, ...]:
@@ -180,6 +218,20 @@ def _geometry3k(arguments: argparse.Namespace) -> None:
         location=arguments.input,
         revision=arguments.revision,
         options=options,
+        workers=arguments.workers,
+        overwrite=arguments.overwrite,
+    )
+    _report(arguments.output, manifest)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    given = {field.name: getattr(arguments, field.name) for field in fields(Conversion) if field.name != "splits"}
+    manifest = convert(
+        arguments.input,
+        arguments.output,
+        columns_of_words(arguments.columns),
+        options=Conversion(**given, splits=dict(arguments.splits)),
+        revision=arguments.revision,
         workers=arguments.workers,
         overwrite=arguments.overwrite,
     )

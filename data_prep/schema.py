@@ -12,7 +12,7 @@ FEATURES = Features(
     {
         "id": Value("string"),  # unique and stable, e.g. geometry3k/train/15
         "images": List(Image()),  # RGB, upright
-        "problem": Value("string"),  # without any image placeholder
+        "problem": Value("string"),  # an <image> for each image, where each stands; or none, and they stand before it
         "answer": Value("string"),  # canonical gold
         "answer_raw": Value("string"),  # as the source has it
         "choices": List(Value("string")),  # null where the problem is open

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Features, load_dataset
 from PIL import Image
 
 from adora_vl.errors import UserError
@@ -28,14 +28,15 @@ _BATCH_ROWS = 64  # in memory at a time, and a row group of the file
 _PACKAGES = ("datasets", "numpy", "pillow", "pyarrow", "transformers")  # what the bytes of the output depend on
 
 
-def write_split(rows: Iterable[Row], folder: Path, split: str) -> int:
+def write_split(rows: Iterable[Row], folder: Path, split: str, features: Features = FEATURES) -> int:
     """Write one split into `folder` (a folder still being made), a batch at a time. Returns the number of rows.
 
-    An image is a Pillow image, stored as PNG, or already `{"bytes": ..., "path": ...}`.
+    An image is a Pillow image, stored as PNG, or already `{"bytes": ..., "path": ...}`. `features`: the schema, with
+    columns of the user's own behind it.
     """
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    schema = FEATURES.arrow_schema
-    stored = (_stored(row) for row in rows)
+    schema = features.arrow_schema
+    stored = (_stored(row, features) for row in rows)
     count = 0
     path = folder / "data" / f"{split}-00000-of-00001.parquet"
     # Statistics would keep the least and the greatest picture of every row group in memory and in the file.
@@ -48,8 +49,8 @@ def write_split(rows: Iterable[Row], folder: Path, split: str) -> int:
     return count
 
 
-def _stored(row: Row) -> Row:
-    assert row.keys() == FEATURES.keys(), f"columns {sorted(row)} are not those of the schema"
+def _stored(row: Row, features: Features) -> Row:
+    assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
     assert row["meta"].keys() == FEATURES["meta"].keys(), f"meta {sorted(row['meta'])} is not that of the schema"
     images = [
         {"bytes": png_bytes(image), "path": None} if isinstance(image, Image.Image) else image

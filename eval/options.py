@@ -11,9 +11,9 @@ import yaml
 
 from adora_vl.commands import MAX_SEED, Parser, is_null, number, optional, path, text, whole
 from adora_vl.errors import UserError, nearest
-from adora_vl.prompts import SYSTEM_PROMPT
 from data_prep.pixels import MAX_PIXELS, UNIT
 from eval.engines import ENGINES, default_engine
+from eval.prompting import OF_THE_RUN, settle_prompts
 
 VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
 _NEEDED = {"infer": ("model", "data", "output"), "score": ("predictions", "output"), "run": ("model", "data", "output")}
@@ -47,6 +47,7 @@ def parse(
     for name in _NEEDED[options.verb]:
         if getattr(options, name) is None:
             raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
+    settle_prompts(options)
     return options
 
 
@@ -89,9 +90,9 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add(
         "--system-prompt",
         type=optional(text),
-        default=SYSTEM_PROMPT,
+        default=OF_THE_RUN,
         metavar="TEXT",
-        help="or none; default: the training's",
+        help="or none; default: that of the model's own training, as its folder says, else the paper's",
     )
     add("--temperature", type=number(0.01, 100, also=0.0), default=0.0, help="0: greedy, the default")
     add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers per problem, for avg@k, pass@k")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ _FREE_KEYS = {
     "log_level_replica", "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts",
     "log_completions_hub_repo", "save_strategy", "save_steps", "save_total_limit", "vllm_gpu_memory_utilization",
     "adora_max_drift", "adora_self_check", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
+    "adora_columns", "adora_system_prompt_file", "adora_response_format",  # what they stand for is in what was read
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
     "adora_max_bad_steps", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip
@@ -25,11 +27,12 @@ Fingerprint = dict[str, str]
 
 
 def fingerprint(
-    *settings: Any, data: Path | str, model: Path | str, revision: str, processes: int, sharding: str = "none"
+    *settings: Any, data: Sequence[Path | str], model: Path | str, revision: str, processes: int, sharding: str = "none"
 ) -> Fingerprint:
     """Every key that influences the steps, with its value as text.
 
-    `settings` are the run's dataclasses, `data` and `model` are folders or hub ids, `sharding` is from `sharding_of`.
+    `settings` are the run's dataclasses, `data` the folders of its data sets in their order, `model` a folder or
+    hub id, `sharding` is from `sharding_of`.
     """
     values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     constant = str(getattr(values.get("lr_scheduler_type"), "value", values.get("lr_scheduler_type"))) == "constant"
@@ -44,7 +47,9 @@ def fingerprint(
         **kept,
         "processes": str(processes),
         "sharding": sharding,
-        "dataset": _identity(Path(data), str(data), ("manifest.json",), "data/*.parquet"),
+        "dataset": "+".join(
+            _identity(Path(folder), str(folder), ("manifest.json",), "data/*.parquet") for folder in data
+        ),
         "model": _identity(Path(model), f"{model}@{revision}", ("config.json",), "*.safetensors"),
     }
 

@@ -80,6 +80,7 @@ _FINITE = Range()
 
 _OURS = {
     "adora_synthetic_rows": _COUNT,
+    "adora_mixture": _SOME_SHARE,  # each of them
     "adora_image_cache_mb": _whole(0),
     "adora_dynamic_sampling": _whole(0),
     "adora_record_every": _whole(0),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig
 
 from adora_vl.config.advantage import AdvantageConfig, set_method_settings
+from adora_vl.config.data import DataOptions, settle_data_options
 from adora_vl.config.device import check_device
 from adora_vl.config.faults import FaultOptions
 from adora_vl.config.noise import NoiseOptions
@@ -18,14 +19,14 @@ from adora_vl.prompts import SYSTEM_PROMPT
 
 
 @dataclass
-class AdoraScriptArguments:
+class AdoraScriptArguments(DataOptions):
     """What to train on and with which reward."""
 
-    dataset_name: str = field(
-        default="synthetic",
+    dataset_name: list[str] = field(
+        default_factory=lambda: ["synthetic"],
         metadata={
             "help": "A folder made by `python -m data_prep`, or 'synthetic' (drawn geometry) or 'knights' (puzzles "
-            "without images), made on the spot."
+            "without images), made on the spot; with adora_columns a table or hub id too. Several are mixed."
         },
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
@@ -39,7 +40,8 @@ class AdoraScriptArguments:
         default_factory=lambda: ["adora"],
         metadata={
             "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), format "
-            "(1 for a box) or knights (1.0 / 0.1 / 0.0 on puzzles). Several are summed with TRL's reward_weights."
+            "(1 for a box), think_format, think_answer_format (1 for that form) or knights (1.0 / 0.1 / 0.0 on "
+            "puzzles). Several are summed with TRL's reward_weights."
         },
     )
     adora_rounding: bool = field(
@@ -51,6 +53,7 @@ class AdoraScriptArguments:
         reward: object = self.adora_reward
         if isinstance(reward, str):
             self.adora_reward = [reward]
+        settle_data_options(self)
 
 
 @dataclass

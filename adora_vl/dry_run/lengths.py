@@ -13,7 +13,9 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
+from adora_vl.prompt_template import Template
 from adora_vl.prompts import conversation_with_images
+from adora_vl.training_data import mixed_rows
 from data_prep.pixels import MODEL_MAX_PIXELS, MODEL_MIN_PIXELS, UNIT, model_size
 from data_prep.storage import row_count, stored_rows
 
@@ -53,8 +55,18 @@ def limits_of(processor: Any, min_pixels: int | None, max_pixels: int | None) ->
     return low, high
 
 
-def measure(folder: Path, split: str, text_tokens: TextTokens, limits: Limits, most: int | None = None) -> Lengths:
-    """Every row's lengths, or those of the first `most` rows. Raises `UserError` where there is no such split."""
+def measure(
+    folder: Path,
+    split: str,
+    text_tokens: TextTokens,
+    limits: Limits,
+    most: int | None = None,
+    made: Template | None = None,
+) -> Lengths:
+    """Every row's lengths, or those of the first `most` rows. Raises `UserError` where there is no such split.
+
+    `made`: the template of the problems (`adora_prompt`).
+    """
     total = row_count(folder, split)
     count = min(total, most or total)
     prompts, images = [], []
@@ -62,10 +74,31 @@ def measure(folder: Path, split: str, text_tokens: TextTokens, limits: Limits, m
     for row in tqdm(rows, total=count, desc="prompt lengths", unit="row", disable=None):
         sizes = [_size(image) for image in row["images"] or []]
         tokens = sum(_image_tokens(size, limits) for size in sizes)
-        prompts.append(text_tokens(row["problem"], len(sizes)) - len(sizes) + tokens)
+        if made is not None:
+            made.check_columns(row, f"{str(folder)!r} split {split!r}")
+        problem = row["problem"] if made is None else made(row)
+        prompts.append(text_tokens(problem, len(sizes)) - len(sizes) + tokens)
         images.append(tokens)
     notes = [] if count == total else [f"measured on the first {count} of {total} rows (--rows)"]
     return Lengths(prompts, images, notes, total)
+
+
+def joined(sets: Sequence[Lengths], names: Sequence[str], shares: Sequence[float] | None, seed: int) -> Lengths:
+    """The lengths of several data sets as those of the run that mixes them, with a note that names each."""
+    if len(sets) == 1:
+        return sets[0]
+    sizes = [one.rows or 0 for one in sets]
+    rows = sum(sizes) if shares is None else len(mixed_rows(sizes, shares, seed))
+    parts = [f"{name} {size} rows" for name, size in zip(names, sizes, strict=True)]
+    if shares is not None:
+        parts = [f"{part} at {share:.0%}" for part, share in zip(parts, shares, strict=True)]
+    notes = [note for one in sets for note in one.notes]
+    return Lengths(
+        [length for one in sets for length in one.prompt],
+        [length for one in sets for length in one.image],
+        [*notes, f"{len(sets)} data sets are mixed into {rows} rows an epoch: {', '.join(parts)}"],
+        rows,
+    )
 
 
 def _size(image: dict[str, Any]) -> tuple[int, int]:

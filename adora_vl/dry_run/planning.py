@@ -11,14 +11,23 @@ from typing import Any
 from transformers import PretrainedConfig
 from trl import ModelConfig, get_peft_config
 
-from adora_vl.assets import resolve_dataset, resolve_model
+from adora_vl.assets import resolve_model
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.arithmetic import BatchPlan
 from adora_vl.config.command_line import parse
 from adora_vl.config.device import NoGPUError
 from adora_vl.config.run_checks import check_run
 from adora_vl.config.speed import regroup_obstacle
-from adora_vl.dry_run.lengths import Lengths, Limits, assumed, character_counter, limits_of, measure, tokenizer_counter
+from adora_vl.dry_run.lengths import (
+    Lengths,
+    Limits,
+    assumed,
+    character_counter,
+    joined,
+    limits_of,
+    measure,
+    tokenizer_counter,
+)
 from adora_vl.dry_run.options import DryRunOptions
 from adora_vl.errors import UserError
 from adora_vl.memory import GIB
@@ -28,6 +37,8 @@ from adora_vl.memory.model import ModelShape, config_for_planning, describe
 from adora_vl.memory.predict import Setup, Sharing
 from adora_vl.memory.sharding import Sharding, from_environment, from_file
 from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.prompt_template import template
+from adora_vl.training_data import data_folders
 
 ASSUMED_CARD_GIB = 80.0
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -63,7 +74,7 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     if processor is not None:
         limit_pixels(processor, config.min_pixels, config.max_pixels)
     limits = limits_of(processor, config.min_pixels, config.max_pixels)
-    lengths = _lengths(script, processor, limits, options)
+    lengths = _lengths(script, config, processor, limits, options)
     batches = _checked(config, model, model_config, lengths, sharding, elsewhere)
     shape = describe(
         model_config, dtype=model.dtype, frozen=config.frozen_components, peft_config=get_peft_config(model)
@@ -109,24 +120,21 @@ def _processor(name: str, revision: str, notes: list[str]) -> Any:
         return None
 
 
-def _lengths(script: AdoraScriptArguments, processor: Any, limits: Limits, options: DryRunOptions) -> Lengths:
-    try:
-        folder = _folder(script)
-    except UserError as error:
-        return assumed(limits, str(error))
+def _lengths(
+    script: AdoraScriptArguments, config: AdoraGRPOConfig, processor: Any, limits: Limits, options: DryRunOptions
+) -> Lengths:
+    folders = [Path(folder) for folder in data_folders(script)]
+    for name, folder in zip(script.dataset_name, folders, strict=True):
+        if not folder.is_dir():  # no reason to refuse a dry run
+            return assumed(limits, f"the dataset {name!r} is not here, so rows and prompts are not known")
     counter = (
         tokenizer_counter(processor, script.adora_system_prompt)
         if processor is not None
         else character_counter(script.adora_system_prompt)
     )
-    return measure(folder, script.dataset_train_split, counter, limits, options.rows)
-
-
-def _folder(script: AdoraScriptArguments) -> Path:
-    folder = Path(resolve_dataset(script.dataset_name, script.adora_synthetic_rows))
-    if not folder.is_dir():
-        raise UserError(f"the dataset {script.dataset_name!r} is not here, so rows and prompts are not known")
-    return folder
+    made = template(script.adora_prompt) if script.adora_prompt else None
+    sets = [measure(folder, script.dataset_train_split, counter, limits, options.rows, made) for folder in folders]
+    return joined(sets, [folder.name for folder in folders], script.adora_mixture, config.seed)
 
 
 def _checked(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.prompts import SYSTEM_PROMPT
-from adora_vl.report.manifest import short_name
+from adora_vl.report.manifest import data_name, short_name
 from adora_vl.report.summary import figure_rows
 
 if TYPE_CHECKING:
@@ -96,13 +96,26 @@ def _how_to_load(config: Mapping[str, Any]) -> str:
     first = f'\n    {{"role": "system", "content": [{{"type": "text", "text": {system!r}}}]}},' if system else ""
     user = '{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": problem}]}'
     messages = f"[{first}\n    {user},\n]"
-    return _LOAD.format(messages=messages, max_new_tokens=config.get("max_completion_length") or 4096)
+    load = _LOAD.format(messages=messages, max_new_tokens=config.get("max_completion_length") or 4096)
+    template = config.get("adora_prompt")
+    if not template:
+        return load
+    return f"{load}\n\nIn the training the text of a problem was made of its columns: `{_cell(template)}`"
 
 
 def _data(data: Mapping[str, Any]) -> str:
     """Folders are shown by name only: their paths describe the machine, not the data."""
-    rows = [("dataset" if key == "folder" else key, value) for key, value in data.items()]
-    return _table([(key, Path(value).name if str(value).startswith(("/", ".")) else value) for key, value in rows])
+    rows = [("dataset", data_name(data) if data.get("sets") else _named(data["folder"]))] if "folder" in data else []
+    rows += [(key, value) for key, value in data.items() if key not in ("folder", "sets")]
+    for one in data.get("sets") or ():
+        facts = [f"share {one['share']:g}"] if "share" in one else []
+        facts += [_named(one[key]) for key in ("source", "input", "revision") if one.get(key)]
+        rows.append((Path(one["folder"]).name, ", ".join(facts)))
+    return _table([(key, _named(value)) for key, value in rows])
+
+
+def _named(value: Any) -> Any:
+    return Path(value).name if str(value).startswith(("/", ".")) else value
 
 
 def _figures(history: Sequence[Mapping[str, Any]]) -> str:

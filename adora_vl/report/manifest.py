@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +29,7 @@ Manifest = dict[str, Any]
 def run_manifest(
     *settings: Any,
     arguments: Sequence[str],
-    data: str,
+    data: Sequence[str],
     rows: int,
     fingerprint: dict[str, str],
     plan: str,
@@ -42,7 +42,7 @@ def run_manifest(
         "made_by": "adora_vl.train",
         "command": launch_command(arguments),
         "config": {key: value for key, value in sorted(config.items()) if not key.endswith(SECRET)},
-        "data": {"folder": data, "rows": rows, "fingerprint": fingerprint.get("dataset"), **_source(Path(data))},
+        "data": _data(data, config.get("adora_mixture"), rows, fingerprint.get("dataset")),
         "model": {"name": config.get("model_name_or_path"), "fingerprint": fingerprint.get("model")},
         "batches": plan,
         "versions": versions(),
@@ -144,6 +144,23 @@ def git_commit() -> str | None:
         return None
 
 
+def _data(folders: Sequence[str], shares: Sequence[float] | None, rows: int, fingerprint: str | None) -> dict[str, Any]:
+    """One data set with its source; of several their folders, and the source and share of each in `sets`."""
+    known = {"folder": ", ".join(folders), "rows": rows, "fingerprint": fingerprint}
+    if len(folders) == 1:
+        return {**known, **_source(Path(folders[0]))}
+    sets = [{"folder": folder, **_source(Path(folder))} for folder in folders]
+    for one, share in zip(sets, shares or (), strict=False):
+        one["share"] = share
+    return {**known, "sets": sets}
+
+
+def data_name(data: Mapping[str, Any]) -> str:
+    """The names of the data sets of a run without their paths, which say where they lie on a machine."""
+    folders = [one["folder"] for one in data["sets"]] if data.get("sets") else [data["folder"]]
+    return ", ".join(Path(str(folder)).name for folder in folders)
+
+
 def _source(data: Path) -> dict[str, Any]:
     """Where the data come from, as the manifest of the dataset's folder says."""
     try:
@@ -168,7 +185,7 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
     facts: dict[str, Sequence[Any] | Any] = {
         "recipe": recipe,
         "model": short_name(str(manifest["model"]["name"])),
-        "data": f"{Path(str(data['folder'])).name}, {data['rows']} rows ({data['fingerprint']})",
+        "data": f"{data_name(data)}, {data['rows']} rows ({data['fingerprint']})",
         "batches": manifest["batches"],
         "learning rate": config.get("learning_rate"),
         "seed": config.get("seed"),

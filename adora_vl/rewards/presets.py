@@ -10,6 +10,7 @@ from adora_vl.errors import UserError, nearest
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
 from adora_vl.rewards.knights import knights_reward
+from adora_vl.rewards.thinking import think_answer_format_reward, think_format_reward
 
 RewardFunction = Callable[..., list[float]]
 _Golds = list[tuple[str, tuple[str, ...] | None]]
@@ -25,7 +26,11 @@ PRESETS: Mapping[str, tuple[float, float, float]] = {
     "accuracy": (1.0, 0.0, 0.0),
     "format": (1.0, 1.0, 0.0),
 }
-OTHERS: Mapping[str, RewardFunction] = {"knights": knights_reward}  # these are not about one mathematical answer
+OTHERS: Mapping[str, RewardFunction] = {  # these are not about one mathematical answer
+    "knights": knights_reward,
+    "think_format": think_format_reward,
+    "think_answer_format": think_answer_format_reward,
+}
 
 
 def reward(grade: Grade, preset: str) -> float:

@@ -11,12 +11,15 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image
 
-from adora_vl.rows import problem_with_row, rows_without_pixels
+from adora_vl.commands import optional, text
+from adora_vl.prompt_template import Template, template
+from adora_vl.rows import problem_with_prompt, problem_with_row, rows_without_pixels
 from data_prep.storage import load_split
 from eval.command import Benchmark
 from eval.fingerprint import data_hash
 from eval.geometry3k.scoring import score
 from eval.predictions import Complaints
+from eval.prompting import OF_THE_RUN
 from eval.runner import Problem
 
 _TRAINING_TEXTS = ("solution", "slip")  # of `meta`; what the warm start of the tiny model learns from
@@ -28,22 +31,36 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
     Raises `UserError` with a line for each row that cannot be asked about.
     """
     dataset = load_split(options.data, options.split)
+    made = template(options.prompt) if getattr(options, "prompt", None) else None
+    if made is not None:
+        made.check_columns(dataset.column_names, f"{options.data!r} split {options.split!r}")
     wrong = Complaints(f"data: {options.data}, split {options.split!r},")
     for index, row in enumerate(rows_without_pixels(dataset.with_format("arrow")[:])):
         fault = problem_with_row(row)
         if fault:
             wrong.add(f"row {row.get('id') or f'number {index}'}: {fault}")
     wrong.settle()
-    return problems(dataset), data_hash(Path(options.data), options.split)
+    asked = problems(dataset, made)
+    for problem in asked if made is not None else ():
+        fault = problem_with_prompt(problem.prompt, problem.n_images)
+        if fault:
+            wrong.add(f"row {problem.pid}: {fault}")
+    wrong.settle()
+    return asked, data_hash(Path(options.data), options.split)
 
 
-def problems(dataset: Dataset) -> list[Problem]:
-    """The rows of a prepared split as the runner takes them; images stay encoded until they are needed."""
+def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:
+    """The rows of a prepared split as the runner takes them; images stay encoded until they are needed.
+
+    `made`: the template of the text that is asked.
+    """
     encoded = dataset.with_format("arrow")  # bytes as they are in the file
     texts = dataset.remove_columns("images")
     counts = [count for chunk in encoded["images"][:].chunks for count in chunk.value_lengths().to_pylist()]
     return [
-        Problem(_fields(row), row["problem"], count or 0, partial(_decode, encoded, index))
+        Problem(
+            _fields(row), row["problem"] if made is None else made(row), count or 0, partial(_decode, encoded, index)
+        )
         for index, (row, count) in enumerate(zip(texts, counts, strict=True))
     ]
 
@@ -71,4 +88,11 @@ def _score_options(parser: ArgumentParser) -> None:
     parser.add_argument("--rounding", action=BooleanOptionalAction, default=False, help="accept rounded decimals")
 
 
-BENCHMARK = Benchmark("geometry3k", "test", load, score, _score_options)
+def _data_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt", type=optional(text), default=OF_THE_RUN, metavar="TEMPLATE",
+        help="the problem's text from columns, such as '{problem} Choices: {choices}'; default: the training's",
+    )  # fmt: skip
+
+
+BENCHMARK = Benchmark("geometry3k", "test", load, score, _score_options, _data_options, fingerprint=("prompt",))

@@ -32,6 +32,7 @@ FREE = {
         (
             "run_name", "project", "trackio_space_id", "trackio_bucket_id", "hub_token", "hub_model_id", "hub_revision",
             "log_completions_hub_repo", "length_column_name", "adora_system_prompt", "metric_for_best_model",
+            "adora_prompt", "adora_system_prompt_file",
         ),
         "a name or text of the user's own",
     ),

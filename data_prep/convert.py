@@ -1,0 +1,202 @@
+"""Turns a stranger's data set into a prepared folder: `python -m data_prep convert`, or `adora_columns` in a config."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from adora_vl.errors import UserError
+from adora_vl.files import replace_file
+from data_prep.clean import PixelLimits
+from data_prep.own.columns import Columns, columns_from
+from data_prep.own.hub import commit_of, open_hub
+from data_prep.own.pictures import named_files
+from data_prep.own.places import HUB_ID, HeldOutShare, Opened, TablePart, open_local, reads, splits_of
+from data_prep.pipeline import Cleaning, SplitReads, check_limits, check_target, clean_source
+from data_prep.quarantine import MAX_SHARE
+from data_prep.storage import SPLITS, Manifest, read_manifest, require
+
+_NAME = re.compile(r"[\w.-]{1,80}")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What decides which rows there are; see `geometry3k.Options`. `name`: of the data set, begins the ids of its rows.
+
+    `test_share`: of the rows of train that become the split test, drawn by `seed`. `subset` and `splits`: of the hub.
+    """
+
+    name: str | None = None
+    limit: int | None = None
+    test_share: float = 0.0
+    seed: int = 0
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    keep_leaks: bool = False
+    allow_quarantined: float = MAX_SHARE
+    subset: str | None = None
+    splits: Mapping[str, str] = field(default_factory=dict)
+
+
+def convert(
+    location: str,
+    output: Path,
+    columns: Columns,
+    *,
+    options: Conversion | None = None,
+    revision: str | None = None,
+    workers: int = 1,
+    overwrite: bool = False,
+) -> Manifest:
+    """Convert the table, folder or hub id `location` into the prepared folder `output`. Returns the manifest.
+
+    `revision`: of the hub. Raises `UserError`, and then nothing was written but, where too many rows were refused,
+    `OUTPUT.quarantine`.
+    """
+    options = options or Conversion()
+    _check(options, workers)
+    check_target(output, None, overwrite=overwrite)
+    opened = open_own(location, columns, revision, options)
+    name = options.name or _name_of(location)
+    arguments = {**asdict(options), "name": name, "splits": dict(options.splits), "columns": columns.described()}
+    description = {
+        "source": f"own/{opened.kind}",
+        "input": location,
+        "revision": opened.revision,
+        "arguments": arguments,
+    }
+    check_target(output, description, overwrite=overwrite)
+    cleaning = Cleaning(
+        PixelLimits(options.min_pixels, options.max_pixels),
+        options.keep_leaks,
+        options.allow_quarantined,
+        columns.features,
+    )
+    tests = HeldOutShare(options.test_share, options.seed)
+    splits = {
+        split: SplitReads(
+            partial(reads, opened, split, name, columns, tests, options.limit),
+            None if options.test_share else opened.totals.get(split),
+        )
+        for split in splits_of(opened, tests)
+    }
+    return clean_source(output, splits, description, cleaning, workers=workers, overwrite=overwrite)
+
+
+def open_own(location: str, columns: Columns, revision: str | None, options: Conversion) -> Opened:
+    """The data set at a path, else of the hub. Raises `UserError`."""
+    path = Path(location)
+    is_hub = not path.exists() and HUB_ID.fullmatch(location) is not None and not path.parent.is_dir()
+    if not is_hub:
+        for key, value in (("revision", revision), ("subset", options.subset), ("splits", options.splits)):
+            if value:
+                raise UserError(f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out")
+        return open_local(path, columns)
+    name, _, at = location.partition("@")
+    if revision and at:
+        raise UserError(f"revision: {revision!r} and {location!r} name one each; give one of them")
+    return open_hub(name, columns, revision=revision or at or None, subset=options.subset, splits=options.splits)
+
+
+def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> Path:
+    """The prepared folder, in `cache`, of the table, folder or hub id that a training config names with its columns.
+
+    Made where it is missing, and again where a file that it was made from has changed. Several processes may call this
+    at once. Raises `UserError`.
+    """
+    columns = columns_from(mapping, "adora_columns")
+    place = Path(location)
+    where = str(place.resolve()) if place.exists() else location
+    key = hashlib.sha256(json.dumps([where, columns.described()], sort_keys=True).encode()).hexdigest()[:16]
+    folder, seen = cache / f"own-{key}", cache / f"own-{key}.files.json"
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f".own-{key}.lock"):
+        try:
+            manifest = read_manifest(folder)
+            if manifest is None or not _unchanged(manifest, seen, location, columns):
+                convert(location, folder, columns, overwrite=True)
+                replace_file(seen, json.dumps(_stamps(source_files(location, columns))))
+        except UserError as error:
+            raise UserError(
+                f"dataset_name: {location!r} with adora_columns: {error}; `python -m data_prep convert` has options "
+                "for such data, and makes a folder to name here"
+            ) from error
+    return folder
+
+
+def _unchanged(manifest: Manifest, seen: Path, location: str, columns: Columns) -> bool:
+    """Whether the files that a folder was made from are those of now; of the hub, whether the commit is.
+
+    Without a network the copy that is there serves, so that a run can go on.
+    """
+    if not Path(location).exists():
+        name, _, revision = location.partition("@")
+        try:
+            return bool(commit_of(name, revision or None) == manifest["revision"])
+        except Exception:  # the hub's library raises its own, the network's and the file system's
+            return True
+    try:
+        before = json.loads(seen.read_text(encoding="utf-8"))
+        tables = [str(part.file) for part in _parts(location, columns)]
+        return bool(set(tables) <= before.keys() and _stamps(before) == before)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _parts(location: str, columns: Columns) -> list[TablePart]:
+    return [part for parts in open_local(Path(location), columns).parts.values() for part in parts]
+
+
+def source_files(location: str, columns: Columns) -> list[str]:
+    """The tables of a data set and the pictures that they name; none for the hub's."""
+    if not Path(location).exists():
+        return []
+    found: dict[str, None] = {}
+    for part in _parts(location, columns):
+        found[str(part.file)] = None
+        for record in part.begin() if columns.images else ():
+            if isinstance(record, Mapping):
+                named = (path for name in columns.images for path in named_files(record.get(name), part.place))
+                found.update(dict.fromkeys(map(str, named)))
+    return list(found)
+
+
+def _stamps(paths: Iterable[str]) -> dict[str, list[int]]:
+    """Size and time of change of each file; none of one that is gone."""
+    found: dict[str, list[int]] = {}
+    for path in paths:
+        try:
+            stat = Path(path).stat()
+        except OSError:
+            found[path] = []
+            continue
+        found[path] = [stat.st_size, stat.st_mtime_ns]
+    return found
+
+
+def _check(options: Conversion, workers: int) -> None:
+    check_limits(options.min_pixels, options.max_pixels, options.allow_quarantined, workers)
+    if options.limit is not None:
+        require("limit", options.limit, 1)
+    if not 0 <= options.test_share < 1:
+        raise UserError(f"test_share: {options.test_share} is not from 0 to below 1; 0.1 is every tenth row")
+    if options.name is not None and not _NAME.fullmatch(options.name):
+        raise UserError(f"name: {options.name!r:.60} is not one word of letters, digits, _ . and -; choose another")
+    for ours in options.splits:
+        if ours not in SPLITS:
+            raise UserError(f"splits: {ours!r} is none of ours; write {', '.join(SPLITS)} before the =")
+
+
+def _name_of(location: str) -> str:
+    """A file's or folder's name, or that of a hub's data set, with what an id should not have left out."""
+    last = Path(location.partition("@")[0] if not Path(location).exists() else location).resolve()
+    stem = last.stem if last.suffix else last.name
+    return re.sub(r"[^\w.-]+", "-", stem)[:80].strip("-") or "own"
