@@ -23,6 +23,7 @@ from data_prep.schema import Row
 from data_prep.storage import (
     SPLITS,
     Manifest,
+    features_of,
     load_split,
     read_manifest,
     split_files,
@@ -154,7 +155,8 @@ def filter_dataset(
         counts = {}
         for name in split_files(data):
             rows = stored_rows(data, name)
-            counts[name] = write_split(_chosen(rows, kept) if name == split else rows, folder, name)
+            chosen = _chosen(rows, kept) if name == split else rows
+            counts[name] = write_split(chosen, folder, name, features_of(data, name))
         lines = (json.dumps({"id": pid, "right": t.right, "answers": t.answers}) for pid, t in found.items())
         (folder / RATES_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
         return write_manifest(folder, {**description, "filtered": _summary(found, keep)}, counts)

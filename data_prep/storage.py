@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
-from datasets import Dataset, Features, load_dataset
+from datasets import Dataset, Features, Value, load_dataset
 from PIL import Image
 
 from adora_vl.errors import UserError
@@ -131,6 +131,13 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
 def row_count(folder: Path, split: str) -> int:
     """Rows of a split, from the ends of its files."""
     return sum(int(_parquet(path).metadata.num_rows) for path in _files_of(folder, split))
+
+
+def features_of(folder: Path, split: str) -> Features:
+    """The schema of a split: ours, and behind it the columns of the user's own (`data_prep convert`)."""
+    with _parquet(_files_of(folder, split)[0]) as file:
+        own = [name for name in file.schema_arrow.names if name not in FEATURES]
+    return Features({**FEATURES, **{name: Value("string") for name in own}})
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:

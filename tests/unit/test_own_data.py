@@ -187,3 +187,18 @@ def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None
     source = jsonl(tmp_path / "in", [{"q": "?", "a": "1", "i": base64.b64encode(long).decode()}])
     assert convert(source, tmp_path / "out2", columns=columns) == 0
     assert [len(row["images"]) for row in stored_rows(tmp_path / "out", "train")] == [2, 1]
+
+
+def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path) -> None:
+    assert convert(jsonl(tmp_path / "in"), tmp_path / "all") == 0
+    rows = list(stored_rows(tmp_path / "all", "train"))
+    responses = [rf"\boxed{{{row['answer']}}}" if row["hint"] else r"\boxed{0}" for row in rows]
+    lines = [
+        {"pid": row["id"], "question": row["problem"], "answer": row["answer"], "choices": row["choices"],
+         "metadata": {}, "response": response}
+        for row, response in zip(rows, responses, strict=True)
+    ]  # fmt: skip
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--predictions", str(tmp_path / "answers.jsonl"), "--keep", "0.5:1"]
+    assert main(["filter", "--input", str(tmp_path / "all"), "--output", str(tmp_path / "some"), *words]) == 0
+    assert found(tmp_path / "some") == {name: row for name, row in EXPECTED.items() if row[3]}
