@@ -151,9 +151,9 @@ def test_a_package_imports_only_what_lies_below_it(prefix):
     assert checked > 0
 
 
-# Arrows that run upwards, for a reason: the doctor's command builds the trainer as training does, and LoRA's targets
-# are checked on the modules that the memory prediction builds without weights, and `data_prep filter` lets a model
-# answer, as the evaluation does.
+# Arrows that run upwards, for a reason: the doctor's command builds the trainer as training does, LoRA's targets are
+# checked on the modules that the memory prediction builds without weights, and `data_prep filter` lets a model answer,
+# as the evaluation does.
 UPWARDS = {
     ("adora_vl.doctor", "adora_vl.train"),
     ("adora_vl.models", "adora_vl.memory"),
