@@ -1,9 +1,9 @@
 """A step at the lengths of real answers, stock TRL beside ours: `python -m benchmarks.step --lengths real`.
 
 Stock is `trl.GRPOTrainer` itself. Each way runs in a process of its own, one after the other and by turns, and both
-learn from the same recorded rollouts (`benchmarks.real_lengths_run`). The language model has the width and vocabulary of
-Qwen2.5-VL-3B and few layers. Printed are medians over the turns: seconds by phase, of all the processors together with
-`--seconds processor`, and the peak of memory above what the process holds between steps.
+learn from the same recorded rollouts (`benchmarks.real_lengths_run`). The language model has the width and vocabulary
+of Qwen2.5-VL-3B and few layers. Printed are medians over the turns: seconds by phase, of all the processors together
+with `--seconds processor`, and the peak of memory above what the process holds between steps.
 
 On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of the prompts too. The
 way "stock, as on a card" is stock with that choice made as on a card; everything else is the same. A model with all of

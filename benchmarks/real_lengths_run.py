@@ -204,8 +204,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=["stock", "stock, as on a card", "ours"], required=True)
     parser.add_argument("--output", type=Path, required=True)
-    for name, value in (("image", 576), ("completion", 400), ("limit", 1024), ("generations", 8), ("groups", 1),
-                        ("updates", 1), ("width", 2048), ("layers", 2), ("blocks", 2), ("vocabulary", 151_936)):  # fmt: skip
+    sizes = {"image": 625, "completion": 400, "limit": 1024, "generations": 8, "groups": 1, "updates": 1}
+    sizes |= {"width": 2048, "layers": 2, "blocks": 2, "vocabulary": 151_936}
+    for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--equal", action="store_true", help="all answers have the median length")

@@ -1,5 +1,5 @@
 """Attention over a sequence of groups (`adora_vl.dedup.shared_prompt`) in parts: each prompt with its first rollout on
-itself, and the other rollouts as a batch, each on (prompt, itself). So nothing grows with the square of a group's tokens.
+itself, and the other rollouts as a batch, each on (prompt, itself). Nothing grows with the square of a group's tokens.
 
 It is an attention implementation of Transformers' `AttentionInterface` on top of the model's own one, and takes part
 only in a forward that is given `shared_prompts`; everything else goes to the model's own. What it has to know comes as
@@ -143,8 +143,8 @@ def _by_parts(
 
 
 def _prompt_queries_pay(prompt: int, rollout: int, query: Tensor) -> bool:
-    """Whether attention is less work with the prompt's queries before those of a rollout, whose results are thrown away:
-    then the mask is a plain causal one, of which kernels compute one half alone.
+    """Whether attention is less work with the prompt's queries before those of a rollout, though their results are not
+    needed: then the mask is a plain causal one, of which kernels compute one half alone.
     """
     if _knows_lower_right(query):
         return False

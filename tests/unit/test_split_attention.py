@@ -193,7 +193,7 @@ def assert_same(model: Any, rows: Batch) -> None:
         assert (own[name] - gradient).norm() <= bound * max(gradient.norm(), 1e-3 * scale), name
 
 
-TWO_GROUPS = [(5, [4, 1, 9, 2]), (11, [3, 3])]
+TWO_GROUPS = [(5, [4, 1, 9, 4, 2]), (11, [3, 3, 3])]  # rollouts alone in their call, and with others
 KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl")
 
 
@@ -317,7 +317,27 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
 
 
 def test_sharing_is_left_where_little_is_shared():
-    """By tokens: a prompt of 700 always, one of 64 only where the answers are short or of very different lengths."""
-    assert sharing_pays([700], [[400] * 8]) and sharing_pays([700], [[1024] * 8]) and sharing_pays([64], [[64] * 8])
-    assert not sharing_pays([64], [[400] * 8]) and not sharing_pays([64], [[1024] * 8])
-    assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 1000]]), "separate rows would be mostly padding"
+    """By tokens: a prompt of 700 always, one of 64 unless the answers are very long and all alike."""
+    assert sharing_pays([700], [[400] * 8]) and sharing_pays([700], [[1024] * 8]) and sharing_pays([64], [[1024] * 8])
+    assert not sharing_pays([64], [[4096] * 8])
+    assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 4096]]), "separate rows would be mostly padding"
+
+
+def test_rows_that_share_nothing_are_packed_where_they_would_be_padded():
+    assert sharing_pays([64, 64], [[400], [100]]) and sharing_pays([64, 20], [[100], [100]])
+    assert not sharing_pays([64, 64], [[400], [400]])
+
+
+@pytest.mark.parametrize(("prompt", "rollout"), [(64, 400), (64, 1024), (700, 400), (700, 1024), (1, 1), (1000, 16)])
+def test_little_attention_is_computed_in_vain(prompt, rollout):
+    """Of what a rollout's queries are multiplied with, compared with the causal half that has to be."""
+    query = torch.zeros(1)
+    needed = rollout * prompt + rollout * rollout / 2
+    if split_attention._prompt_queries_pay(prompt, rollout, query):
+        computed = (prompt + rollout) ** 2 / 2
+    else:
+        computed = sum(
+            (end - start) * (prompt + end) for start, end in split_attention._blocks(rollout, prompt + rollout)
+        )
+    assert computed <= 1.5 * needed
+    assert computed <= (prompt + rollout) ** 2, "as many as separate rows would take with a mask"
