@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -38,22 +37,33 @@ _BLOCK = 256
 def own_attention(config: Any) -> str:
     """The implementation that the user chose, whether or not ours is on top of it."""
     name: str = config.get_text_config()._attn_implementation
-    return name.removeprefix(_PREFIX)
+    return name
 
 
 def install(model: Any) -> None:
-    """Let `model`, in whatever wrapper, take `shared_prompts` from now on. Saved configurations do not name it.
+    """Let `model`, in whatever wrapper, take `shared_prompts` from now on.
 
-    It stays installed: gradient checkpointing looks the attention up again in the backward pass.
+    Its attention modules get a configuration of their own that names the implementation; the model's stays as it is, so
+    masks, saved files and other models that are built from it know nothing of it. It stays installed: gradient
+    checkpointing looks the attention up again in the backward pass.
     """
     decoder = model.get_decoder()
-    own = decoder.config._attn_implementation
-    if own.startswith(_PREFIX):
+    modules = [layer.self_attn for layer in decoder.layers]
+    if modules[0].config._attn_implementation.startswith(_PREFIX):
         return
+    own = own_attention(decoder.config)
     AttentionInterface.register(_PREFIX + own, partial(_attention, own))
-    AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
-    compat.TEXT_ATTENTION.install(_PREFIX + own, on=decoder.config)
+    config = _naming(decoder.config, _PREFIX + own)
+    for module in modules:
+        module.config = config
     decoder.register_forward_hook(_scored_positions, with_kwargs=True)
+
+
+def _naming(config: Any, attention: str) -> Any:
+    """A copy of `config` that names this implementation."""
+    view = copy.copy(config)
+    compat.TEXT_ATTENTION.install(attention, on=view)
+    return view
 
 
 def _scored_positions(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -101,8 +111,7 @@ def _function(own: str, module: Any) -> Callable[..., tuple[Tensor, Tensor | Non
 def _as_configured(module: Any, own: str) -> Any:
     """The module with the implementation's own name in its configuration, by which flash attention finds its kernel."""
     view = copy.copy(module)
-    view.config = copy.copy(module.config)
-    compat.TEXT_ATTENTION.install(own, on=view.config)
+    view.config = _naming(module.config, own)
     return view
 
 

@@ -267,7 +267,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(kind, t
         shared_of_another = pack(rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]).shared
         model(rows["ids"][:1, :3], attention_mask={"full_attention": None}, **{ARGUMENT: shared_of_another})
     assert all(torch.equal(one, other) for one, other in zip(before, ordinary(), strict=True))
-    assert own_attention(model.config) == "sdpa"
+    assert own_attention(model.config) == own_attention(type(model)(model.config).config) == "sdpa"
     model.config.save_pretrained(tmp_path)
     assert "shared_prompt" not in (tmp_path / "config.json").read_text()
     vision = getattr(model.config, "vision_config", None)
