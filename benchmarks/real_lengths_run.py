@@ -35,6 +35,8 @@ from adora_vl.memory.model import SHAPES  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
 from benchmarks.clock import Clock, PeakMemory  # noqa: E402
+from benchmarks.lower_bound import clocks as machine_clocks  # noqa: E402
+from benchmarks.lower_bound import products, speed  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
@@ -148,7 +150,7 @@ def build(options: argparse.Namespace) -> Any:
         "output_dir": str(options.output.parent / f"run_{options.way}"),
         "use_cpu": True,
         "bf16": False,  # the weights have the dtype already
-        "gradient_checkpointing": options.checkpointing,
+        "gradient_checkpointing": not options.keep_activations,
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_importance_sampling_mode": "token_truncate",
@@ -185,6 +187,7 @@ class Watch(TrainerCallback):
     def __init__(self, clocks: dict[str, Clock], updates: int) -> None:
         self.clocks, self.updates, self.memory = clocks, updates, PeakMemory()
         self.result: dict[str, Any] = {}
+        self.profiler: Any = None  # started for the generation that counts
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.updates:
@@ -193,7 +196,11 @@ class Watch(TrainerCallback):
             self.started = {name: clock.now() for name, clock in self.clocks.items()}
             self.resting = self.memory.now()
             self.memory.peak = 0
+            if self.profiler is not None:
+                self.profiler.start()
         if state.global_step == 2 * self.updates:
+            if self.profiler is not None:
+                self.profiler.stop()
             self.result = {"peak_bytes": self.memory.peak, "step_bytes": max(0, self.memory.peak - self.resting)}
             for name, clock in self.clocks.items():
                 whole, phases = clock.now() - self.started[name], dict(clock.seconds)
@@ -204,13 +211,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=["stock", "stock, as on a card", "ours"], required=True)
     parser.add_argument("--output", type=Path, required=True)
-    sizes = {"image": 625, "completion": 400, "limit": 1024, "generations": 8, "groups": 1, "updates": 1}
+    sizes = {"image": 650, "completion": 400, "limit": 1024, "generations": 8, "groups": 1, "updates": 1}
     sizes |= {"width": 2048, "layers": 2, "blocks": 2, "vocabulary": 151_936}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--equal", action="store_true", help="all answers have the median length")
-    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
     parser.add_argument("--profile", type=Path, help="where to write the counted generation's time by operator")
     options = parser.parse_args()
     if threads := os.environ.get("OMP_NUM_THREADS"):
@@ -236,13 +243,22 @@ def main() -> None:
         clock.around(ChunkedLogProbFunction, "backward", "backward, head")  # autograd has a thread of its own
     watch = Watch(clocks, options.updates)
     trainer.add_callback(watch)
+    if options.profile:
+        watch.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     trainer.train()
     tokens = Recorded.lengths
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    prompt = trainer.state.num_input_tokens_seen // (2 * options.generations * options.groups)
-    options.output.write_text(
-        json.dumps({**watch.result, "answers": tokens, "prompt": prompt, "grad_norm": log[-1]["grad_norm"]})
-    )
+    seen = trainer.state.num_input_tokens_seen / options.groups  # of both generations
+    prompt = round((seen - sum(tokens) - SHORT * len(tokens)) / (2 * options.generations))
+    found = {**watch.result, "answers": tokens, "prompt": prompt, "grad_norm": log[-1]["grad_norm"]}
+    if options.profile:
+        options.profile.write_text(
+            watch.profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=50)
+        )
+        groups, dtype = options.groups, getattr(torch, options.dtype)
+        needed = products(trainer.model.config, [prompt] * groups, [tokens] * groups, 4 * options.image * groups)
+        found |= {"products": needed, "speed": {name: speed(dtype, clock) for name, clock in machine_clocks().items()}}
+    options.output.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

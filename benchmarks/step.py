@@ -130,6 +130,7 @@ def main() -> None:
     real = parser.add_argument_group("with --lengths real; what else is given goes to benchmarks.real_lengths_run")
     real.add_argument("--tiny", action="store_true", help="a small model and short lengths, to try the command")
     real.add_argument("--as-on-a-card", action="store_true", help="also stock with the head's choice on a card")
+    real.add_argument("--profile", action="store_true", help="ours alone, by operator, beside the least it could take")
     real.add_argument("--seconds", choices=["wall", "processor"], default="wall")
     options, words = parser.parse_known_args()
     if options.lengths == "real":
