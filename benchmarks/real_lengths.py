@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -45,6 +46,25 @@ PHASES = ["data", "image", "grading", "old pass", "old pass, head", "policy forw
 PHASES += ["backward", "backward, head", "optimizer", "other"]
 POLICY = [phase for phase in PHASES if phase.startswith(("old", "policy", "backward"))]
 WAYS = ["stock", "stock, as on a card", "ours"]
+
+
+def mrope(head: int) -> list[int]:
+    """The published sections, 16 : 24 : 24, of half a head's size."""
+    first = head // 8
+    second = (head // 2 - first) // 2
+    return [first, second, head // 2 - first - second]
+
+
+def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[int]:
+    """Tokens of each rollout of a group: all the median, or the quantiles of a log-normal distribution (sigma 0.8) that
+    is cut off at the limit, with the longest one at the limit.
+    """
+    if equal:
+        return [median] * rollouts
+    normal = statistics.NormalDist()
+    drawn = [median * math.exp(0.8 * normal.inv_cdf((place + 0.5) / rollouts)) for place in range(rollouts)]
+    lengths = [max(1, min(limit, round(length))) for length in drawn]
+    return [*lengths[:-1], limit]
 
 
 def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from adora_vl.prompts import conversation  # noqa: E402
 from benchmarks.clock import Clock, PeakMemory  # noqa: E402
 from benchmarks.lower_bound import clocks as machine_clocks  # noqa: E402
 from benchmarks.lower_bound import products, speed  # noqa: E402
+from benchmarks.real_lengths import answer_lengths, mrope  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
@@ -71,25 +71,6 @@ def config(width: int, layers: int, blocks: int, vocabulary: int, processor: Any
     published |= {key: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for key, token in names.items()}
     published |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return Qwen2_5_VLConfig(**published, vision_config=vision)
-
-
-def mrope(head: int) -> list[int]:
-    """The published sections, 16 : 24 : 24, of half a head's size."""
-    first = head // 8
-    second = (head // 2 - first) // 2
-    return [first, second, head // 2 - first - second]
-
-
-def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[int]:
-    """Tokens of each rollout of a group: all the median, or the quantiles of a log-normal distribution (sigma 0.8) that
-    is cut off at the limit, with the longest one at the limit.
-    """
-    if equal:
-        return [median] * rollouts
-    normal = statistics.NormalDist()
-    drawn = [median * math.exp(0.8 * normal.inv_cdf((place + 0.5) / rollouts)) for place in range(rollouts)]
-    lengths = [max(1, min(limit, round(length))) for length in drawn]
-    return [*lengths[:-1], limit]
 
 
 class Recorded:

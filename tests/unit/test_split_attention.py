@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -21,8 +22,11 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 from transformers.integrations import flash_attention
+from trl.trainer.utils import add_fused_lm_head
 
+from adora_vl.dedup import packed as packed_module
 from adora_vl.dedup import split_attention
+from adora_vl.dedup.packed import PackedPass
 from adora_vl.dedup.prefix import prompt_positions
 from adora_vl.dedup.shared_prompt import pack, sharing_pays
 from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention
@@ -272,6 +276,31 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(kind, t
     assert "shared_prompt" not in (tmp_path / "config.json").read_text()
     vision = getattr(model.config, "vision_config", None)
     assert vision is None or vision._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["references", "pixels"])
+def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypatch):
+    """Nothing tells whether two images given as pixels are the same, so there each row keeps its own prompt."""
+    model, rows = build("qwen2_5_vl"), batch(TWO_GROUPS, images=True)
+    copies = [number for number, group in enumerate(rows["groups"]) for _ in group]
+    pixels = torch.cat([rows["patches"][number] for number in copies])
+    expected = separate(model, rows).detach()
+    seen: list[Any] = []
+    inputs = {"image_grid_thw": rows["grid"].repeat(len(copies), 1), "num_images": [1] * len(copies)}
+    inputs |= {"mm_token_type_ids": rows["types"], "pixel_values": pixels}
+    if known:
+        inputs["pixel_values"] = torch.cat([torch.arange(24)[:, None] + 24 * number for number in copies])
+        own = model.model.get_image_features
+        bank = torch.cat(rows["patches"])
+        monkeypatch.setattr(model.model, "get_image_features", lambda found, grid, **more: own(bank[found[:, 0]], grid))
+    add_fused_lm_head(model)
+    monkeypatch.setattr(packed_module, "pack", lambda *given: seen.append(given[3]) or pack(*given))
+    one = PackedPass()
+    tokens = (rows["ids"], rows["mask"], rows["completion"])
+    logps = one(Accelerator(cpu=True), model, *tokens, None, False, inputs, lambda: (expected, None, None))[0]
+    assert one.passes == 1 and not one.refused
+    assert [len(group) for group in seen[-1]] == ([5, 3] if known else [1] * 8)
+    assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
 
 
 def varlen(query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **given) -> Tensor:
