@@ -1,4 +1,7 @@
-"""A training step as stock TRL computes it, beside ours: `python -m benchmarks.step [--cases base,frozen,...]`.
+"""A training step as stock TRL computes it, beside ours: `python -m benchmarks.step --lengths {real,short}`.
+
+`--lengths real` is described in `benchmarks.real_lengths`. The rest of this page is about `--lengths short`: answers of
+at most 40 tokens from a real engine, `--cases base,frozen,...`.
 
 Both ways run in one process by turns, on the same model and problems; "stock" is this trainer with every switch of
 `adora_vl/config/speed.py` off, which is TRL's way with the corrections that make its rollouts right. Prints a table by
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from benchmarks import real_lengths
 
 ROOT = Path(__file__).parents[1]
 # name -> (words for step_run, accelerate config)
@@ -118,11 +123,22 @@ def plot(results: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
-    parser.add_argument("--turns", type=int, default=4, help="of two steps each, for either way")
+    parser.add_argument("--lengths", choices=["real", "short"], default="short")
+    parser.add_argument("--cases", help="separated by commas; by semicolons with --lengths real; all by default")
+    parser.add_argument("--turns", type=int, default=3, help="of either way; with short answers of two steps each")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark_step"))
-    options = parser.parse_args()
-    names = options.cases.split(",")
+    real = parser.add_argument_group("with --lengths real; what else is given goes to benchmarks.real_lengths_run")
+    real.add_argument("--tiny", action="store_true", help="a small model and short lengths, to try the command")
+    real.add_argument("--as-on-a-card", action="store_true", help="also stock with the head's choice on a card")
+    real.add_argument("--profile", action="store_true", help="ours alone, by operator, beside the least it could take")
+    real.add_argument("--seconds", choices=["wall", "processor"], default="wall")
+    options, words = parser.parse_known_args()
+    if options.lengths == "real":
+        real_lengths.run(options, words)
+        return
+    if words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    names = (options.cases or ",".join(CASES)).split(",")
     unknown = [name for name in names if name not in CASES]
     if unknown:
         sys.exit(f"--cases: {unknown[0]!r} is not one of {', '.join(CASES)}")

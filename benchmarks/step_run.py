@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,62 +23,16 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.config.speed import SWITCHES  # noqa: E402
+from adora_vl.dedup import processor as step_processor  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
+from adora_vl.rollout import image_cache  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
+from benchmarks.clock import Clock, PeakMemory  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
 TURN = 2  # steps
-
-
-class Clock:
-    """Seconds by phase, each without the phases inside it."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inner: list[float] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        self._inner.append(0.0)
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - start
-            self.seconds[name] += spent - self._inner.pop()
-            if self._inner:
-                self._inner[-1] += spent
-
-    def around(self, owner: Any, method: str, name: str) -> None:
-        """Time every call of `owner.method`."""
-        original = getattr(owner, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(name):
-                return original(*args, **kwargs)
-
-        setattr(owner, method, timed)
-
-
-class PeakMemory:
-    """The process's resident memory, sampled every two milliseconds. Large blocks go back to the system when freed
-    (`MALLOC_MMAP_THRESHOLD_`, set by `benchmarks.step`), so this follows what tensors there are.
-    """
-
-    def __init__(self) -> None:
-        self.peak = 0
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        while True:
-            self.peak = max(self.peak, self.now())
-            time.sleep(0.002)
-
-    @staticmethod
-    def now() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 class Turns(TrainerCallback):
@@ -148,6 +98,8 @@ def count_images(turns: Turns, clock: Clock) -> None:
         return output
 
     Qwen2VLImageProcessor.preprocess = preprocess
+    for module, name in ((image_cache, "_key"), (image_cache, "normalized"), (step_processor, "normalized")):
+        clock.around(module, name, "image")  # what finding an image in our cache takes instead
 
 
 def reward(completions: list[Any], silent: list[bool], **columns: Any) -> list[float]:

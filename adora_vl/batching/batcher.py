@@ -93,10 +93,10 @@ class Batcher:
         wanted = self.accelerator.gather(torch.tensor([sum(live)], device=self.accelerator.device)).max().item()
         units = chosen_units(live, max(int(wanted), shape.steps // shape.chunk))
         self.log("adora/skipped_groups", 1 - len(units) / count)
-        if shape.has_one_step and self.switches.adora_less_padding:
+        if shape.has_one_step:
             lengths_B = batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)
             units = by_length(units, lengths_B, unit)
-        elif not shape.has_one_step:  # each optimizer step should see groups of all kinds
+        else:  # each optimizer step should see groups of all kinds
             units = [units[place] for place in torch.randperm(len(units)).tolist()]
         split = split_pixel_values_by_grid(dict(batch))
         plan = planned(units, shape.steps // shape.chunk, shape.chunk, shape.rows // unit)
@@ -107,7 +107,7 @@ class Batcher:
             return {}
         unit = self.shape.unit
         micro = unsplit_pixel_values_by_grid(take_rows(split, [unit * n + row for n in units for row in range(unit)]))
-        micro = without_padding(micro) if self.switches.adora_less_padding else micro
+        micro = without_padding(micro)
         return cast("Batch", {**micro, "share_of_rows": len(units) * unit / self.shape.rows})
 
     def scaled(self, loss: Tensor, micro: Batch) -> Tensor:

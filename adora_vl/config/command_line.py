@@ -19,6 +19,12 @@ DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
 Parsed = tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]
 
 
+# What became of keys that earlier configs have.
+REMOVED = {
+    "adora_less_padding": "leave it out: adora_share_prompt leaves no padding, and other rows are cut to their length",
+}
+
+
 def known_keys() -> set[str]:
     """Every key of a training config."""
     return {field.name for dataclass in DATACLASSES for field in fields(dataclass) if field.init}
@@ -53,6 +59,8 @@ class _Parser(TrlParser):  # type: ignore[misc]  # TRL is untyped to mypy
 def _check_keys(keys: Iterable[str], where: str) -> None:
     known = known_keys()
     for key in keys:
+        if key in REMOVED:
+            raise UserError(f"{where}: the key '{key}' was removed; {REMOVED[key]}")
         if key not in known:
             raise UserError(f"{where}: unknown key '{key}'{nearest(key, known)}")
 

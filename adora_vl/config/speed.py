@@ -36,7 +36,7 @@ class SpeedOptions:
     )
     adora_share_prompt: bool = field(
         default=True,
-        metadata={"help": "Compute a group's prompt once and let its rollouts attend to it."},
+        metadata={"help": "Compute a group's prompt once and let its rollouts attend to it, without padding."},
     )
     adora_skip_old_pass: bool = field(
         default=True,
@@ -56,15 +56,12 @@ class SpeedOptions:
             "whose advantages are all zero."
         },
     )
-    adora_less_padding: bool = field(
-        default=True, metadata={"help": "Put rows of similar length into a micro-batch and cut off columns of padding."}
-    )
 
 
 def regroups(options: SpeedOptions) -> bool:
     """Whether any switch wants micro-batches of whole groups instead of TRL's shuffled rows."""
     wanted = options.adora_share_vision or options.adora_share_prompt or options.adora_skip_zero_signal
-    return wanted or options.adora_less_padding or options.adora_dynamic_sampling > 0
+    return wanted or options.adora_dynamic_sampling > 0
 
 
 def regroup_obstacle(config: Any) -> str:

@@ -1,7 +1,4 @@
-"""The policy's pass over packed rows, checked once against the pass over separate rows.
-
-Two layouts: each prompt once (`adora_vl.dedup.shared_prompt`), and rows end to end (`adora_vl.dedup.flat`).
-"""
+"""The policy's pass over packed groups (`adora_vl.dedup.shared_prompt`), checked once against separate rows."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
 
-from adora_vl.dedup.flat import end_to_end, flat_pays
 from adora_vl.dedup.image_bank import first_patches
 from adora_vl.dedup.prefix import groups_of, prompt_positions
 from adora_vl.dedup.shared_prompt import pack, sharing_pays
@@ -28,29 +24,20 @@ def bound_of(dtype: torch.dtype) -> float:
     return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
-def takes_bounds(attention: str) -> bool:
-    """Whether its kernel keeps rows apart by their bounds. Transformers names such a kernel after its library or after
-    where it comes from.
-    """
-    return bool(is_flash_attention_requested(requested_attention_implementation=attention))
-
-
-def packable(config: Any, by_group: bool) -> bool:
+def packable(config: Any) -> bool:
     """Whether the model's attention takes the layout, and every layer attends to everything."""
     text = config.get_text_config()
     full = all(kind == "full_attention" for kind in getattr(text, "layer_types", None) or ["full_attention"])
     known = config.model_type in ("qwen2_5_vl", "qwen2_vl", "qwen2")
     attention = own_attention(config)
-    takes = takes_bounds(attention) or (by_group and attention in ("sdpa", "eager"))
-    return known and full and takes
+    flash = is_flash_attention_requested(requested_attention_implementation=attention)
+    return known and full and (flash or attention in ("sdpa", "eager"))
 
 
 class PackedPass:
-    """Log-probabilities of a batch with each prompt once, or (`by_group` false) with its rows end to end."""
+    """Log-probabilities of a batch with each prompt once and without padding."""
 
-    def __init__(self, by_group: bool = True) -> None:
-        self.by_group = by_group
-        self.switch = "adora_share_prompt" if by_group else "adora_less_padding"
+    def __init__(self) -> None:
         self.refused = ""  # why not, once that is known
         self.passes = 0
         self._checked = False
@@ -70,23 +57,19 @@ class PackedPass:
         """As TRL's `_get_per_token_logps_and_entropies`; None where separate rows are less work or the only way."""
         plain = accelerator.unwrap_model(model)
         config = plain.config
-        if not packable(config, self.by_group):
+        if not packable(config):
             self.refused = f"attention {own_attention(config)} of {config.model_type}"
             return None
         images = _images_of_rows(inputs, len(input_ids))
         step = batch_size or len(input_ids)
         chunks = [range(start, min(start + step, len(input_ids))) for start in range(0, len(input_ids), step)]
-        if self.by_group:
-            groups = [_grouped(chunk, input_ids, attention_mask, completion, images) for chunk in chunks]
-            shared = any(len(group) > 1 for part in groups for group in part)
-            pays = shared and all(_pays(part, attention_mask, completion) for part in groups)
-            pixels = inputs.get("pixel_values")
-            if pixels is not None and pixels.is_floating_point():  # nothing tells whether two images are the same
-                pays = False
-        else:
-            groups = [[[row] for row in chunk] for chunk in chunks]
-            lengths = attention_mask[:, :-completion].sum(dim=1), attention_mask[:, -completion:].sum(dim=1)
-            pays = flat_pays(*(part.tolist() for part in lengths))
+        pixels = inputs.get("pixel_values")
+        known = pixels is None or not pixels.is_floating_point()  # else nothing tells whether two images are the same
+        groups = [
+            _grouped(chunk, input_ids, attention_mask, completion, images) if known else [[row] for row in chunk]
+            for chunk in chunks
+        ]
+        pays = all(_pays(part, attention_mask, completion) for part in groups)
 
         def packed() -> Result:
             tokens = (input_ids, attention_mask, completion)
@@ -125,8 +108,7 @@ class PackedPass:
         bound = bound_of(_computing_dtype(accelerator, model))
         if not worst <= bound:
             self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
-            way = "shared prompts" if self.by_group else "rows end to end"
-            warnings.warn(f"{self.switch}: no {way} from here on: {self.refused}", stacklevel=2)
+            warnings.warn(f"adora_share_prompt: no shared prompts from here on: {self.refused}", stacklevel=2)
 
     def _pass(
         self,
@@ -154,14 +136,11 @@ class PackedPass:
             types[first, :prompt] if types is not None else None,
             grids,
         )
-        given: dict[str, Any] = {"attention_mask": None}
-        if self.by_group:
-            install(plain)
-            own = [[row - rows[0] for row in group] for group in groups]
-            packed = pack(input_ids[rows], attention_mask[rows], completion, own, positions)
-            given = {"attention_mask": {"full_attention": None}, ARGUMENT: packed.shared}  # a mask already prepared
-        else:
-            packed = end_to_end(input_ids[rows], attention_mask[rows], completion, positions)
+        install(plain)
+        own = [[row - rows[0] for row in group] for group in groups]
+        packed = pack(input_ids[rows], attention_mask[rows], completion, own, positions)
+        given: dict[str, Any] = {"attention_mask": {"full_attention": None}}  # a mask already prepared
+        given[ARGUMENT] = packed.shared
         given |= {"input_ids": packed.ids_NS, "position_ids": packed.positions}
         if grids is not None:
             given["pixel_values"] = torch.cat([pair[0] for pair in held if pair is not None])

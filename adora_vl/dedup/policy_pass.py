@@ -1,4 +1,4 @@
-"""The log-probabilities of a batch: with shared prompts or without padding where that is less work, else as in TRL."""
+"""The log-probabilities of a batch: with shared prompts and no padding where that is less work, else as in TRL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PolicyPass:
 
     def __init__(self, accelerator: Accelerator, switches: SpeedOptions) -> None:
         self._accelerator, self._switches = accelerator, switches
-        self.packed, self.flat = PackedPass(), PackedPass(by_group=False)
+        self.packed = PackedPass()
         self._seen: Seen | None = None
 
     @contextmanager
@@ -52,10 +52,8 @@ class PolicyPass:
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
         separate = partial(separate_rows, model, *tokens, compute_entropy, compute_aux_loss, **inputs)
         result: Result | None = None
-        for layout in (self.packed, self.flat):
-            wanted = getattr(self._switches, layout.switch) and not compute_aux_loss and not layout.refused
-            if result is None and wanted:
-                result = layout(self._accelerator, model, *tokens, compute_entropy, inputs, separate)
+        if self._switches.adora_share_prompt and not compute_aux_loss and not self.packed.refused:
+            result = self.packed(self._accelerator, model, *tokens, compute_entropy, inputs, separate)
         result = result if result is not None else separate()
         if self._seen is not None:
             seen, self._seen = self._seen, None

@@ -5,7 +5,8 @@
 The prompt's last position predicts the first token of every rollout. A rollout's last token predicts nothing and is
 left out. So G rollouts of C tokens after a prompt of P cost P + G (C - 1) tokens instead of G (P + C). Positions
 (M-RoPE's three) are those of the rollout alone, and `adora_vl.dedup.split_attention` lets each rollout see its prompt
-and itself.
+and itself. The longest rollout comes first: with its prompt it is one causal sequence, which every kernel knows. So a
+row that shares its prompt with no other is an ordinary sequence here, only without padding.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch import Tensor
 # Padding costs attention alone, and calls cost time too.
 ALIKE = 0.75
 
-
-# Sharing is worth it up to this share of the tokens of padded separate rows. Attention in two parts costs a little more
-# than in one: with 0.88 of the tokens a pass took 1.1 times as long (`python -m benchmarks.prefix`, 64-token prompt).
-WORTH = 0.85
+# Sharing is worth it up to this share of the tokens of padded separate rows. With 0.88 and 0.95 of the tokens a pass
+# took 0.92 and 0.97 of the time (`python -m benchmarks.prefix`, prompts of 64 tokens, answers of 400 and 1,024). Above,
+# there is next to nothing to save, and rows that share nothing are better off in one batch.
+WORTH = 0.97
 
 
 def sharing_pays(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> bool:
@@ -47,10 +48,20 @@ class Group:
     rollouts: tuple[int, ...]
 
     @property
+    def first(self) -> int:
+        """Positions of the prompt and its longest rollout, which are one span."""
+        return self.prompt + sum(self.rollouts[:1])
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other rollouts, each a span."""
+        return self.rollouts[1:]
+
+    @property
     def batches(self) -> list[tuple[int, ...]]:
-        """The rollouts by like lengths."""
+        """The other rollouts by like lengths."""
         batches: list[list[int]] = []
-        for length in self.rollouts:
+        for length in self.others:
             if not batches or length < ALIKE * batches[-1][0]:
                 batches.append([])
             batches[-1].append(length)
@@ -66,17 +77,15 @@ class SharedPrompts:
 
     @cached_property
     def spans(self) -> list[int]:
-        """Positions of each prompt and each rollout, in the sequence's order."""
-        return [length for group in self.groups for length in (group.prompt, *group.rollouts)]
+        """Positions of each span, in the sequence's order."""
+        return [length for group in self.groups for length in (group.first, *group.others)]
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
         """For a kernel of variable lengths: where the spans begin and end among the queries, and among keys of which
-        each rollout has the prompt's and its own; the most queries and keys of a span.
+        each further rollout has the prompt's and its own; the most queries and keys of a span.
         """
-        keys = [
-            length for group in self.groups for length in (group.prompt, *(group.prompt + n for n in group.rollouts))
-        ]
+        keys = [length for group in self.groups for length in (group.first, *(group.prompt + n for n in group.others))]
         device = self.predicting_K.device
         ends_Q, ends_K = (
             torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (self.spans, keys)
@@ -86,14 +95,14 @@ class SharedPrompts:
 
 @dataclass(frozen=True)
 class Packed:
-    """One or more sequences of S positions for B rollouts of at most C tokens."""
+    """A sequence (N = 1) of S positions for B rollouts of at most C tokens."""
 
     ids_NS: Tensor
-    positions: Tensor  # (3 or 4, N, S) for a vision-language model, (N, S) for a language model
-    labels: Tensor  # the token that each scored position predicts, -100 where none: (N, S), or (1, K) with `shared`
+    positions: Tensor  # (3, N, S) for a vision-language model, (N, S) for a language model
+    labels: Tensor  # (1, K), the token that each scored position predicts; -100 where there is none
     source_BC: Tensor  # where in `labels`, flattened, a completion token stands
     mask_BC: Tensor  # completion tokens that exist
-    shared: SharedPrompts | None = None
+    shared: SharedPrompts
 
     def unpacked(self, values: Tensor) -> Tensor:
         """(B, C), from what the model gives for each label; 0 where there is no token."""

@@ -1,5 +1,5 @@
-"""Attention over a sequence of groups (`adora_vl.dedup.shared_prompt`) in two parts: each prompt on itself, and its
-rollouts as a batch, each on (prompt, itself). So nothing grows with the square of a group's tokens.
+"""Attention over a sequence of groups (`adora_vl.dedup.shared_prompt`) in parts: each prompt with its first rollout on
+itself, and the other rollouts as a batch, each on (prompt, itself). Nothing grows with the square of a group's tokens.
 
 It is an attention implementation of Transformers' `AttentionInterface` on top of the model's own one, and takes part
 only in a forward that is given `shared_prompts`; everything else goes to the model's own. What it has to know comes as
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -38,22 +37,33 @@ _BLOCK = 256
 def own_attention(config: Any) -> str:
     """The implementation that the user chose, whether or not ours is on top of it."""
     name: str = config.get_text_config()._attn_implementation
-    return name.removeprefix(_PREFIX)
+    return name
 
 
 def install(model: Any) -> None:
-    """Let `model`, in whatever wrapper, take `shared_prompts` from now on. Saved configurations do not name it.
+    """Let `model`, in whatever wrapper, take `shared_prompts` from now on.
 
-    It stays installed: gradient checkpointing looks the attention up again in the backward pass.
+    Its attention modules get a configuration of their own that names the implementation; the model's stays as it is, so
+    masks, saved files and other models that are built from it know nothing of it. It stays installed: gradient
+    checkpointing looks the attention up again in the backward pass.
     """
     decoder = model.get_decoder()
-    own = decoder.config._attn_implementation
-    if own.startswith(_PREFIX):
+    modules = [layer.self_attn for layer in decoder.layers]
+    if modules[0].config._attn_implementation.startswith(_PREFIX):
         return
+    own = own_attention(decoder.config)
     AttentionInterface.register(_PREFIX + own, partial(_attention, own))
-    AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
-    compat.TEXT_ATTENTION.install(_PREFIX + own, on=decoder.config)
+    config = _naming(decoder.config, _PREFIX + own)
+    for module in modules:
+        module.config = config
     decoder.register_forward_hook(_scored_positions, with_kwargs=True)
+
+
+def _naming(config: Any, attention: str) -> Any:
+    """A copy of `config` that names this implementation."""
+    view = copy.copy(config)
+    compat.TEXT_ATTENTION.install(attention, on=view)
+    return view
 
 
 def _scored_positions(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -101,20 +111,21 @@ def _function(own: str, module: Any) -> Callable[..., tuple[Tensor, Tensor | Non
 def _as_configured(module: Any, own: str) -> Any:
     """The module with the implementation's own name in its configuration, by which flash attention finds its kernel."""
     view = copy.copy(module)
-    view.config = copy.copy(module.config)
-    compat.TEXT_ATTENTION.install(own, on=view.config)
+    view.config = _naming(module.config, own)
     return view
 
 
 def _keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
-    """(1, Hk, S, D) to what each span sees, one after the other: a prompt itself, a rollout its prompt and itself."""
+    """(1, Hk, S, D) to what each span sees, one after the other: the first of a group itself, the others the prompt and
+    themselves.
+    """
     spans = iter(torch.split(tensor, shared.spans, dim=2))
     parts = []
     for group in shared.groups:
-        prompt = next(spans)
-        parts.append(prompt)
-        for _ in group.rollouts:
-            parts += [prompt, next(spans)]
+        first = next(spans)
+        parts.append(first)
+        for _ in group.others:
+            parts += [first[:, :, : group.prompt], next(spans)]
     return torch.cat(parts, dim=2)
 
 
@@ -125,16 +136,41 @@ def _by_parts(
     spans = zip(*(torch.split(tensor, shared.spans, dim=2) for tensor in (query, key, value)), strict=True)
     results = []
     for group in shared.groups:
-        prompt = next(spans)
-        results.append(attend(*prompt))
+        first = next(spans)
+        results.append(attend(*first))
+        prompt = [tensor[:, :, : group.prompt] for tensor in first]
         for lengths in group.batches:
             own = zip(*(next(spans) for _ in lengths), strict=True)
-            queries, keys, values = (_padded(parts) for parts in own)
-            before = (tensor.expand(len(lengths), -1, -1, -1) for tensor in prompt[1:])
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (keys, values), strict=True))
-            found = attend(queries, keys, values)
+            parts = [_padded(each) for each in own]
+            again = _prompt_queries_pay(group.prompt, lengths[0], query)
+            for place in range(0 if again else 1, 3):
+                before = prompt[place].expand(len(lengths), -1, -1, -1)
+                parts[place] = torch.cat([before, parts[place]], dim=2)
+            found = attend(*parts)[:, :, group.prompt if again else 0 :]
             results += [found[row : row + 1, :, :length] for row, length in enumerate(lengths)]
     return torch.cat(results, dim=2)
+
+
+def _prompt_queries_pay(prompt: int, rollout: int, query: Tensor) -> bool:
+    """Whether attention is less work with the prompt's queries before those of a rollout, though their results are not
+    needed: then the mask is a plain causal one, of which kernels compute one half alone.
+    """
+    if _knows_lower_right(query):
+        return False
+    keys = prompt + rollout
+    blocks = _blocks(rollout, keys)
+    return keys * keys / 2 < sum((end - start) * (prompt + end) for start, end in blocks)
+
+
+def _knows_lower_right(query: Tensor) -> bool:
+    """Whether there is a kernel that is causal to the lower right: flash attention's."""
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def _blocks(queries: int, keys: int) -> list[tuple[int, int]]:
+    """Bounds of the queries that share a mask."""
+    block = max(_BLOCK, (keys - queries // 2) // 2)
+    return [(start, min(start + block, queries)) for start in range(0, queries, block)]
 
 
 def _padded(parts: tuple[Tensor, ...]) -> Tensor:
@@ -149,18 +185,16 @@ def _sdpa(
     queries, keys = query.size(2), key.size(2)
     if queries == keys:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **given)
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):  # a flash kernel's own causality
+    if _knows_lower_right(query):
         return scaled_dot_product_attention(query, key, value, causal_lower_right(queries, keys), **given)
     if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries
         key, value = (repeat_kv(tensor, query.size(1) // key.size(1)) for tensor in (key, value))
-    blocks = []
-    block = max(_BLOCK, (keys - queries // 2) // 2)
-    for start in range(0, queries, block):
-        end = min(start + block, queries)
+    results = []
+    for start, end in _blocks(queries, keys):
         seen = keys - queries + end
         own = query[:, :, start:end], key[:, :, :seen], value[:, :, :seen]
-        blocks.append(scaled_dot_product_attention(*own, _lower_right(end - start, seen, query.device), **given))
-    return torch.cat(blocks, dim=2)
+        results.append(scaled_dot_product_attention(*own, _lower_right(end - start, seen, query.device), **given))
+    return torch.cat(results, dim=2)
 
 
 def _eager(

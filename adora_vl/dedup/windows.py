@@ -8,6 +8,7 @@ is that of the loop up to rounding. Blocks with full attention have one window p
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -35,14 +36,17 @@ def can_batch(tower: Any) -> bool:
 def batch_windows(tower: Any, on: bool) -> bool:
     """Switch a vision tower between the batched windows and Transformers' loop. Returns whether they are batched now.
 
-    A tower of another kind, or with another attention than `sdpa`, is left unchanged.
+    A tower of another kind, or with another attention than `sdpa`, is left unchanged. Only the attention modules get a
+    configuration that names the implementation. With the tower's own no other model could be built from it.
     """
-    now = tower.config._attn_implementation
-    if now not in (STOCK, BATCHED) or not can_batch(tower):
+    if tower.config._attn_implementation != STOCK or not can_batch(tower):
         return False
-    if now != (wanted := BATCHED if on else STOCK):
+    if on:
         AttentionInterface.register(BATCHED, attend)
-        compat.VISION_ATTENTION.install(wanted, on=tower.config)
+        config = copy.copy(tower.config)
+        compat.VISION_ATTENTION.install(BATCHED, on=config)
+    for block in tower.blocks:
+        block.attn.config = config if on else tower.config
     return on
 
 

@@ -53,7 +53,7 @@ class RandomGroup:
 def run(setting: Setting) -> Iterator[Line]:
     for size in ("3B", "7B"):
         yield from _of_width(setting, size)
-    yield from _end_to_end(setting)
+    yield from _with_flash_attention(setting)
 
 
 def _of_width(setting: Setting, size: str) -> Iterator[Line]:
@@ -68,15 +68,15 @@ def _of_width(setting: Setting, size: str) -> Iterator[Line]:
         yield from subject.rule(where, group)
 
 
-def _end_to_end(setting: Setting) -> Iterator[Line]:
+def _with_flash_attention(setting: Setting) -> Iterator[Line]:
     if not (setting.on_gpu and is_flash_attn_2_available()):
         reason = "flash attention is not installed" if setting.on_gpu else "flash attention needs a GPU"
-        yield skipped("rows end to end", reason)
+        yield skipped("shared, flash attention", reason)
         return
     config = setting.config("3B", layers=4, vocabulary=_VOCABULARY)
     subject = Subject(setting, setting.model(config, torch.bfloat16, "flash_attention_2"))
     group = RandomGroup.of(setting, *_FULL[0], config.text_config.vocab_size)
-    yield from subject.exactness("3B", group, "end to end", subject.flat)
+    yield from subject.exactness("3B, flash attention", group, "shared", subject.shared)
 
 
 class Subject:
@@ -94,10 +94,6 @@ class Subject:
         logps = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
         return logps[:, -completion:], None, None
 
-    def policy(self, *, share: bool) -> PolicyPass:
-        switches: Any = SimpleNamespace(adora_share_prompt=share, adora_less_padding=not share)
-        return PolicyPass(self.accelerator, switches)
-
     def through(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> Tensor:
         """(B, C), 0 where there is no token."""
         given = (model if model is not None else self.model, group.ids, group.mask, group.completion)
@@ -105,10 +101,8 @@ class Subject:
         return logps * group.mask[:, -group.completion :]
 
     def shared(self) -> PolicyPass:
-        return self.policy(share=True)
-
-    def flat(self) -> PolicyPass:
-        return self.policy(share=False)
+        switches: Any = SimpleNamespace(adora_share_prompt=True)
+        return PolicyPass(self.accelerator, switches)
 
     def exactness(self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]) -> Iterator[Line]:
         """Both ways' distance from float32, and the kernels that they use."""
@@ -120,7 +114,7 @@ class Subject:
         policy = make()
         with _whatever_the_rule_says():
             found = self._both(policy, group)
-        layout = policy.packed if name == "shared" else policy.flat
+        layout = policy.packed
         used = layout.passes > 0
         yield holds(f"{size}, {name}", "used" if used else layout.refused or "not used", "used", used, "PackedPass")
         for number, what in enumerate(("log-probabilities", "gradients")):

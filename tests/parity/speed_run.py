@@ -33,6 +33,7 @@ from adora_vl.batching import batcher as batcher_module  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.config.speed import SWITCHES  # noqa: E402
 from adora_vl.dedup import packed as packed_module  # noqa: E402
+from adora_vl.dedup.shared_prompt import sharing_pays  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
@@ -52,8 +53,7 @@ STEPS: dict[str, list[str]] = {
     "old pass": ["adora_skip_old_pass"],
     "zero signal": ["adora_skip_zero_signal"],
     "spread": ["adora_cache_images", "adora_skip_zero_signal", "adora_spread_signal"],
-    "padding": ["adora_less_padding"],
-    "end to end": ["adora_cache_images", "adora_less_padding"],  # laid out as for kernels of variable lengths
+    "no padding": ["adora_share_prompt"],  # without references to images nothing tells which rows share a prompt
     "all": list(SWITCHES),
     "refill": list(SWITCHES),  # with a further batch in the place of what has no signal
 }
@@ -115,7 +115,6 @@ class Switches(TrainerCallback):
     """Sets what the step that begins has on."""
 
     trainer: SameAgain
-    flat_refused = ""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -123,13 +122,10 @@ class Switches(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.begun.append(self.trainer.passes)
         name = self.names[state.global_step]
-        on, flat = STEPS[name], name == "end to end"
-        packed_module.takes_bounds = lambda attention: flat
-        if self.trainer.policy_pass.flat.refused.startswith("packed"):
-            self.flat_refused = self.trainer.policy_pass.flat.refused
-        self.trainer.policy_pass.flat.refused = "" if flat else "its own step comes"
+        self.trainer.packed.append(self.trainer.policy_pass.packed.passes)
+        packed_module.sharing_pays = (lambda *_: True) if name == "no padding" else sharing_pays
         for switch in SWITCHES:
-            setattr(args, switch, switch in on)
+            setattr(args, switch, switch in STEPS[name])
         args.adora_dynamic_sampling = int(name == "refill")
         self.trainer.loss = 0.0
 
@@ -182,14 +178,6 @@ def sabotage(names: str) -> None:
             return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
 
         packed_module.pack = shifted  # type: ignore[assignment]
-    if "ends" in names:  # the same where rows are laid end to end
-        laid = packed_module.end_to_end
-
-        def later(*args: Any) -> Any:
-            flat = laid(*args)
-            return dataclasses.replace(flat, positions=flat.positions + (flat.labels != -100))
-
-        packed_module.end_to_end = later  # type: ignore[assignment]
     if "rows" in names:  # micro-batches weigh alike however many rows they have
         batcher_module.MEAN_OVER_ROWS = frozenset()
 
@@ -246,7 +234,7 @@ def main() -> None:
         train_dataset=dataset,
         callbacks=[switches, gradients],
     )
-    trainer.work, trainer.sampled, trainer.begun, trainer.losses = [], [], [], []
+    trainer.work, trainer.sampled, trainer.begun, trainer.packed, trainer.losses = [], [], [], [], []
     if not options.float32:
         pass_of_trl = in_float64(trainer._get_per_token_logps_and_entropies)
         trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]
@@ -274,8 +262,7 @@ def main() -> None:
             "refilled": log[-1].get("adora/refilled_groups"),
             "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
             "packed": trainer.policy_pass.packed.passes,
-            "flat": trainer.policy_pass.flat.passes,
-            "flat_refused": switches.flat_refused,
+            "packed_in_step": [b - a for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed.passes])],
             "micro_batches": [later - before for before, later in pairwise([*trainer.begun, trainer.passes])],
             "refused": trainer.policy_pass.packed.refused,
         }

@@ -66,7 +66,7 @@ def test_every_switch_keeps_the_loss_and_every_gradient(one_process):
 
 def test_a_reference_model_is_asked_the_same(tmp_path):
     """Policy and reference are equal here, so any difference between what the two are asked is a KL above 0."""
-    only = "off,cache,vision,prompt,old pass,padding,end to end,all"
+    only = "off,cache,vision,prompt,old pass,no padding,all"
     result = speed(tmp_path, "cpu", "beta=0.1", "max_completion_length=12", "--only", only)
     assert_equal_steps(result)
     assert result["packed"] > 0 and not result["refused"]
@@ -84,10 +84,9 @@ def test_the_work_is_really_saved(one_process):
     assert seen["zero signal"] == 32 + 16, "two of four problems have no signal"
     assert seen["all"] == 2
     skipped = each(one_process, "skipped")
-    assert skipped["all"] == skipped["zero signal"] == 0.5 and skipped["padding"] == 0
+    assert skipped["all"] == skipped["zero signal"] == 0.5 and skipped["no padding"] == 0
     assert one_process["packed"] > 0 and not one_process["refused"]
-    assert one_process["flat"] > 0, "no pass was laid end to end"
-    assert not one_process["flat_refused"]
+    assert each(one_process, "packed_in_step")["no padding"] > 0, "no pass was without padding"
 
 
 def test_groups_of_a_further_batch_bring_all_that_is_theirs(one_process):
@@ -100,20 +99,19 @@ def test_groups_of_a_further_batch_bring_all_that_is_theirs(one_process):
 def test_micro_batches_of_half_a_group(tmp_path):
     """As the recipes for large models: fewer rows a micro-batch than a group has. None is run for nothing."""
     words = ("per_device_train_batch_size=4", "gradient_accumulation_steps=8")
-    result = speed(tmp_path, "cpu", *words, "--only", "off,vision,zero signal,padding,all")
+    result = speed(tmp_path, "cpu", *words, "--only", "off,vision,zero signal,no padding,all")
     assert_equal_steps(result)
     assert max(result["distances"]) <= BOUND
     run = each(result, "micro_batches")
-    assert run["off"] == run["padding"] == 8 and run["zero signal"] == run["all"] == 4
+    assert run["off"] == run["no padding"] == 8 and run["zero signal"] == run["all"] == 4
 
 
 def test_faults_are_noticed(tmp_path):
-    """Rollouts one position further on, in both layouts; micro-batches that weigh alike however many rows they have."""
-    only = "off,prompt,zero signal,end to end,off again"
-    words = ("--sabotage", "positions,ends,rows", "max_completion_length=12")
+    """Rollouts one position further on; micro-batches that weigh alike however many rows they have."""
+    only = "off,prompt,zero signal,off again"
+    words = ("--sabotage", "positions,rows", "max_completion_length=12")
     result = speed(tmp_path, "cpu", *words, "--only", only)
     assert "differ by" in result["refused"], "the check on the first batch did not fall back"
-    assert "differ by" in result["flat_refused"]
     assert each(result, "distances")["zero signal"] > 1e-3
 
 

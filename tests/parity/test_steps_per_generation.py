@@ -50,7 +50,7 @@ class Watched(AdoraGRPOTrainer):
         """Of these rollouts, each with the weight that it has in stock TRL's micro-batches of full size."""
         batch = take_rows(split_pixel_values_by_grid(self.generation), rows)
         batch = unsplit_pixel_values_by_grid(batch)
-        switches = ("adora_share_vision", "adora_share_prompt", "adora_less_padding")
+        switches = ("adora_share_vision", "adora_share_prompt")
         for name in switches:
             setattr(self.args, name, False)
         self.images.vision.share = False

@@ -153,6 +153,7 @@ def test_a_bad_command_line_is_one_line(arguments, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("adora_less_padding: true\n", "the key 'adora_less_padding' was removed; leave it out"),
         ("num_generation: 8\n", "unknown key 'num_generation'; did you mean 'num_generations'"),
         ("- a\n- b\n", "expected `key: value` lines, found list"),
         ("a: [1\n", "not valid YAML"),

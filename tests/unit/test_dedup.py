@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.dedup.flat import end_to_end, flat_pays
 from adora_vl.dedup.image_bank import Banks
 from adora_vl.dedup.prefix import groups_of
 from adora_vl.dedup.processor import distinct_rows
-from adora_vl.dedup.shared_prompt import ALIKE, Group, pack
+from adora_vl.dedup.shared_prompt import ALIKE, Group, SharedPrompts, pack
 from adora_vl.rollout.image_cache import ProcessedImage
 
 
@@ -60,30 +59,19 @@ def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
 def test_rollouts_that_share_a_call_are_of_like_length(lengths):
     group = Group(1, tuple(sorted(lengths, reverse=True)))
-    assert [length for part in group.batches for length in part] == list(group.rollouts)
+    assert [length for part in group.batches for length in part] == list(group.others)
     padded = sum(len(part) * part[0] for part in group.batches)
-    assert padded * ALIKE <= sum(lengths)
+    assert padded * ALIKE <= sum(group.others)
 
 
-def test_rows_end_to_end_by_hand():
-    """Prompts `5 6` and `7`, left-padded, with `1 2`, nothing and `3`; positions as after an image in the first."""
-    ids = torch.tensor([[5, 6, 1, 2], [5, 6, 0, 0], [0, 7, 3, 0]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
-    positions = torch.tensor([[[0, 4], [0, 4], [0, 0]]] * 3)
-    flat = end_to_end(ids, mask, 2, positions)
-    assert flat.ids_NS.tolist() == [[5, 6, 1, 5, 6, 7]]
-    assert flat.labels.tolist() == [[-100, 1, 2, -100, -100, 3]]
-    assert flat.positions[0].tolist() == [[0, 1, 2, 0, 1, 0]], "the text's own, which tell the rows apart"
-    assert flat.positions[1].tolist() == flat.positions[3].tolist() == [[0, 4, 5, 0, 4, 0]]
-    values = flat.unpacked(torch.tensor([[9.0, 0.1, 0.2, 9, 9, 0.3]]))
-    assert torch.allclose(values, torch.tensor([[0.1, 0.2], [0, 0], [0.3, 0]]))
-    text_only = end_to_end(ids, mask, 2, positions[0])
-    assert text_only.positions.tolist() == [[0, 4, 5, 0, 4, 0]]
-
-
-def test_rows_end_to_end_pay_where_any_would_be_padded():
-    assert flat_pays([5, 5], [3, 2]) and flat_pays([5, 4], [3, 3])
-    assert not flat_pays([5, 5], [3, 3])
+def test_the_longest_rollout_is_one_span_with_its_prompt():
+    """Of the others each has a span; among keys they come after the prompt once more."""
+    alone, three = Group(4, (2,)), Group(3, (5, 2, 1))
+    shared = SharedPrompts((alone, three, Group(2, ())), torch.zeros(1, dtype=torch.long))
+    assert shared.spans == [6, 8, 2, 1, 2]
+    queries, keys, most_queries, most_keys = shared.bounds
+    assert queries.tolist() == [0, 6, 14, 16, 17, 19] and keys.tolist() == [0, 6, 14, 19, 23, 25]
+    assert (most_queries, most_keys) == (8, 8)
 
 
 def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():

@@ -41,4 +41,4 @@ def test_parts_of_groups_cannot_be_replaced():
 def test_stock_work_is_every_switch_off():
     config = parse(CPU)[1]
     assert all(getattr(config, name) is True for name in SWITCHES)
-    assert stock_work() == dict.fromkeys(SWITCHES, False) and len(SWITCHES) == 9
+    assert stock_work() == dict.fromkeys(SWITCHES, False) and len(SWITCHES) == 8

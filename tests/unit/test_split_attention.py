@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -21,8 +22,11 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 from transformers.integrations import flash_attention
+from trl.trainer.utils import add_fused_lm_head
 
+from adora_vl.dedup import packed as packed_module
 from adora_vl.dedup import split_attention
+from adora_vl.dedup.packed import PackedPass
 from adora_vl.dedup.prefix import prompt_positions
 from adora_vl.dedup.shared_prompt import pack, sharing_pays
 from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention
@@ -193,7 +197,7 @@ def assert_same(model: Any, rows: Batch) -> None:
         assert (own[name] - gradient).norm() <= bound * max(gradient.norm(), 1e-3 * scale), name
 
 
-TWO_GROUPS = [(5, [4, 1, 9, 2]), (11, [3, 3])]
+TWO_GROUPS = [(5, [4, 1, 9, 4, 2]), (11, [3, 3, 3])]  # rollouts alone in their call, and with others
 KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl")
 
 
@@ -267,11 +271,36 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(kind, t
         shared_of_another = pack(rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]).shared
         model(rows["ids"][:1, :3], attention_mask={"full_attention": None}, **{ARGUMENT: shared_of_another})
     assert all(torch.equal(one, other) for one, other in zip(before, ordinary(), strict=True))
-    assert own_attention(model.config) == "sdpa"
+    assert own_attention(model.config) == own_attention(type(model)(model.config).config) == "sdpa"
     model.config.save_pretrained(tmp_path)
     assert "shared_prompt" not in (tmp_path / "config.json").read_text()
     vision = getattr(model.config, "vision_config", None)
     assert vision is None or vision._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["references", "pixels"])
+def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypatch):
+    """Nothing tells whether two images given as pixels are the same, so there each row keeps its own prompt."""
+    model, rows = build("qwen2_5_vl"), batch(TWO_GROUPS, images=True)
+    copies = [number for number, group in enumerate(rows["groups"]) for _ in group]
+    pixels = torch.cat([rows["patches"][number] for number in copies])
+    expected = separate(model, rows).detach()
+    seen: list[Any] = []
+    inputs = {"image_grid_thw": rows["grid"].repeat(len(copies), 1), "num_images": [1] * len(copies)}
+    inputs |= {"mm_token_type_ids": rows["types"], "pixel_values": pixels}
+    if known:
+        inputs["pixel_values"] = torch.cat([torch.arange(24)[:, None] + 24 * number for number in copies])
+        own = model.model.get_image_features
+        bank = torch.cat(rows["patches"])
+        monkeypatch.setattr(model.model, "get_image_features", lambda found, grid, **more: own(bank[found[:, 0]], grid))
+    add_fused_lm_head(model)
+    monkeypatch.setattr(packed_module, "pack", lambda *given: seen.append(given[3]) or pack(*given))
+    one = PackedPass()
+    tokens = (rows["ids"], rows["mask"], rows["completion"])
+    logps = one(Accelerator(cpu=True), model, *tokens, None, False, inputs, lambda: (expected, None, None))[0]
+    assert one.passes == 1 and not one.refused
+    assert [len(group) for group in seen[-1]] == ([5, 3] if known else [1] * 8)
+    assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
 
 
 def varlen(query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **given) -> Tensor:
@@ -317,7 +346,27 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
 
 
 def test_sharing_is_left_where_little_is_shared():
-    """By tokens: a prompt of 700 always, one of 64 only where the answers are short or of very different lengths."""
-    assert sharing_pays([700], [[400] * 8]) and sharing_pays([700], [[1024] * 8]) and sharing_pays([64], [[64] * 8])
-    assert not sharing_pays([64], [[400] * 8]) and not sharing_pays([64], [[1024] * 8])
-    assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 1000]]), "separate rows would be mostly padding"
+    """By tokens: a prompt of 700 always, one of 64 unless the answers are very long and all alike."""
+    assert sharing_pays([700], [[400] * 8]) and sharing_pays([700], [[1024] * 8]) and sharing_pays([64], [[1024] * 8])
+    assert not sharing_pays([64], [[4096] * 8])
+    assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 4096]]), "separate rows would be mostly padding"
+
+
+def test_rows_that_share_nothing_are_packed_where_they_would_be_padded():
+    assert sharing_pays([64, 64], [[400], [100]]) and sharing_pays([64, 20], [[100], [100]])
+    assert not sharing_pays([64, 64], [[400], [400]])
+
+
+@pytest.mark.parametrize(("prompt", "rollout"), [(64, 400), (64, 1024), (700, 400), (700, 1024), (1, 1), (1000, 16)])
+def test_little_attention_is_computed_in_vain(prompt, rollout):
+    """Of what a rollout's queries are multiplied with, compared with the causal half that has to be."""
+    query = torch.zeros(1)
+    needed = rollout * prompt + rollout * rollout / 2
+    if split_attention._prompt_queries_pay(prompt, rollout, query):
+        computed = (prompt + rollout) ** 2 / 2
+    else:
+        computed = sum(
+            (end - start) * (prompt + end) for start, end in split_attention._blocks(rollout, prompt + rollout)
+        )
+    assert computed <= 1.5 * needed
+    assert computed <= (prompt + rollout) ** 2, "as many as separate rows would take with a mask"

@@ -27,7 +27,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "stock's work": {
         "per_device_train_batch_size": 8, "steps_per_generation": CYCLE, "adora_cache_images": "false",
         "adora_share_vision": "false", "adora_share_prompt": "false", "adora_skip_zero_signal": "false",
-        "adora_less_padding": "false",
     },
 }  # fmt: skip
 

@@ -113,3 +113,11 @@ def test_the_name_is_in_no_saved_model(tmp_path):
     eye.save_pretrained(tmp_path / "eye")
     saved = [path.read_text() for path in tmp_path.rglob("config.json")]
     assert len(saved) == 2 and not any(BATCHED in text for text in saved)
+
+
+def test_another_tower_can_be_built_from_its_configuration():
+    """With the implementation's name in it Transformers looks for a kernel of that name, and stops."""
+    eye = tower()
+    assert batch_windows(eye, True)
+    assert all(block.attn.config._attn_implementation == BATCHED for block in eye.blocks)
+    assert type(eye)(eye.config).config._attn_implementation == "sdpa"

@@ -1,0 +1,165 @@
+"""A step at the lengths of real answers, stock TRL beside ours: `python -m benchmarks.step --lengths real`.
+
+Stock is `trl.GRPOTrainer` itself. Each way runs in a process of its own, one after the other and by turns, and both
+learn from the same recorded rollouts (`benchmarks.real_lengths_run`). The language model has the width and vocabulary
+of Qwen2.5-VL-3B and few layers. Printed are medians over the turns: seconds by phase, of all the processors together
+with `--seconds processor`, and the peak of memory above what the process holds between steps.
+
+On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of the prompts too. The
+way "stock, as on a card" is stock with that choice made as on a card; everything else is the same. A model with all of
+its layers spends less of its time in the head: the last row says what follows for 36 layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).parents[1]
+LAYERS_OF_3B = 36
+# What a case is beside the defaults of `benchmarks.real_lengths_run`. A prompt has about 50 tokens of text.
+# With gradient checkpointing, as TRL has it by default and our recipes do.
+CASES: dict[str, list[str]] = {
+    "P 700, C 400 long-tailed": ["--image", "650"],
+    "P 700, C 400 equal": ["--image", "650", "--equal"],
+    "P 350, C 400 long-tailed": ["--image", "300"],
+    "P 1050, C 400 long-tailed": ["--image", "1000"],
+    "P 700, C 1024 equal": ["--image", "650", "--completion", "1024", "--equal"],
+    "P 700, C 100 long-tailed": ["--image", "650", "--completion", "100", "--limit", "400"],
+    "P 85, C 400 long-tailed": ["--image", "36"],
+    "P 85, C 400 equal": ["--image", "36", "--equal"],
+    "P 700, C 400 long-tailed, 8 updates": ["--image", "650", "--updates", "8"],
+    "P 700, C 400 long-tailed, all activations kept": ["--image", "650", "--keep-activations"],
+}
+TINY = ["--width", "64", "--layers", "2", "--blocks", "1", "--vocabulary", "640", "--image", "16"]
+TINY += ["--completion", "12", "--limit", "40", "--generations", "4"]
+PHASES = ["data", "image", "grading", "old pass", "old pass, head", "policy forward", "policy forward, head"]
+PHASES += ["backward", "backward, head", "optimizer", "other"]
+POLICY = [phase for phase in PHASES if phase.startswith(("old", "policy", "backward"))]
+WAYS = ["stock", "stock, as on a card", "ours"]
+
+
+def mrope(head: int) -> list[int]:
+    """The published sections, 16 : 24 : 24, of half a head's size."""
+    first = head // 8
+    second = (head // 2 - first) // 2
+    return [first, second, head // 2 - first - second]
+
+
+def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[int]:
+    """Tokens of each rollout of a group: all the median, or the quantiles of a log-normal distribution (sigma 0.8) that
+    is cut off at the limit, with the longest one at the limit.
+    """
+    if equal:
+        return [median] * rollouts
+    normal = statistics.NormalDist()
+    drawn = [median * math.exp(0.8 * normal.inv_cdf((place + 0.5) / rollouts)) for place in range(rollouts)]
+    lengths = [max(1, min(limit, round(length))) for length in drawn]
+    return [*lengths[:-1], limit]
+
+
+def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
+    """One process of one way."""
+    file = output / "turn.json"
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment.setdefault("OMP_WAIT_POLICY", "passive")  # a waiting thread is not to count as work
+    command = [sys.executable, "-m", "benchmarks.real_lengths_run", "--way", way, "--output", str(file), *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{way}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def policy_seconds(seconds: dict[str, float], head: bool | None = None) -> float:
+    """Of the old pass, the policy's forward and its backward. `head`: the language-model head alone, or all but it."""
+    chosen = [phase for phase in POLICY if head is None or phase.endswith("head") == head]
+    return sum(seconds.get(phase, 0.0) for phase in chosen)
+
+
+def whole_model(seconds: dict[str, float], layers: int) -> float:
+    """Policy seconds with all layers of 3B. The vision tower counts as layers here: it is about as much too short."""
+    return policy_seconds(seconds, head=False) * LAYERS_OF_3B / layers + policy_seconds(seconds, head=True)
+
+
+def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
+    names = [*PHASES, "whole step"]
+    figures = {name: statistics.median(turn[kind].get(name, 0.0) for turn in turns) for name in names}
+    figures |= {name: statistics.median(turn[name] for turn in turns) for name in ("peak_bytes", "step_bytes")}
+    return figures
+
+
+def table(name: str, ways: dict[str, dict[str, float]], layers: int) -> str:
+    stock, ours = ways["stock"], ways["ours"]
+    rows: list[tuple[str, dict[str, float], float, str]] = []
+    for phase in PHASES:
+        rows.append((phase, {way: found[phase] for way, found in ways.items()}, 1.0, "s"))
+    rows.append(("policy step", {way: policy_seconds(found) for way, found in ways.items()}, 1.0, "s"))
+    rows.append(("whole step", {way: found["whole step"] for way, found in ways.items()}, 1.0, "s"))
+    rows.append((f"policy, {LAYERS_OF_3B} layers", {w: whole_model(f, layers) for w, f in ways.items()}, 1.0, "s"))
+    rows.append(("memory of the step", {way: found["step_bytes"] for way, found in ways.items()}, 2.0**20, "MiB"))
+    rows.append(("peak of the process", {way: found["peak_bytes"] for way, found in ways.items()}, 2.0**20, "MiB"))
+    others = [way for way in ways if way != "ours"]
+    lines = [f"{name:<40}" + "".join(f"{way[-14:]:>16}" for way in ways) + "".join("   ours/ " for _ in others)]
+    assert stock and ours
+    for label, figures, scale, unit in rows:
+        form = ".2f" if unit == "s" else ".0f"
+        line = f"  {label:<38}" + "".join(f"{figures[way] / scale:>16{form}}" for way in ways)
+        for way in others:
+            line += f"{figures['ours'] / figures[way]:>9.2f}" if figures[way] > 1e-3 * scale else " " * 9
+        lines.append(f"{line} {unit}")
+    return "\n".join(lines)
+
+
+def profile(name: str, words: list[str], output: Path, kind: str) -> str:
+    """Ours alone: where the counted generation's time goes, and what its policy step takes of the least it could."""
+    file = output / "profile.txt"
+    found = measure("ours", [*words, "--profile", str(file)], output)
+    took, needed = (
+        policy_seconds(found[kind]),
+        {part: n / found["speed"][kind] for part, n in found["products"].items()},
+    )
+    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in needed.items())
+    least = sum(needed.values())
+    return (
+        f"{file.read_text()}\n{name}: policy step {took:.2f} s ({kind}); matrix products alone {least:.2f} s ({parts}) "
+        f"at {found['speed'][kind] / 1e9:.0f} GFLOP/s; ratio to this bound {took / least:.2f}"
+    )
+
+
+def run(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """All cases that were asked for. `words`: handed on to every process."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    names = list(CASES) if options.cases is None else options.cases.split(";")
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        sys.exit(f"--cases: {unknown[0]!r} is not one of {'; '.join(CASES)}")
+    ways = [way for way in WAYS if options.as_on_a_card or way != "stock, as on a card"]
+    results: dict[str, Any] = {}
+    for name in tqdm(names, desc="cases", file=sys.stderr):
+        own = [*CASES[name], *(TINY if options.tiny else []), *words]
+        if options.profile:
+            tqdm.write(profile(name, own, options.output, options.seconds))
+            continue
+        turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+        for _ in range(options.turns):
+            for way in ways:
+                turns[way].append(measure(way, own, options.output))
+        one = turns["ours"][0]
+        layers = int(own[len(own) - own[::-1].index("--layers")]) if "--layers" in own else 2
+        found = {way: medians(each, options.seconds) for way, each in turns.items()}
+        norms = [turns[way][0]["grad_norm"] for way in ways]
+        tqdm.write(table(name, found, layers))
+        tqdm.write(f"  prompt {one['prompt']}, answers {one['answers']}; gradient norms {norms}\n")
+        results[name] = {"medians": found, "turns": turns}
+        (options.output / "real_lengths.json").write_text(json.dumps(results, indent=1))
+    return results

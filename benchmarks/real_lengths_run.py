@@ -1,0 +1,246 @@
+"""One way of one case of `python -m benchmarks.step --lengths real`, in a process of its own.
+
+`--way stock` is `trl.GRPOTrainer` itself, `--way ours` is our trainer with its defaults. Both learn from the same
+recorded rollouts: an object with the methods of the engine gives the same token ids to the same prompts, so the seconds
+are those of everything but sampling. The first generation has short answers and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from adora_vl.rollout.environment import prepare_engine_environment
+
+prepare_engine_environment()
+
+import torch  # noqa: E402
+import trl.trainer.grpo_trainer as stock_module  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from PIL import Image  # noqa: E402
+from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLConfig, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.kernels import ChunkedLogProbFunction  # noqa: E402
+from trl.trainer import utils as trl_utils  # noqa: E402
+
+import adora_vl.trainer as our_module  # noqa: E402
+from adora_vl.config import AdoraGRPOConfig  # noqa: E402
+from adora_vl.memory.model import SHAPES  # noqa: E402
+from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
+from adora_vl.prompts import conversation  # noqa: E402
+from benchmarks.clock import Clock, PeakMemory  # noqa: E402
+from benchmarks.lower_bound import clocks as machine_clocks  # noqa: E402
+from benchmarks.lower_bound import products, speed  # noqa: E402
+from benchmarks.real_lengths import answer_lengths, mrope  # noqa: E402
+from data_prep.schema import FEATURES  # noqa: E402
+from data_prep.synthetic.generate import generate  # noqa: E402
+
+PATCH = 28  # pixels of an image token's side
+ORDINARY = 20  # token ids from here on are no special tokens
+SHORT = 8  # tokens of the answers that are not counted
+
+
+def config(width: int, layers: int, blocks: int, vocabulary: int, processor: Any) -> Qwen2_5_VLConfig:
+    """Qwen2.5-VL-3B with few layers; another width than its 2,048 shrinks the other sizes alike."""
+    published = json.loads((SHAPES / "Qwen2.5-VL-3B-Instruct" / "config.json").read_text(encoding="utf-8"))
+    vision = published.pop("vision_config")
+    part = width / published["hidden_size"]
+    heads = max(2, round(published["num_attention_heads"] * part))
+    vision |= {"depth": blocks, "fullatt_block_indexes": [blocks - 1], "out_hidden_size": width}
+    if part != 1:
+        vision |= {"hidden_size": 80, "num_heads": 2, "intermediate_size": 160}
+    published |= {
+        "hidden_size": width,
+        "intermediate_size": round(published["intermediate_size"] * part),
+        "num_attention_heads": heads,
+        "num_key_value_heads": min(2, heads),
+        "num_hidden_layers": layers,
+        "max_window_layers": layers,
+        "vocab_size": vocabulary,
+    }
+    if width // heads != 128:
+        published["rope_scaling"] = {"type": "mrope", "mrope_section": mrope(width // heads)}
+    tokenizer = processor.tokenizer
+    names = {"image_token_id": "image_pad", "video_token_id": "video_pad", "vision_start_token_id": "vision_start"}
+    names |= {"vision_end_token_id": "vision_end"}
+    published |= {key: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for key, token in names.items()}
+    published |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return Qwen2_5_VLConfig(**published, vision_config=vision)
+
+
+class Recorded:
+    """In the place of TRL's generation class or ours: rollouts that were written down before, for any policy."""
+
+    lengths: list[int]
+    vocabulary: int
+    calls = 0
+    bytes_sent = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.stop = kwargs["processing_class"].tokenizer.eos_token_id
+
+    def prepare(self, *args: Any) -> None:
+        pass
+
+    def sync_weights(self) -> None:
+        pass
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
+        lengths = self.lengths if Recorded.calls else [SHORT] * num_generations
+        generator = torch.Generator().manual_seed(17)
+        rows = []
+        for place in range(len(prompts)):
+            length = lengths[place % num_generations]
+            ids = torch.randint(ORDINARY, 600, (length,), generator=generator)
+            rows.append([*ids[:-1].tolist(), self.stop])
+        Recorded.calls += 1
+        likely = [[[-math.log(self.vocabulary)]] * len(row) for row in rows]  # what an untrained model gives
+        return prompts, rows, likely, None
+
+
+def reward(completions: list[Any], **columns: Any) -> list[float]:
+    """1, 0, 1, 0, ...: every group has a signal."""
+    return [float(row % 2) for row in range(len(completions))]
+
+
+def problems(number: int, tokens: int) -> Dataset:
+    """Drawn problems with an image of about so many tokens."""
+    rows = list(generate(number, seed=5))
+    wide = max(1, round(math.sqrt(tokens)))
+    size = (wide * PATCH, max(1, round(tokens / wide)) * PATCH)
+    for row in rows:
+        row["images"] = [image.resize(size, Image.Resampling.BICUBIC) for image in row["images"]]
+    data = Dataset.from_list(rows, features=FEATURES)
+    return data.add_column("prompt", [conversation(row["problem"]) for row in rows])
+
+
+def build(options: argparse.Namespace) -> Any:
+    processor = AutoProcessor.from_pretrained(PRETRAINED)
+    pixels = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(
+        config(options.width, options.layers, options.blocks, options.vocabulary, processor),
+        dtype=getattr(torch, options.dtype),
+    )
+    both: dict[str, Any] = {
+        "output_dir": str(options.output.parent / f"run_{options.way}"),
+        "use_cpu": True,
+        "bf16": False,  # the weights have the dtype already
+        "gradient_checkpointing": not options.keep_activations,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_importance_sampling_mode": "token_truncate",
+        "per_device_train_batch_size": options.generations,
+        "gradient_accumulation_steps": options.groups,
+        "num_generations": options.generations,
+        "num_iterations": options.updates,
+        "max_completion_length": max(options.limit, options.completion),
+        "max_steps": 2 * options.updates,
+        "learning_rate": 1e-9,
+        "optim": "sgd",
+        "loss_type": "grpo",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "seed": 3,
+    }
+    given: dict[str, Any] = {"reward_funcs": reward, "train_dataset": problems(2 * options.groups, options.image)}
+    if options.way == "ours":
+        our_module.AdoraVLLMGeneration = Recorded  # type: ignore[assignment,misc]
+        args = AdoraGRPOConfig(**both, **pixels, adora_mode="off", adora_max_drift=None)
+        return our_module.AdoraGRPOTrainer(model=model, args=args, processing_class=processor, **given)
+    stock_module.VLLMGeneration = Recorded
+    if options.way == "stock, as on a card":
+        trl_utils._use_triton = lambda device: True  # chooses the positions that are scored, not the kernel
+    processor.image_processor.size = {"shortest_edge": pixels["min_pixels"], "longest_edge": pixels["max_pixels"]}
+    return GRPOTrainer(model=model, args=GRPOConfig(**both), processing_class=processor, **given)
+
+
+class Watch(TrainerCallback):
+    """Begins anew with the generation that counts, and writes down what it took."""
+
+    def __init__(self, clocks: dict[str, Clock], updates: int) -> None:
+        self.clocks, self.updates, self.memory = clocks, updates, PeakMemory()
+        self.result: dict[str, Any] = {}
+        self.profiler: Any = None  # started for the generation that counts
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.updates:
+            for clock in self.clocks.values():
+                clock.seconds.clear()
+            self.started = {name: clock.now() for name, clock in self.clocks.items()}
+            self.resting = self.memory.now()
+            self.memory.peak = 0
+            if self.profiler is not None:
+                self.profiler.start()
+        if state.global_step == 2 * self.updates:
+            if self.profiler is not None:
+                self.profiler.stop()
+            self.result = {"peak_bytes": self.memory.peak, "step_bytes": max(0, self.memory.peak - self.resting)}
+            for name, clock in self.clocks.items():
+                whole, phases = clock.now() - self.started[name], dict(clock.seconds)
+                self.result[name] = {**phases, "other": whole - sum(phases.values()), "whole step": whole}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--way", choices=["stock", "stock, as on a card", "ours"], required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    sizes = {"image": 650, "completion": 400, "limit": 1024, "generations": 8, "groups": 1, "updates": 1}
+    sizes |= {"width": 2048, "layers": 2, "blocks": 2, "vocabulary": 151_936}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--equal", action="store_true", help="all answers have the median length")
+    parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
+    parser.add_argument("--profile", type=Path, help="where to write the counted generation's time by operator")
+    options = parser.parse_args()
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    Recorded.lengths = answer_lengths(options.completion, options.limit, options.generations, options.equal)
+    Recorded.vocabulary = options.vocabulary
+    trainer = build(options)
+    clocks = {"wall": Clock(), "processor": Clock(time.process_time)}
+
+    def passing(clock: Clock) -> str:
+        return "policy forward" if torch.is_grad_enabled() else "old pass"
+
+    def head(clock: Clock) -> str:
+        return f"{clock.phases[-1]}, head"
+
+    for clock in clocks.values():
+        clock.around(trainer, "get_batch_samples", "data")
+        clock.around(trainer.processing_class.image_processor, "preprocess", "image")
+        clock.around(trainer, "_calculate_rewards", "grading")
+        clock.around(trainer, "_get_per_token_logps_and_entropies", passing)
+        clock.around(trainer.accelerator, "backward", "backward")
+        clock.around(ChunkedLogProbFunction, "forward", head)
+        clock.around(ChunkedLogProbFunction, "backward", "backward, head")  # autograd has a thread of its own
+    watch = Watch(clocks, options.updates)
+    trainer.add_callback(watch)
+    if options.profile:
+        watch.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    trainer.train()
+    tokens = Recorded.lengths
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    seen = trainer.state.num_input_tokens_seen / options.groups  # of both generations
+    prompt = round((seen - sum(tokens) - SHORT * len(tokens)) / (2 * options.generations))
+    found = {**watch.result, "answers": tokens, "prompt": prompt, "grad_norm": log[-1]["grad_norm"]}
+    if options.profile:
+        options.profile.write_text(
+            watch.profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=50)
+        )
+        groups, dtype = options.groups, getattr(torch, options.dtype)
+        needed = products(trainer.model.config, [prompt] * groups, [tokens] * groups, 4 * options.image * groups)
+        found |= {"products": needed, "speed": {name: speed(dtype, clock) for name, clock in machine_clocks().items()}}
+    options.output.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Rollouts from a real engine, asked for in stock TRL's way and in ours: `python -m benchmarks.rollouts`.
+
+The ways differ in one thing each, come by turns in one engine, and sample as many tokens: 32 requests or one request
+per prompt, with a seed for each rollout or none, with the text of the answer or its token ids alone. The caches are
+emptied before each call, as they are after each weight sync. Medians of the processor's seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import sys
+import time
+from typing import Any
+
+from adora_vl.rollout.environment import prepare_engine_environment
+
+prepare_engine_environment()
+
+from PIL import Image  # noqa: E402
+from transformers import AutoProcessor  # noqa: E402
+
+from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
+from adora_vl.prompts import conversation  # noqa: E402
+from adora_vl.rollout.sync import prefill_options, reset_caches  # noqa: E402
+from adora_vl.rollout.tokens import collapse_image_runs, never_sampled_ids  # noqa: E402
+from data_prep.synthetic.generate import generate  # noqa: E402
+
+# name -> one request a prompt, seeds, text
+WAYS = {
+    "as stock TRL": (False, False, True),
+    "token ids alone": (False, False, False),
+    "and seeds": (False, True, False),
+    "and one request a prompt": (True, True, False),
+    "one request, no seeds": (True, False, False),
+}
+
+
+def prompts(side: int, problems: int, generations: int) -> list[dict[str, Any]]:
+    """What TRL hands to vLLM: a row per rollout, the rows of a group with the same image."""
+    processor: Any = AutoProcessor.from_pretrained(PRETRAINED)
+    rows = []
+    for row in generate(problems, seed=5):
+        image = row["images"][0].resize((side, side), Image.Resampling.BICUBIC)
+        messages = conversation(row["problem"])
+        content = [{"type": "image"}, {"type": "text", "text": messages[-1]["content"]}]
+        text = processor.apply_chat_template([*messages[:-1], {"role": "user", "content": content}], tokenize=False)
+        ids = collapse_image_runs(processor.tokenizer(text)["input_ids"], processor.image_token_id)
+        rows += [{"prompt_token_ids": ids, "multi_modal_data": {"image": image}} for _ in range(generations)]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("side", 448), ("problems", 4), ("generations", 8), ("tokens", 40), ("turns", 5)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--profile", choices=list(WAYS), help="also print where this way spends its time")
+    options = parser.parse_args()
+    from vllm import SamplingParams
+
+    from adora_vl.rollout.llm import GroupingLLM
+
+    longest = 512 + options.tokens
+    llm: Any = GroupingLLM(
+        model=str(PRETRAINED), dtype="float32", max_model_len=longest, gpu_memory_utilization=0.25, seed=0,
+        max_num_seqs=options.problems * options.generations, logprobs_mode="raw_logprobs",
+        limit_mm_per_prompt={"video": 0}, mm_processor_kwargs={"min_pixels": 784, "max_pixels": options.side**2},
+        **prefill_options(longest, 4096),
+    )  # fmt: skip
+    rows = prompts(options.side, options.problems, options.generations)
+    groups = [row // options.generations for row in range(len(rows))]
+    banned = dict.fromkeys(never_sampled_ids(llm.get_tokenizer()), -100.0)
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    profile = cProfile.Profile()
+    for turn in range(options.turns + 1):
+        for way, (together, seeded, text) in WAYS.items():
+            parameters = SamplingParams(
+                max_tokens=options.tokens, ignore_eos=True, logprobs=0, logit_bias=banned, detokenize=text
+            )
+            seeds = [turn + 1000 * group + place % options.generations for place, group in enumerate(groups)]
+            reset_caches(llm)
+            if turn and way == options.profile:
+                profile.enable()
+            start = time.process_time()
+            with llm.asking(groups, seeds if seeded else None, together):
+                outputs = llm.generate(rows, sampling_params=parameters, use_tqdm=False)
+            if turn:  # the first of each is not counted
+                found[way].append(time.process_time() - start)
+            profile.disable()
+            assert len(outputs) == len(rows)
+            assert all(len(output.outputs[0].token_ids) == options.tokens for output in outputs)
+    stock = statistics.median(found["as stock TRL"])
+    for way, seconds in found.items():
+        median = statistics.median(seconds)
+        print(f"{way:<28}{median:>8.3f} s {median / stock:>6.2f}   {' '.join(f'{second:.2f}' for second in seconds)}")
+    if options.profile:
+        pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(30)
+
+
+if __name__ == "__main__":
+    main()
