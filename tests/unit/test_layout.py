@@ -58,7 +58,13 @@ ALLOWED = {
         "adora_vl.config",
     ),
     "adora_vl.weighing": ("adora_vl.advantage", "adora_vl.batch"),
-    "adora_vl.guards": ("adora_vl.batch", "adora_vl.errors", "adora_vl.unreadable_images", "adora_vl.rollout"),
+    "adora_vl.guards": (
+        "adora_vl.batch",
+        "adora_vl.errors",
+        "adora_vl.unreadable_images",
+        "adora_vl.rollout",
+        "adora_vl.rewards",
+    ),
     "adora_vl.rollout_log": (
         "adora_vl.batch",
         "adora_vl.weighing",

@@ -49,12 +49,17 @@ function bars(rollout, largest) {
     both.map(([css, value]) => one(value, css)), svg("line", { class: "middle", x1: 50, x2: 50, y1: 0, y2: 14 }));
 }
 
+/** A reward may be missing: its function did not score this answer. */
+function scored(value) {
+  return isNumber(value) ? figure(value) : "not scored";
+}
+
 function rolloutOf(rollout, index, largest) {
   const [sign, word] = verdictOf(rollout);
   const facts = [
-    ["answer", rollout.extracted === null ? "no box" : el("code", {}, rollout.extracted)],
-    ["reward", figure(rollout.reward)],
-    ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, figure(value)]),
+    ...(rollout.verdict ? [["answer", rollout.extracted === null ? "no box" : el("code", {}, rollout.extracted)]] : []),
+    ["reward", scored(rollout.reward)],
+    ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, scored(value)]),
     ["advantage", [figure(rollout.advantage_raw), " → ", el("strong", {}, figure(rollout.advantage)), bars(rollout, largest)]],
     ["length", `${figure(rollout.length)} tokens${rollout.truncated ? ", cut off" : ""}`],
     ...(isNumber(rollout.drift) ? [["drift", `${figure(rollout.drift)} nats`]] : []),
