@@ -85,6 +85,8 @@ ALLOWED = {
         "adora_vl.errors",
         "adora_vl.prompts",
         "adora_vl.rollout_log",
+        "eval.compare",
+        "eval.statistics",
     ),
     "adora_vl.rewards": ("adora_vl.errors",),
     "adora_vl.rollout": ("adora_vl.batch", "adora_vl.compat", "adora_vl.errors", "adora_vl.models"),

@@ -283,9 +283,19 @@ asyncio.run(guarded.guarded(blocks, "blocks", 0.2, [])(completions=["a"]))
 # --------------------------------------------------------------------------------------------- how the run ends
 
 
+def saving(folder: Path, saved: list[Path]) -> Any:
+    """Stands for the trainer's saving of a checkpoint."""
+
+    def save() -> Path:
+        saved.append(folder)
+        return folder
+
+    return save
+
+
 def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_failed(tmp_path):
     saved: list[Path] = []
-    guard = RewardGuard(5.0, lambda: saved.append(tmp_path) or tmp_path)
+    guard = RewardGuard(5.0, saving(tmp_path, saved))
     sound, failing = guard.around([lambda completions, **k: [1.0] * len(completions), fails_on_one], ["a", "mine"])
     call(sound, ["0", "1"])
     guard.check(2)
@@ -313,7 +323,7 @@ def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_fail
     elsewhere: list[RewardFailure] = []
     monkeypatch.setattr("adora_vl.guards.gather_object", lambda mine: [*mine, *elsewhere])
     saved: list[Path] = []
-    guard = RewardGuard(5.0, lambda: saved.append(tmp_path) or tmp_path)
+    guard = RewardGuard(5.0, saving(tmp_path, saved))
     guard.check(0)
     elsewhere.append(RewardFailure("mine", "row row/7", "ZeroDivisionError: why"))
     with pytest.raises(RunError, match="step 1: reward mine: row row/7: ZeroDivisionError: why. Nothing of this step"):
