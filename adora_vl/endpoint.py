@@ -94,14 +94,15 @@ class Client:
         found = self.cached(messages)
         if found is not None:
             return found
-        answer = self._patiently(lambda: read(self._call(messages, body).text))
+        answer: str = self._patiently(lambda: read(self._call(messages, body).text))
         if self._cache is not None:
             self._cache.put(messages, answer)
         return answer
 
     def chat(self, messages: Messages, **body: Any) -> Reply:
         """One answer with its counts, never from the cache. Raises `EndpointError`."""
-        return self._patiently(lambda: self._call(messages, body))
+        reply: Reply = self._patiently(lambda: self._call(messages, body))
+        return reply
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """`function` of each item, in order, as many at once as there are workers."""

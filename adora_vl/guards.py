@@ -87,7 +87,7 @@ class RewardGuard:
 
 
 def _has_deadlines(function: Any) -> bool:
-    """Whether a function is one of ours: those bound the time for each answer."""
+    """Whether a function is one of ours: those bound the time for each answer, or for each call of a judge."""
     return str(getattr(function, "__module__", "")).startswith("adora_vl.rewards.")
 
 

@@ -95,8 +95,9 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
     folders = [*config_folder(arguments), Path.cwd()]
     rewards = choose_rewards(
-        script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding, folders=folders
-    )
+        script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding, folders=folders,
+        output_dir=Path(config.output_dir),
+    )  # fmt: skip
     weights = config.reward_weights
     if weights is not None and len(weights) != len(rewards.functions):
         raise UserError(f"reward_weights: {weights} has {len(weights)} values for adora_reward: {script.adora_reward}")
@@ -131,9 +132,8 @@ def _try(rewards: ChosenRewards, dataset: Dataset, config: AdoraGRPOConfig) -> N
     from adora_vl.rewards import try_rewards
 
     rewards.check_columns([name for name in dataset.column_names if name != "prompt"])
-    if rewards.own:
-        rows = [dataset[number] for number in range(min(2, len(dataset)))]
-        try_rewards(rewards, rows, config.adora_reward_timeout, TrainerState())
+    rows = [dataset[number] for number in range(min(2, len(dataset)))] if rewards.own else []
+    try_rewards(rewards, rows, config.adora_reward_timeout, TrainerState())
 
 
 def _choose_start(

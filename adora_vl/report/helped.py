@@ -16,7 +16,7 @@ _WIDTH = 34
 _UNITS: dict[Axis, str] = {"rollouts": "rollouts", "seconds": "s"}
 
 
-class Line(NamedTuple):
+class ComparedFigure(NamedTuple):
     """One line of the table: a figure, and the budget at which it was taken, where that is not the end."""
 
     figure: str
@@ -42,9 +42,9 @@ def helped_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]:
     return [*lines, *notes(a, b, bool(held_out))]
 
 
-def held_out_rows(a: Side, b: Side) -> list[Line]:
+def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
     """The difference at the end of training on each benchmark that all runs were scored on."""
-    rows: list[Line] = []
+    rows: list[ComparedFigure] = []
     for benchmark in a.runs[0].scores:
         if any(benchmark not in run.scores for run in (*a.runs, *b.runs)):
             continue
@@ -61,14 +61,14 @@ def held_out_rows(a: Side, b: Side) -> list[Line]:
         ]
         seeds = between_seeds(by_seed[0], by_seed[1])
         if seeds.low is not None:  # first, because what another seed would give is the wider question
-            rows.append(Line(f"{benchmark}, held out", seeds))
-        rows.append(Line(f"{benchmark}, held out", problems))
+            rows.append(ComparedFigure(f"{benchmark}, held out", seeds))
+        rows.append(ComparedFigure(f"{benchmark}, held out", problems))
     return rows
 
 
-def budget_rows(a: Side, b: Side) -> list[Line]:
+def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
     """The evaluations on the way and the pass rate in training, where both sides had spent the same."""
-    rows: list[Line] = []
+    rows: list[ComparedFigure] = []
     shared = [name for name in a.runs[0].curves if all(run.curves.get(name) for run in (*a.runs, *b.runs))]
     for name in sorted(shared, key=lambda name: name == PASS_RATE):  # what was held out first
         title = "pass rate in training" if name == PASS_RATE else f"{name} on the way"
@@ -79,7 +79,7 @@ def budget_rows(a: Side, b: Side) -> list[Line]:
                 continue
             sides = [_at(side, name, axis, budget) for side in (a, b)]
             if sides[0] and sides[1]:
-                rows.append(Line(title, between_seeds(sides[0], sides[1]), axis, budget))
+                rows.append(ComparedFigure(title, between_seeds(sides[0], sides[1]), axis, budget))
     return rows
 
 
@@ -92,7 +92,7 @@ def _at(side: Side, name: str, axis: Axis, budget: float) -> dict[int, float]:
     return side.by_seed([value for value in values if value is not None]) if None not in values else {}
 
 
-def paragraph(a: Side, b: Side, held_out: list[Line], rest: list[Line]) -> str:
+def paragraph(a: Side, b: Side, held_out: list[ComparedFigure], rest: list[ComparedFigure]) -> str:
     """The answer first, then what it rests on."""
     if not held_out:
         return (
@@ -130,7 +130,7 @@ def _interval(difference: Difference) -> str:
     return f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
 
 
-def table(a: Side, b: Side, rows: list[Line]) -> list[str]:
+def table(a: Side, b: Side, rows: list[ComparedFigure]) -> list[str]:
     """Means in percent, the difference in points."""
     width = max([_WIDTH, *(len(line.title) for line in rows)])
     lines = [f"{side.letter} = {side.recipe}: {_names(side)}" for side in (a, b)]

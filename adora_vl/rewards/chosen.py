@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.errors import UserError, nearest
+from adora_vl.rewards import judge
 from adora_vl.rewards.guarded import RewardFailure, guarded, is_async
 from adora_vl.rewards.own import check_columns, file_hash, find_file, is_own, load, own_name, with_options
 from adora_vl.rewards.presets import OTHERS, PRESETS, reward_functions
 
-_NAMES = (*PRESETS, *OTHERS)
+_NAMES = (*PRESETS, *OTHERS, judge.NAME)
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,28 @@ class ChosenRewards:
 
 
 def choose_rewards(
-    entries: Sequence[str], options: object = None, *, rounding: bool = False, folders: Sequence[Path] = ()
+    entries: Sequence[str],
+    options: object = None,
+    *,
+    rounding: bool = False,
+    folders: Sequence[Path] = (),
+    output_dir: Path | None = None,
 ) -> ChosenRewards:
-    """The functions of the entries: presets, and `FILE.py:FUNCTION` with the file in one of `folders`.
+    """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION` with the file in one of `folders`.
+
+    `output_dir`: where the judge keeps its answers.
 
     Raises `UserError` for an entry that does not exist, a name given twice, and options of no entry.
     """
     options_by_entry = _options(options, entries)
-    presets = [entry for entry in entries if not is_own(entry)]
+    presets = [entry for entry in entries if not is_own(entry) and entry != judge.NAME]
     for entry in presets:
         if entry not in _NAMES and ":" in entry:
             raise UserError(f"adora_reward: {entry!r} is neither a preset nor FILE.py:FUNCTION")
-    made = dict(zip(presets, reward_functions(presets, rounding) if presets or not entries else [], strict=True))
+    functions = reward_functions(presets, rounding) if presets or not entries else []
+    made: dict[str, Callable[..., Any]] = dict(zip(presets, functions, strict=True))
+    if judge.NAME in entries:
+        made[judge.NAME] = judge.JudgeReward(options_by_entry.get(judge.NAME, {}), output_dir or Path.cwd())
     hashes, found = {}, []
     for entry in entries:
         if not is_own(entry):
@@ -63,10 +74,14 @@ def choose_rewards(
 
 
 def try_rewards(chosen: ChosenRewards, rows: Sequence[Mapping[str, Any]], timeout: float | None, state: Any) -> None:
-    """Call each own function once, as TRL would, with a short answer to each of these rows, which have a `prompt`.
+    """Call each own function once, as TRL would, with a short answer to each of these rows, which have a `prompt`, and
+    the judge with a question of ours.
 
     What it says about the answers does not matter. Raises `UserError` for a function that fails or returns nonsense.
     """
+    for function in chosen.functions:
+        if isinstance(function, judge.JudgeReward):
+            function.try_once()
     if not rows:
         return
     columns = {key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")}
@@ -109,6 +124,7 @@ def _options(options: object, entries: Sequence[str]) -> dict[str, dict[str, Any
     if not isinstance(options, Mapping):
         raise UserError(f"{key}: {options!r:.80} is not a mapping of rewards to their arguments")
     able = {name: entry for entry in entries if is_own(entry) for name in (entry, own_name(entry))}
+    able |= {judge.NAME: judge.NAME} if judge.NAME in entries else {}
     found: dict[str, dict[str, Any]] = {}
     for name, arguments in options.items():
         if name not in able:
