@@ -76,8 +76,10 @@ class RewardGuard:
         self.failures.clear()
         if not found:
             return
-        for name, values in self.figures.items():  # the generation will be made again
+        for name, values in list(self.figures.items()):  # the generation will be made again
             del values[self._counts.get(name, 0) :]
+            if not values:
+                del self.figures[name]  # TRL's log takes the mean of each
         checkpoint = self.save()
         failure = RewardFailure(*found[0])
         raise RunError(

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 
 import pytest
@@ -28,8 +27,8 @@ def served(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(PRETRAINED), "--served-model-name", "mine",
-        "--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm", "--dtype", "float32",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(PRETRAINED), "--served-model-name",
+        "mine", "--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm", "--dtype", "float32",
         "--max-model-len", "512", "--gpu-memory-utilization", "0.2", "--enforce-eager",
     ]  # fmt: skip
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

@@ -14,7 +14,7 @@ function detailOf(groups, group) {
         el("button", { type: "button", disabled: at >= groups.found.length - 1, onclick: () => groups.move(1) }, "Next"),
         el("button", { type: "button", id: "follow", onclick: () => groups.follow(group.id) }, "Follow this problem"))),
     el("div", { class: "problem" },
-      images.map((source) => el("img", { src: source, alt: `Diagram of ${group.id}` })), missing,
+      images.map((source) => diagramOf(source, `Diagram of ${group.id}`)), missing,
       el("div", {},
         el("p", { class: "text" }, facts.problem || ""),
         facts.answer ? el("p", {}, "Right answer: ", el("code", { class: "gold" }, facts.answer)) : null,
@@ -23,6 +23,15 @@ function detailOf(groups, group) {
     el("ol", { class: "rollouts" }, group.rollouts.map((rollout, index) => rolloutOf(rollout, index, largestAdvantage(group)))),
     followed(groups, group),
   ];
+}
+
+/** A diagram that a click or Enter shows as large as the window; Escape closes it. */
+function diagramOf(source, alt) {
+  const enlarge = () => {
+    byId("enlarged-place").replaceChildren(el("img", { src: source, alt }));
+    byId("enlarged").showModal();
+  };
+  return el("button", { type: "button", class: "diagram", title: "Enlarge", onclick: enlarge }, el("img", { src: source, alt }));
 }
 
 function criteriaOf(group) {
