@@ -1,3 +1,32 @@
-"""adora_vl: GRPO for vision-language models on geometry, with ADORA's dynamic advantages."""
+"""adora_vl: GRPO for vision-language models on geometry, with ADORA's dynamic advantages.
+
+From Python: `from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer`, in place of TRL's `GRPOConfig` and `GRPOTrainer`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adora_vl.config import AdoraGRPOConfig
+    from adora_vl.trainer import AdoraGRPOTrainer
 
 __version__ = "0.1.0"
+__all__ = ["AdoraGRPOConfig", "AdoraGRPOTrainer", "__version__"]
+
+_PLACES = {"AdoraGRPOConfig": "adora_vl.config", "AdoraGRPOTrainer": "adora_vl.trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    """The classes are imported when they are asked for: torch, TRL and vLLM take seconds, which grading need not wait
+    for.
+    """
+    if name not in _PLACES:
+        raise AttributeError(f"module 'adora_vl' has no attribute {name!r}")
+    from adora_vl.rollout.environment import prepare_engine_environment
+
+    prepare_engine_environment()  # before the import: vLLM reads its environment there
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

@@ -1,5 +1,5 @@
-"""What ends or skips a step that goes wrong: an image that cannot be read, an engine that drifts from the policy, an
-importance ratio that explodes, gradients that are not finite. All ranks decide alike.
+"""What ends or skips a step that goes wrong: an image that cannot be read, a reward function that fails, an engine that
+drifts from the policy, an importance ratio that explodes, gradients that are not finite. All ranks decide alike.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from adora_vl.batch import Batch, LogFigure, Row, compared_mask
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
+from adora_vl.rewards.guarded import RewardFailure, guarded
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
 from adora_vl.unreadable_images import unreadable_rows
 
@@ -42,6 +43,54 @@ class RowGuard:
             f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. Repair or remove the "
             f"row, and go on with --resume_from_checkpoint {checkpoint}"
         )
+
+
+class RewardGuard:
+    """Ends the run where a reward function fails, hangs or returns nonsense."""
+
+    def __init__(self, timeout: float | None, save: SaveNow, figures: dict[str, list[float]]) -> None:
+        """`timeout`: `adora_reward_timeout`, seconds for a function; None is no limit. Presets have their own.
+
+        `figures`: the values for the next log, of which those of the generation that failed are not to be saved.
+        """
+        self.timeout, self.save, self.figures = timeout, save, figures
+        self.failures: list[RewardFailure] = []  # of this rank, in the present generation
+        self._counts: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Called where a generation begins."""
+        self._counts = {name: len(values) for name, values in self.figures.items()}
+
+    def around(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """The functions as TRL is to call them. Reward models, which are modules, stay as they are."""
+        return [
+            function
+            if isinstance(function, torch.nn.Module)
+            else guarded(function, name, None if _has_deadlines(function) else self.timeout, self.failures)
+            for function, name in zip(functions, names, strict=True)
+        ]
+
+    def check(self, step: int) -> None:
+        """Raises `RunError` on all ranks, with function, row and the checkpoint to go on from, if any rank failed."""
+        found = gather_object(self.failures[:])
+        self.failures.clear()
+        if not found:
+            return
+        for name, values in list(self.figures.items()):  # the generation will be made again
+            del values[self._counts.get(name, 0) :]
+            if not values:
+                del self.figures[name]  # TRL's log takes the mean of each
+        checkpoint = self.save()
+        failure = RewardFailure(*found[0])
+        raise RunError(
+            f"step {step + 1}: reward {failure.function}: {failure.row}: {failure.reason}. Nothing of this step was "
+            f"applied. Repair the function, and go on with --resume_from_checkpoint {checkpoint}"
+        )
+
+
+def _has_deadlines(function: Any) -> bool:
+    """Whether a function is one of ours: those bound the time for each answer, or for each call of a judge."""
+    return str(getattr(function, "__module__", "")).startswith("adora_vl.rewards.")
 
 
 class DriftGuard:

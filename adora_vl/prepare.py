@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.arithmetic import BatchPlan
     from adora_vl.evaluation import EvaluationPlan
-
+    from adora_vl.rewards import ChosenRewards
 
 _held: list[Any] = []  # the lock on output_dir, until this process ends
 
@@ -40,6 +40,7 @@ class Run:
     fingerprint: Fingerprint
     evaluations: EvaluationPlan | None  # of the evaluations on the way
     data: list[str]  # the folders of its data sets
+    rewards: ChosenRewards
 
     def manifest(self, arguments: Sequence[str]) -> dict[str, Any]:
         """What `manifest.json` says of it at its start."""
@@ -56,6 +57,7 @@ class Run:
             plan=self.plan.describe(),
             processes=self.config.world_size,
             checkpoint=self.start.checkpoint,
+            rewards=self.rewards.hashes,
         )
 
     @property
@@ -76,12 +78,12 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.assets import resolve_model
     from adora_vl.checkpoint.resume import Start
     from adora_vl.config.advantage import method_needs
-    from adora_vl.config.command_line import parse
+    from adora_vl.config.command_line import config_folder, parse
     from adora_vl.config.run_checks import check_run
     from adora_vl.evaluation import take_evaluations
     from adora_vl.models.check import check_model
     from adora_vl.models.load import load_config
-    from adora_vl.rewards import reward_functions
+    from adora_vl.rewards import choose_rewards
     from adora_vl.rollout_log.backends import prepare_trackers
     from adora_vl.rows import has_images
     from adora_vl.training_data import load_rows
@@ -91,23 +93,28 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     prepare_trackers(config.report_to, config.output_dir)
     if not model.model_name_or_path:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
-    functions = reward_functions(script.adora_reward)
+    folders = [*config_folder(arguments), Path.cwd()]
+    rewards = choose_rewards(
+        script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding, folders=folders,
+        output_dir=Path(config.output_dir),
+    )  # fmt: skip
     weights = config.reward_weights
-    if weights is not None and len(weights) != len(functions):
+    if weights is not None and len(weights) != len(rewards.functions):
         raise UserError(f"reward_weights: {weights} has {len(weights)} values for adora_reward: {script.adora_reward}")
     with config.main_process_first(desc="building the tiny model where it is missing"):
         model.model_name_or_path = resolve_model(model.model_name_or_path)
     model_config = load_config(model.model_name_or_path, model.model_revision)
     data = _folders(script, config)
     dataset = load_rows(script, data, config.seed)
+    _try(rewards, dataset, config)
     check_model(model, model_config, has_images=has_images(dataset.data.table))
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
     evaluations = take_evaluations(config, data, script.adora_prompt)
-    start, now = _choose_start(script, config, model, data) if to_train else (Start(None, []), {})
+    start, now = _choose_start(script, config, model, data, rewards) if to_train else (Start(None, []), {})
     if config.process_index == 0 and to_train:
         lines = [f"{amount(len(dataset), 'training problem')}; {plan.describe()}", *method_needs(config), *start.notes]
         print("\n".join(lines), flush=True)
-    return Run(script, config, model, dataset, plan, start, now, evaluations, data)
+    return Run(script, config, model, dataset, plan, start, now, evaluations, data, rewards)
 
 
 def _folders(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> list[str]:
@@ -118,8 +125,19 @@ def _folders(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> list[str]
         return data_folders(script)
 
 
+def _try(rewards: ChosenRewards, dataset: Dataset, config: AdoraGRPOConfig) -> None:
+    """Own reward functions get the columns that they need, and score two rows."""
+    from transformers import TrainerState
+
+    from adora_vl.rewards import try_rewards
+
+    rewards.check_columns([name for name in dataset.column_names if name != "prompt"])
+    rows = [dataset[number] for number in range(min(2, len(dataset)))] if rewards.own else []
+    try_rewards(rewards, rows, config.adora_reward_timeout, TrainerState())
+
+
 def _choose_start(
-    script: AdoraScriptArguments, config: AdoraGRPOConfig, model: ModelConfig, data: list[str]
+    script: AdoraScriptArguments, config: AdoraGRPOConfig, model: ModelConfig, data: list[str], rewards: ChosenRewards
 ) -> tuple[Start, Fingerprint]:
     """The first rank looks at `output_dir` and its checkpoints, all ranks do what it found. Raises `UserError`."""
     from accelerate.utils import broadcast_object_list
@@ -133,7 +151,7 @@ def _choose_start(
         name, revision = str(model.model_name_or_path), model.model_revision
         now = fingerprint(
             script, config, model, data=data, model=name, revision=revision, processes=config.world_size,
-            sharding=sharding_of(config),
+            sharding=sharding_of(config), rewards=rewards.hashes,
         )  # fmt: skip
         output_dir, wanted = Path(config.output_dir), config.resume_from_checkpoint
         try:

@@ -31,17 +31,16 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
     """Weights are loaded here, and nowhere before."""
     from trl import get_peft_config
 
-    from adora_vl.rewards import reward_functions
     from adora_vl.trainer import AdoraGRPOTrainer
 
-    script, config, model = run.script, run.config, run.model
+    config, model = run.config, run.model
     own: dict[str, Any] = {"revision": model.model_revision, "dtype": model.dtype}
     if model.attn_implementation is not None:
         own["attn_implementation"] = model.attn_implementation
     config.model_init_kwargs = {**own, **(config.model_init_kwargs or {})}
     return AdoraGRPOTrainer(
         model=model.model_name_or_path,
-        reward_funcs=reward_functions(script.adora_reward, rounding=script.adora_rounding),
+        reward_funcs=list(run.rewards.functions),
         args=config,
         train_dataset=run.dataset,
         peft_config=get_peft_config(model),

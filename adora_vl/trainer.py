@@ -35,7 +35,7 @@ from adora_vl.config.noise import noisy_rollouts
 from adora_vl.config.speed import regroup_obstacle, regroups
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import PolicyPass
-from adora_vl.guards import DriftGuard, RatioGuard, RowGuard
+from adora_vl.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
 from adora_vl.models.precision import restore_buffers
@@ -53,6 +53,8 @@ from adora_vl.weighing import Scores
 
 class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
+
+    reward_funcs: list[Any]
 
     def __init__(
         self,
@@ -99,6 +101,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.weigher = build.weigher(args, accelerator, self.methods, self.reward_weights)
         self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
         self.row_guard = RowGuard(self.save_here)
+        self.reward_guard = RewardGuard(args.adora_reward_timeout, self.save_here, self._metrics["train"])
+        self.reward_funcs = self.reward_guard.around(self.reward_funcs, self.reward_func_names)
         self.drift_guard = DriftGuard(accelerator, args.adora_max_drift, self.save_here, log)
         self.ratio_guard = RatioGuard(accelerator, args.adora_max_ratio, args.importance_sampling_level, log)
         self.resample = build.dynamic_sampling(args, accelerator, log, pad_id)
@@ -149,6 +153,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         training, mode = self.model.training, "train" if self.model.training else "eval"
         self.row_guard.check(rows, self.state.global_step)
+        if not attempt:
+            self.reward_guard.begin()
         processor = self.images.generation(rows, mode, further=attempt > 0, processor=self.processing_class)
         with (
             processor as taken,
@@ -197,11 +203,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _calculate_rewards(
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
     ) -> Tensor:
-        """Stock TRL returns the gathered rewards, (all ranks' B, functions); ours keeps them and the lengths, and
-        times the reward functions for the log.
+        """Stock TRL returns the gathered rewards, (all ranks' B, functions), and dies on one rank where a function
+        does; ours keeps them and the lengths, times the functions, and stops on all ranks.
         """
         with self.clock.phase("grading"):
             rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self.reward_guard.check(self.state.global_step)
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         self._scores = Scores.gathered(rewards_BF, completion_ids_list, ends, self.accelerator)
         return rewards_BF

@@ -12,6 +12,7 @@ from pathlib import Path
 from adora_vl.commands import amount, exit_code_of
 from adora_vl.errors import UserError
 from adora_vl.files import check_folder, make_folder, written_to
+from eval.endpoint_engine import endpoint_of
 from eval.engines import AnswerEngineSettings, build_engine, check_model
 from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
 from eval.options import parse
@@ -87,8 +88,9 @@ def _check_folder(output: Path) -> None:
 
 def settings_of(options: Namespace) -> AnswerEngineSettings:
     """The engine that the options ask for."""
+    endpoint = endpoint_of(options)
     return AnswerEngineSettings(
-        model=check_model(options.model),
+        model=check_model(options.model) if endpoint is None else options.model,
         engine=options.engine,
         revision=options.revision,
         dtype=options.dtype,
@@ -98,6 +100,7 @@ def settings_of(options: Namespace) -> AnswerEngineSettings:
         min_pixels=options.min_pixels,
         max_pixels=options.max_pixels,
         batch_size=options.batch_size,
+        endpoint=endpoint,
     )
 
 
@@ -111,7 +114,8 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     everything, data_hash = benchmark.load(options)
     problems = everything[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
-    fingerprint |= {"model_hash": model_hash(settings.model, settings.revision), "data_hash": data_hash}
+    hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)  # nobody shows its weights
+    fingerprint |= {"model_hash": hashed, "data_hash": data_hash}
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
     summary = infer(
         problems,
@@ -127,10 +131,13 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     if processes.rank:
         return
     failed = f", {amount(summary.image_failed, 'image')} failed" if summary.image_failed else ""
-    print(
-        f"{summary.asked} answered in {summary.seconds:.1f} s{failed} -> {options.output / PREDICTIONS}",
-        file=sys.stderr,
-    )
+    answered = summary.asked - summary.missing
+    print(f"{answered} answered in {summary.seconds:.1f} s{failed} -> {options.output / PREDICTIONS}", file=sys.stderr)
+    if summary.missing:
+        raise UserError(
+            f"base_url: {amount(summary.missing, 'answer')} of {summary.total} could not be had; start the same "
+            "command again, which asks for those alone"
+        )
 
 
 def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:

@@ -1,4 +1,7 @@
-"""The engines that generate answers, vLLM and Transformers. Both get the same prompt, pixels and token bans."""
+"""The engines that generate answers, vLLM and Transformers. Both get the same prompt, pixels and token bans.
+
+A third one, `eval.endpoint_engine`, asks a server.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 from PIL import Image
 
 from adora_vl.assets import resolve_model
+from adora_vl.endpoint import Endpoint
 from adora_vl.errors import UserError
 from adora_vl.prompts import Message
 from eval.chat import ChatProcessor
@@ -20,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelDType
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
-EngineName = Literal["vllm", "transformers"]
-ENGINES: tuple[EngineName, ...] = ("vllm", "transformers")
+EngineName = Literal["vllm", "transformers", "openai"]
+ENGINES: tuple[EngineName, ...] = ("vllm", "transformers", "openai")
 
 
 class AnswerRequest(NamedTuple):
@@ -47,8 +51,8 @@ class AnswerEngine(Protocol):
 
     batch_size: int
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
-        """One answer a request, in the order of the requests."""
+    def generate(self, requests: Sequence[AnswerRequest]) -> Sequence[Generation | None]:
+        """One answer a request, in the order of the requests; None for one that could not be had this time."""
         ...
 
 
@@ -71,6 +75,7 @@ class AnswerEngineSettings:
     batch_size: int | None = None
     max_images: int = 1
     max_text_bytes: int = 4096
+    endpoint: Endpoint | None = None  # of the engine `openai`
 
 
 def default_engine() -> EngineName:
@@ -97,6 +102,10 @@ def check_model(model: str) -> str:
 
 def build_engine(settings: AnswerEngineSettings) -> AnswerEngine:
     """Load the model into the engine that `settings` name. Raises `UserError` if the model cannot be loaded."""
+    if settings.engine == "openai":
+        from eval.endpoint_engine import EndpointEngine
+
+        return EndpointEngine(settings)
     return VLLMEngine.start(settings) if settings.engine == "vllm" else TransformersEngine(settings)
 
 

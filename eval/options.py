@@ -77,11 +77,25 @@ def build_parser(
 def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     """The options of `infer` and `run`. `split`: the default split of the benchmark."""
     add = parser.add_argument
-    add("--model", type=optional(text), help="a model folder, a hub id, or tiny")
+    add("--model", type=optional(text), help="a model folder, a hub id, or tiny; with openai its name there")
     add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
     add("--data", type=optional(text), help="a folder or file, or a hub id")
     add("--split", type=_split, default=split, help=f"default {split}")
     add("--engine", choices=ENGINES, default=default_engine(), help="default: vllm where it is installed")
+    add(
+        "--base-url",
+        type=optional(text),
+        metavar="URL",
+        help="of the server for --engine openai; --model is its name there",
+    )
+    add("--concurrency", type=whole(1, 1024), default=16, metavar="N", help="calls at once, with openai; default 16")
+    add(
+        "--timeout",
+        type=number(0.001, 86400),
+        default=600.0,
+        metavar="SECONDS",
+        help="of a call, with openai; default 600",
+    )
     add("--limit", type=optional(whole(1)), metavar="N", help="use only the first N problems")
     add("--max-tokens", type=whole(1, MAX_TOKENS), default=2048, metavar="N", help="limit per answer; default 2048")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
@@ -101,7 +115,7 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
         "--batch-size",
         type=optional(whole(1, MAX_BATCH)),
         metavar="N",
-        help="default: 256 for vllm, 64 for transformers",
+        help="default: 256 for vllm, else 64",
     )
 
 

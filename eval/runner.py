@@ -65,13 +65,16 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What one `infer` did: answers in all, there before, asked now, images that failed now, seconds of generation."""
+    """What one `infer` did: answers in all, there before, asked now, images that failed now, seconds of generation, and
+    answers that an engine could not get.
+    """
 
     total: int
     resumed: int
     asked: int
     image_failed: int
     seconds: float
+    missing: int = 0
 
 
 def infer(
@@ -127,11 +130,11 @@ def infer(
             seconds = work.answer_slice(before)
             ranks.meet("end")
             absorbed |= absorb_parts(output, log)
-        if absorbed:
+        if absorbed or (resumed and settings.endpoint):  # what an endpoint did not give the first time comes last
             sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
     rows = read_rows(output / PREDICTIONS)
     failed = sum(row["finish_reason"] == IMAGE_FAILED for row in rows if key(row) not in before)
-    return Summary(len(asks), resumed, pending, failed, seconds)
+    return Summary(len(asks), resumed, pending, failed, seconds, missing=len(asks) - len(rows))
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,9 @@ class _Work:
 
 
 def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None) -> list[Prediction]:
-    """One row per ask, in order. A problem whose image cannot be decoded gets an empty response and the reason."""
+    """One row per ask, in order. A problem whose image cannot be decoded gets an empty response and the reason; one
+    whose answer the engine could not get has no row.
+    """
     rows: list[Prediction] = []
     asked: list[Prediction] = []
     requests: list[AnswerRequest] = []
@@ -196,6 +201,9 @@ def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prom
         asked.append(row)
     generations = engine.generate(requests) if requests else []
     for row, generation in zip(asked, generations, strict=True):
+        if generation is None:
+            rows = [other for other in rows if other is not row]
+            continue
         row.update(
             response=generation.text,
             finish_reason=generation.finish_reason,

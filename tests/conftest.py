@@ -35,4 +35,4 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["ADORA_VL_HOME"] = str(tmp_path_factory.mktemp("adora_vl_home"))
 
 
-pytest_plugins = ["tests.tiny_run"]
+pytest_plugins = ["tests.tiny_run", "tests.endpoint_server"]

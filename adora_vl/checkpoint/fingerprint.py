@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _FREE_KEYS = {
     "adora_max_drift", "adora_self_check", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
     "adora_columns", "adora_system_prompt_file", "adora_response_format",  # what they stand for is in what was read
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
-    "adora_max_bad_steps", "num_generations_eval", "per_device_eval_batch_size",
+    "adora_max_bad_steps", "adora_reward_timeout", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
 _LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # these matter only if learning rate or noise depend on the last step
@@ -27,12 +27,13 @@ Fingerprint = dict[str, str]
 
 
 def fingerprint(
-    *settings: Any, data: Sequence[Path | str], model: Path | str, revision: str, processes: int, sharding: str = "none"
-) -> Fingerprint:
+    *settings: Any, data: Sequence[Path | str], model: Path | str, revision: str, processes: int,
+    sharding: str = "none", rewards: Mapping[str, str] | None = None,
+) -> Fingerprint:  # fmt: skip
     """Every key that influences the steps, with its value as text.
 
     `settings` are the run's dataclasses, `data` the folders of its data sets in their order, `model` a folder or
-    hub id, `sharding` is from `sharding_of`.
+    hub id, `sharding` is from `sharding_of`, `rewards` the hash of each file with reward functions.
     """
     values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     constant = str(getattr(values.get("lr_scheduler_type"), "value", values.get("lr_scheduler_type"))) == "constant"
@@ -45,6 +46,7 @@ def fingerprint(
     }
     return {
         **kept,
+        **{f"reward {file}": digest for file, digest in (rewards or {}).items()},
         "processes": str(processes),
         "sharding": sharding,
         "dataset": "+".join(

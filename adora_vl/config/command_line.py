@@ -91,6 +91,12 @@ def _command_line_keys(arguments: Sequence[str]) -> list[str]:
     return [name[3:] if name not in known and name[3:] in known and name.startswith("no_") else name for name in names]
 
 
+def config_folder(arguments: Sequence[str]) -> list[Path]:
+    """The folder of the config file, or nothing where there is no such file."""
+    words = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
+    return [Path(words[words.index("--config") + 1]).parent] if "--config" in words[:-1] else []
+
+
 def given_keys(arguments: Sequence[str]) -> set[str]:
     """The keys that the user has set, in the file or on the command line."""
     words = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--config=") else [a])]

@@ -23,3 +23,10 @@ class FaultOptions:
             "importance_sampling_level: sequence); null: never."
         },
     )
+    adora_reward_timeout: float | None = field(
+        default=300.0,
+        metadata={
+            "help": "Seconds that a reward function of your own may take for the completions of one generation on one "
+            "process, before the run is stopped; null: no limit."
+        },
+    )

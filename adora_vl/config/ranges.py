@@ -91,6 +91,7 @@ _OURS = {
     "adora_noise_strength": _FROM_0_OR_NULL,
     "adora_noise_middle": _SHARE,
     "adora_noise_steepness": _ABOVE_0,
+    "adora_reward_timeout": _ABOVE_0_OR_NULL,
     "adora_factor": _ABOVE_0,
     "adora_tau": _SOME_SHARE,
     "adora_correct_above": _FINITE,

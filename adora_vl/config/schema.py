@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -41,8 +42,13 @@ class AdoraScriptArguments(DataOptions):
         metadata={
             "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), format "
             "(1 for a box), think_format, think_answer_format (1 for that form) or knights (1.0 / 0.1 / 0.0 on "
-            "puzzles). Several are summed with TRL's reward_weights."
+            "puzzles); judge (a served model); or a function of your own, FILE.py:FUNCTION. Several are summed with "
+            "TRL's reward_weights."
         },
+    )
+    adora_reward_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Arguments of reward functions of your own, such as \'{"brevity": {"target": 50}}\'.'},
     )
     adora_rounding: bool = field(
         default=False, metadata={"help": "Accept a decimal that equals the gold rounded to as many places."}

@@ -101,15 +101,13 @@ def paper_checks(run: Run) -> list[Check]:
     from adora_vl.memory.model import describe
     from adora_vl.memory.sharding import from_environment
     from adora_vl.models.load import load_config
-    from adora_vl.rewards import reward_functions
 
     script, config, model = run.script, run.config, run.model
     without_images = run.dataset.remove_columns([name for name in ("images",) if name in run.dataset.column_names])
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
-    functions = reward_functions(script.adora_reward, rounding=script.adora_rounding)
     checks = [check_golds(rows, rounding=script.adora_rounding)]
-    if is_healthy(checks):
-        checks.append(check_rewards(rows, functions, config.reward_weights, config.adora_correct_above))
+    if is_healthy(checks) and not run.rewards.own:  # those were tried, and may mean something else
+        checks.append(check_rewards(rows, run.rewards.functions, config.reward_weights, config.adora_correct_above))
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = describe(

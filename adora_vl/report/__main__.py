@@ -1,4 +1,7 @@
-"""`python -m adora_vl.report RUN [RUN ...]`: the curves and the rollouts of one or more runs as one HTML file."""
+"""`python -m adora_vl.report RUN [RUN ...]`: the curves and the rollouts of one or more runs as one HTML file.
+
+With `--compare` it says instead, in one paragraph and one table, whether the second run is better than the first.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,33 @@ def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_m
     return views
 
 
+def compare(first: Sequence[Path], second: Sequence[Path]) -> int:
+    """Print whether the second side helped. Raises `UserError`."""
+    from adora_vl.report.helped import helped_lines
+
+    if len(first) + len(second) < 2:
+        raise UserError("--compare: one run is named; name two, A B")
+    print("\n".join(helped_lines(first, second)))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m adora_vl.report", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run")
     parser.add_argument("--output", type=path, metavar="FILE.html", help="default: report.html in the first RUN")
     parser.add_argument("--max-rollouts", type=whole(1), default=20_000, help="per run; evenly spaced steps are kept")
     parser.add_argument("--max-image-mb", type=number(0, 1e6), default=30, help="limit of all diagrams together")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs="*",
+        metavar="RUN",
+        help="did B help? `A B --compare`; with several seeds `A1 A2 --compare B1 B2`, or all before it",
+    )
     try:
         options = parser.parse_args(arguments)
+        if options.compare is not None:
+            return compare(options.runs, options.compare)
         output = options.output or options.runs[0] / "report.html"
         views = report(options.runs, output, max_rollouts=options.max_rollouts, max_image_mb=options.max_image_mb)
     except UserError as error:

@@ -35,8 +35,12 @@ def run_manifest(
     plan: str,
     processes: int,
     checkpoint: str | None,
+    rewards: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """The manifest of a run that starts now, or resumes from `checkpoint`. `settings`: the dataclasses of the run."""
+    """The manifest of a run that starts now, or resumes from `checkpoint`. `settings`: the dataclasses of the run.
+
+    `rewards`: the hash of each file with reward functions.
+    """
     config = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     return {
         "made_by": "adora_vl.train",
@@ -44,6 +48,7 @@ def run_manifest(
         "config": {key: value for key, value in sorted(config.items()) if not key.endswith(SECRET)},
         "data": _data(data, config.get("adora_mixture"), rows, fingerprint.get("dataset")),
         "model": {"name": config.get("model_name_or_path"), "fingerprint": fingerprint.get("model")},
+        "rewards": dict(rewards or {}),
         "batches": plan,
         "versions": versions(),
         "commit": git_commit(),

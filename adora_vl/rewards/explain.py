@@ -1,21 +1,25 @@
 r"""Why a response gets its reward: what was extracted, both canonical forms, the rule that decided, the rewards.
 
 python -m adora_vl.rewards.explain --gold '2 \sqrt { 221 }' --response 'so \boxed{\sqrt{884}}'
+python -m adora_vl.rewards.explain --reward docs/my_rewards.py:brevity --response 'so \boxed{5}'
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from adora_vl.errors import UserError
 from adora_vl.rewards.boxed import last_boxed
 from adora_vl.rewards.forms import Form, read
 from adora_vl.rewards.grade import Grade, grade, verify_gold
+from adora_vl.rewards.own import is_own
 from adora_vl.rewards.presets import PRESETS, reward
+
+TRY_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
 
 # What the reasons of a grade mean, for both sides: `gold_x` is `x` found in the gold.
 RULES = {
@@ -94,17 +98,61 @@ def _shown(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def tried(entries: Sequence[str], response: str, columns: Mapping[str, str], options: str | None) -> list[str]:
+    """What each reward of `entries` gives for a response, without a model. Raises `UserError` where one fails."""
+    from adora_vl.rewards.chosen import call_once, choose_rewards
+
+    chosen = choose_rewards(entries, options)
+    chosen.check_columns(columns)
+    noted: list[str] = []
+    arguments: dict[str, Any] = {
+        "prompts": [[{"role": "user", "content": columns.get("problem", "")}]],
+        "completions": [[{"role": "assistant", "content": response}]],
+        "completion_ids": [[0]],
+        **{name: [value] for name, value in columns.items()},
+        "trainer_state": None,
+        "log_extra": lambda name, values: noted.append(f"logged     {name}: {_shown(str(values[0]))}"),
+        "log_metric": lambda name, value: noted.append(f"logged     {name}: {value:g}"),
+    }
+    lines = []
+    for entry, function in zip(entries, chosen.functions, strict=True):
+        (found,) = call_once(entry, function, arguments, TRY_TIMEOUT_S)
+        lines.append(f"reward     {entry} {'None (not scored)' if found is None else format(found, 'g')}")
+    return [*lines, *noted]
+
+
+def _columns(options: argparse.Namespace) -> dict[str, str]:
+    """The columns of the row that the response belongs to."""
+    columns = {} if options.gold is None else {"answer": options.gold}
+    for word in options.column:
+        name, sign, value = word.partition("=")
+        if not sign or not name.isidentifier():
+            raise UserError(f"--column: {word!r} is not NAME=VALUE")
+        columns[name] = value
+    return columns
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong."""
     parser = _Parser(prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gold", required=True, help="the right answer, as a dataset has it")
+    parser.add_argument("--gold", help="the right answer, as a dataset has it")
     parser.add_argument("--response", required=True, help="the whole response; - reads it from standard input")
     parser.add_argument("--choices", nargs="+", metavar="VALUE", help="the values of A, B, C, ...")
     parser.add_argument("--rounding", action="store_true", help="also accept a decimal that is the gold rounded")
+    parser.add_argument("--reward", nargs="+", default=[], metavar="FILE.py:FUNCTION", help="as adora_reward")
+    parser.add_argument("--reward-options", metavar="JSON", help="as adora_reward_options")
+    parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row")
     try:
         options = parser.parse_args(arguments)
+        if options.gold is None and not options.reward:
+            raise UserError("give --gold to see how the answer is graded, or --reward to try a reward")
         response = sys.stdin.read() if options.response == "-" else options.response
-        print("\n".join(explanation(response, options.gold, options.choices, rounding=options.rounding)))
+        lines = []
+        if options.gold is not None and not (options.reward and all(map(is_own, options.reward))):
+            lines = explanation(response, options.gold, options.choices, rounding=options.rounding)
+        if options.reward:
+            lines += tried(options.reward, response, _columns(options), options.reward_options)
+        print("\n".join(lines))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

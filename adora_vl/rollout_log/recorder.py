@@ -101,11 +101,19 @@ class Recorder:
         """The columns of a rollout that come from the dataset."""
         name = None if row.get("id") is None else str(row["id"])
         try:
-            images = self.record.diagrams.keep(name, row.get("images") or [])
+            images = self.record.diagrams.keep(name, _images_of(row))
         except OSError:  # if the disk is full, this diagram is left out of the record
             images = []
-        problem = row.get("problem") or completion_text(row["prompt"])
-        return {"id": name, "problem": problem, "answer": row.get("answer"), "images": images}
+        problem, answer = row.get("problem") or completion_text(row["prompt"]), row.get("answer")
+        return {
+            "id": name, "problem": str(problem), "answer": None if answer is None else str(answer), "images": images
+        }  # fmt: skip
+
+
+def _images_of(row: Row) -> list[Any]:
+    """The images of a row, in either of TRL's columns."""
+    one = row.get("image")
+    return list(row.get("images") or ([] if one is None else [one]))
 
 
 def _columns(scores: Scores, weighed: Weighed, table: Mapping[str, Any], functions: Sequence[str]) -> Columns:

@@ -112,6 +112,20 @@ def _disk(patches: Any, due: Callable[[], bool]) -> None:
     patches.setattr(store, "_write", write)
 
 
+def _reward(patches: Any, due: Callable[[], bool]) -> None:
+    """A reward function that raises."""
+    from adora_vl.rewards import guarded
+
+    stock = guarded.checked
+
+    def checked(*args: Any) -> Any:
+        if due():
+            raise ZeroDivisionError("the reward's own mistake")
+        return stock(*args)
+
+    patches.setattr(guarded, "checked", checked)
+
+
 KNOWN: dict[str, Fault] = {
     "nan": _nan,
     "ratio": _ratio,
@@ -119,6 +133,7 @@ KNOWN: dict[str, Fault] = {
     "generate": _generate,
     "sync": _sync,
     "disk": _disk,
+    "reward": _reward,
 }
 
 

@@ -44,6 +44,7 @@ def refused(monkeypatch, capsys, data, tmp_path):
     return run
 
 
+REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 
 
@@ -67,6 +68,13 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
         ([*BATCH, "--adora_tau", "0"], "adora_tau: 0 is not"),
         ([*BATCH, "--adora_max_drift", "-1"], "adora_max_drift: -1 is not"),
         ([*BATCH, "--adora_reward", "adorra"], "adorra"),
+        ([*BATCH, "--adora_reward", "accuracy", "nowhere.py:f"], "there is no file 'nowhere.py'"),
+        ([*BATCH, "--adora_reward", f"{REWARDS}:brevty"], "did you mean 'brevity'?"),
+        (
+            [*BATCH, "--adora_reward", f"{REWARDS}:brevity", "--adora_reward_options", '{"brevity": {"target": "a"}}'],
+            "tried before the run: row synthetic/0/train/0: TypeError",
+        ),
+        ([*BATCH, "--adora_reward_timeout", "0"], "adora_reward_timeout: 0 is not"),
         (
             [*BATCH, "--adora_reward", "accuracy", "format", "--reward_weights", "1"],
             "reward_weights: [1.0] has 1 values",

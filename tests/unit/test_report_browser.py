@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,34 @@ def test_the_keyboard_is_enough(browser, page):
     shown = browser.text("#detail h3")
     browser.press("j")
     assert browser.text("#detail h3") == shown
+
+
+def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_path):
+    run = write_run(tmp_path / "adora", 20)
+    lines = [{**line, "loss": 0.1, "kl": 0.2, "grad_norm": 1.5} for line in read_metrics(run / "metrics.jsonl")]
+    held = [{"step": step, "kind": "eval", "eval_geometry3k_accuracy": 0.02 * step} for step in (5, 20)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, *held])))
+    browser.open(make_page(tmp_path / "page.html", run))
+    assert browser.text("#result p") == "adora: held-out accuracy, geometry3k 10 % → 40 % (first and last evaluation)"
+    titles = browser.texts("#charts figcaption")
+    assert {"Loss", "KL to the reference", "Gradient norm", "Held-out accuracy, geometry3k"} <= set(titles)
+    assert browser.js("document.getElementById('smoothing').value") == "5"
+    assert browser.js("document.querySelectorAll('#charts figure:first-child path.faint').length") == 1
+    browser.put("#smoothing", "1")
+    assert browser.js("document.querySelectorAll('#charts path.faint').length") == 0
+
+
+def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page):
+    browser.open(page, "#run=0&step=11&id=problem%2F1")
+    size = "document.querySelector('{} img').getBoundingClientRect().width"
+    small = browser.js(size.format(".diagram"))
+    browser.click(".diagram")
+    assert browser.js(size.format("#enlarged")) > 2 * small
+    browser.press("Escape")
+    assert not browser.js("document.getElementById('enlarged').open")
+    browser.click(".diagram")
+    browser.click("#enlarged button")
+    assert not browser.js("document.getElementById('enlarged').open") and browser.errors == []
 
 
 def test_an_address_leads_back_to_its_group(browser, page):

@@ -38,15 +38,16 @@ function stacked(series) {
 }
 
 function summaryOf(spec) {
-  const said = spec.series.map(({ label, points }) => {
-    const first = points[0], last = points[points.length - 1];
+  const said = spec.series.map(({ label, points, raw }) => {
+    const first = (raw || points)[0], last = (raw || points)[points.length - 1];
     return `${label}: ${spec.format(first[1])} at step ${first[0]}, ${spec.format(last[1])} at step ${last[0]}`;
   });
   return `${spec.title}. ${said.join("; ")}.`;
 }
 
 class Chart {
-  /** spec: {title, series: [{label, css, dashed, points: [[step, value]]}], stack, format, zero}; pick: called with a step. */
+  /** spec: {title, series: [{label, css, dashed, points: [[step, value]], raw}], stack, format, zero}; pick: called with a
+   * step. `raw` is what was logged, where `points` are smoothed: it is drawn faintly, and read. */
   constructor(spec, pick) {
     this.spec = spec;
     this.pick = pick;
@@ -71,7 +72,7 @@ class Chart {
     this.width = width;
     const { stack, zero, format } = this.spec;
     const layers = stack ? stacked(this.spec.series) : null;
-    const values = (layers ? layers.flat().map((point) => point[2]) : this.spec.series.flatMap(({ points }) => points.map((point) => point[1])));
+    const values = (layers ? layers.flat().map((point) => point[2]) : this.spec.series.flatMap(({ points, raw }) => (raw || points).map((point) => point[1])));
     const ticks = niceTicks(stack || zero ? Math.min(0, ...values) : lowest(values), highest(values), 4);
     const bottom = ticks[0], top = ticks[ticks.length - 1];
     const first = this.steps[0], last = this.steps[this.steps.length - 1];
@@ -103,10 +104,14 @@ class Chart {
     return kept;
   }
 
-  line({ css, dashed, points }) {
-    const path = points.map(([step, value], i) => `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`).join("");
+  path(points) {
+    return points.map(([step, value], i) => `${i ? "L" : "M"}${this.x(step).toFixed(1)} ${this.y(value).toFixed(1)}`).join("");
+  }
+
+  line({ css, dashed, points, raw }) {
+    const faint = raw && raw !== points ? [svg("path", { class: `line faint ${css}`, d: this.path(raw) })] : [];
     const dots = points.length <= 30 ? points.map(([step, value]) => svg("circle", { class: css, cx: this.x(step), cy: this.y(value), r: 2.5 })) : [];
-    return [svg("path", { class: `line ${css}${dashed ? " dashed" : ""}`, d: path }), ...dots];
+    return [...faint, svg("path", { class: `line ${css}${dashed ? " dashed" : ""}`, d: this.path(points) }), ...dots];
   }
 
   area({ css }, layer) {
@@ -150,8 +155,8 @@ class Chart {
     }
     this.rule.setAttribute("x1", this.x(step));
     this.rule.setAttribute("x2", this.x(step));
-    const values = this.spec.series.map(({ label, points }) => {
-      const found = points.find((point) => point[0] === step);
+    const values = this.spec.series.map(({ label, points, raw }) => {
+      const found = (raw || points).find((point) => point[0] === step);
       return found ? `${label} ${this.spec.format(found[1])}` : null;
     });
     this.output.textContent = `step ${step}: ${values.filter(Boolean).join(", ")}`;

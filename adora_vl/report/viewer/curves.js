@@ -6,7 +6,9 @@ const CURVES = [
   { title: "Length in tokens, right and wrong", keys: [["adora/length_correct", "right"], ["adora/length_wrong", "wrong"]] },
   { title: "Share of TDS prompts", keys: [["adora/tds_share", ""]], format: percent, zero: true },
   { title: "Entropy, nats a token", keys: [["entropy", ""]], zero: true },
+  { title: "Loss", keys: [["loss", ""]] },
   { title: "KL to the reference", keys: [["kl", ""]], zero: true },
+  { title: "Gradient norm", keys: [["grad_norm", ""]], zero: true },
   { title: "Drift of engine and trainer, nats a token", keys: [["adora/drift", ""]], zero: true },
 ];
 const PHASES = ["rollout", "grading", "policy", "sync", "other"];
@@ -23,10 +25,13 @@ function pointsOf(run, key) {
 /** One series of each run that has the figure. */
 function seriesOf(runs, keys, window) {
   return runs.flatMap((run, index) =>
-    keys.map(([key, word], second) => ({
-      label: [runs.length > 1 || !word ? run.name : "", word].filter(Boolean).join(", "),
-      css: `run${index % 6}`, dashed: second > 0, points: smoothed(pointsOf(run, key), window),
-    })),
+    keys.map(([key, word], second) => {
+      const raw = pointsOf(run, key);
+      return {
+        label: [runs.length > 1 || !word ? run.name : "", word].filter(Boolean).join(", "),
+        css: `run${index % 6}`, dashed: second > 0, points: smoothed(raw, window), raw,
+      };
+    }),
   ).filter(({ points }) => points.length);
 }
 

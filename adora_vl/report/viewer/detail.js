@@ -14,7 +14,7 @@ function detailOf(groups, group) {
         el("button", { type: "button", disabled: at >= groups.found.length - 1, onclick: () => groups.move(1) }, "Next"),
         el("button", { type: "button", id: "follow", onclick: () => groups.follow(group.id) }, "Follow this problem"))),
     el("div", { class: "problem" },
-      images.map((source) => el("img", { src: source, alt: `Diagram of ${group.id}` })), missing,
+      images.map((source) => diagramOf(source, `Diagram of ${group.id}`)), missing,
       el("div", {},
         el("p", { class: "text" }, facts.problem || ""),
         facts.answer ? el("p", {}, "Right answer: ", el("code", { class: "gold" }, facts.answer)) : null,
@@ -23,6 +23,15 @@ function detailOf(groups, group) {
     el("ol", { class: "rollouts" }, group.rollouts.map((rollout, index) => rolloutOf(rollout, index, largestAdvantage(group)))),
     followed(groups, group),
   ];
+}
+
+/** A diagram that a click or Enter shows as large as the window; Escape closes it. */
+function diagramOf(source, alt) {
+  const enlarge = () => {
+    byId("enlarged-place").replaceChildren(el("img", { src: source, alt }));
+    byId("enlarged").showModal();
+  };
+  return el("button", { type: "button", class: "diagram", title: "Enlarge", onclick: enlarge }, el("img", { src: source, alt }));
 }
 
 function criteriaOf(group) {
@@ -49,12 +58,17 @@ function bars(rollout, largest) {
     both.map(([css, value]) => one(value, css)), svg("line", { class: "middle", x1: 50, x2: 50, y1: 0, y2: 14 }));
 }
 
+/** A reward may be missing: its function did not score this answer. */
+function scored(value) {
+  return isNumber(value) ? figure(value) : "not scored";
+}
+
 function rolloutOf(rollout, index, largest) {
   const [sign, word] = verdictOf(rollout);
   const facts = [
-    ["answer", rollout.extracted === null ? "no box" : el("code", {}, rollout.extracted)],
-    ["reward", figure(rollout.reward)],
-    ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, figure(value)]),
+    ...(rollout.verdict ? [["answer", rollout.extracted === null ? "no box" : el("code", {}, rollout.extracted)]] : []),
+    ["reward", scored(rollout.reward)],
+    ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, scored(value)]),
     ["advantage", [figure(rollout.advantage_raw), " → ", el("strong", {}, figure(rollout.advantage)), bars(rollout, largest)]],
     ["length", `${figure(rollout.length)} tokens${rollout.truncated ? ", cut off" : ""}`],
     ...(isNumber(rollout.drift) ? [["drift", `${figure(rollout.drift)} nats`]] : []),

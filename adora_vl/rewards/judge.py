@@ -1,0 +1,159 @@
+"""The reward `judge`: a language model behind an OpenAI-compatible endpoint says how good an answer is, from 0 to 1.
+
+A call that fails is not scored (None), counted in the log as `judge/failed`, and never a zero.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adora_vl.endpoint import Client, Endpoint, EndpointError, Messages, check_url
+from adora_vl.errors import UserError, nearest
+from adora_vl.rewards.completion import completion_text
+
+NAME = "judge"
+KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
+INSTRUCTION = (
+    "You are given a problem, its reference answer and a reply to the problem. Say whether the reply's final answer is "
+    "the reference answer, whatever its notation: 1 if it is, 0 if it is not or if there is none."
+)
+_FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
+_MAX_CHARS = 16_000  # of a reply: its end has the answer
+# What `adora_reward_options: {judge: {...}}` may have: its type, and its default; None has to be given.
+_OPTIONS: dict[str, tuple[type, Any]] = {
+    "base_url": (str, None),
+    "model": (str, None),
+    "instruction": (str, INSTRUCTION),
+    "cache": (str, "judge_cache.jsonl"),
+    "budget": (int, -1),
+    "concurrency": (int, 16),
+    "timeout": (float, 60.0),
+    "attempts": (int, 4),
+    "wait": (float, 1.0),
+    "max_tokens": (int, 512),
+}
+
+
+class JudgeReward:
+    """A reward function of TRL's form. `folder`: where a cache without a folder of its own is kept."""
+
+    __name__ = "judge_reward"  # as TRL's log has it
+
+    def __init__(self, options: Mapping[str, Any], folder: Path) -> None:
+        """Raises `UserError` for an option that is missing, unknown or of the wrong kind."""
+        given = _checked(options)
+        endpoint = Endpoint(
+            check_url("adora_reward_options: judge: base_url", given["base_url"]),
+            given["model"],
+            KEY_VARIABLE,
+            given["timeout"],
+            given["attempts"],
+            given["wait"],
+            given["concurrency"],
+        )
+        budget = None if given["budget"] < 0 else given["budget"]
+        self._endpoint, self._budget, self._cache = endpoint, budget, folder / Path(given["cache"]).expanduser()
+        self._instruction, self._max_tokens = given["instruction"], given["max_tokens"]
+        self._client: Client | None = None
+        self._warned = False
+
+    @property
+    def client(self) -> Client:
+        """Made at the first call: the cache lies in the run's folder, which is looked at before anything is made."""
+        if self._client is None:
+            self._client = Client(self._endpoint, cache=self._cache, budget=self._budget)
+        return self._client
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] = (),
+        completion_ids: Sequence[Any] | None = None,
+        *,
+        problem: Sequence[Any] | None = None,
+        answer: Sequence[Any] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """One score per completion, None where the call failed. Logs `judge/failed` and `judge/cached`, shares."""
+        said = problem or [completion_text(prompt) for prompt in prompts or [""] * len(completions)]
+        golds = answer or [None] * len(completions)
+        asked = [
+            self.messages(str(one), gold, completion_text(reply))
+            for one, gold, reply in zip(said, golds, completions, strict=True)
+        ]
+        known = [self.client.cached(messages) is not None for messages in asked]
+        found = self.client.each(self._score, asked)
+        errors = [each for each in found if isinstance(each, EndpointError)]
+        if errors and not self._warned:
+            self._warned = True  # once; the log counts them
+            print(f"warning: the judge failed, the first time: {errors[0]}; not scored", file=sys.stderr, flush=True)
+        if log_metric and asked:
+            log_metric("judge/failed", len(errors) / len(asked))
+            log_metric("judge/cached", sum(known) / len(asked))
+        return [None if isinstance(each, EndpointError) else each for each in found]
+
+    def messages(self, problem: str, answer: object, reply: str) -> Messages:
+        """What the judge is asked about one completion."""
+        reference = "" if answer is None else f"<reference>\n{answer}\n</reference>\n"
+        text = f"<problem>\n{problem}\n</problem>\n{reference}<reply>\n{reply[-_MAX_CHARS:]}\n</reply>"
+        return [{"role": "system", "content": f"{self._instruction} {_FORM}"}, {"role": "user", "content": text}]
+
+    def try_once(self) -> None:
+        """One call, before a run. Raises `UserError` where it fails."""
+        messages = self.messages("What is 2 + 3?", "5", "It is 5.")
+        try:
+            self.client.chat(messages, temperature=0, max_tokens=self._max_tokens)
+        except EndpointError as error:
+            raise UserError(
+                f"adora_reward: judge: {self._endpoint.url} with the model {self._endpoint.model!r} gave no answer: "
+                f"{error}; the key is read from {KEY_VARIABLE}"
+            ) from None
+
+    def _score(self, messages: Messages) -> float | EndpointError:
+        try:
+            return float(self.client.ask(messages, score_in, temperature=0, max_tokens=self._max_tokens))
+        except EndpointError as error:
+            return error
+
+
+def score_in(text: str) -> str:
+    """The score in a judge's reply, as text. Raises `EndpointError` where there is none from 0 to 1."""
+    if "<score>" not in text or "</score>" not in text:
+        raise EndpointError("the reply has no <score>...</score>")
+    word = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()
+    try:
+        number = float(word)
+    except ValueError:
+        raise EndpointError(f"the score {word:.40} is no number") from None
+    if not 0 <= number <= 1:
+        raise EndpointError(f"the score {word:.40} is not from 0 to 1")
+    return word
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    where = "adora_reward_options: judge"
+    for name in options:
+        if name not in _OPTIONS:
+            raise UserError(f"{where}: unknown option {name!r}{nearest(str(name), _OPTIONS)}")
+    found = {}
+    for name, (kind, default) in _OPTIONS.items():
+        value = options.get(name, default)
+        if value is None:
+            raise UserError(
+                f"{where}: {name} is missing; give base_url and model, as in {{judge: {{base_url: URL, ...}}}}"
+            )
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        least = 0 if name in ("budget", "wait") else 1 if kind is int else 1e-3
+        fits = isinstance(value, str) if kind is str else number and (value == default or value >= least)
+        if not fits or (kind is int and value != int(value)) or value == "":
+            raise UserError(f"{where}: {name}: {value!r:.60} is not {_kind(kind, least)}")
+        found[name] = kind(value)
+    return found
+
+
+def _kind(kind: type, least: float) -> str:
+    return "a text" if kind is str else f"a {'whole ' if kind is int else ''}number of at least {least:g}"

@@ -1,0 +1,41 @@
+"""Reward functions of your own: copy this file, change it, and name its functions in a training config.
+
+    adora_reward: [accuracy, my_rewards.py:brevity]
+    adora_reward_options: {brevity: {target: 50}}
+    reward_weights: [1.0, 0.1]
+
+Try one without a model:
+
+    python -m adora_vl.rewards.explain --reward docs/my_rewards.py:brevity --response 'so \\boxed{5}'
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# A function gets one entry per completion in each of its arguments:
+#   completions     the answers, each a list with one message: [{"role": "assistant", "content": "..."}]
+#   prompts         the conversations before them
+#   completion_ids  the tokens of the answers
+#   answer, ...     every column of the data set, under its name
+# and besides, once for all: trainer_state (trainer_state.global_step counts the optimizer steps),
+# log_extra(name, values) and log_metric(name, value). Take what you need by name, and leave the rest to **kwargs.
+
+
+def brevity(completions: list[Any], *, target: int = 200, **kwargs: Any) -> list[float]:
+    """1 for an answer of at most `target` characters, then less in proportion."""
+    lengths = [len(completion[-1]["content"]) for completion in completions]
+    return [min(1.0, target / length) if length else 0.0 for length in lengths]
+
+
+def whole_number(completions: list[Any], *, answer: list[str], **kwargs: Any) -> list[float | None]:
+    """1 for an answer that ends in a whole number, on problems that have one. None: the problem is not scored."""
+    return [
+        float(completion[-1]["content"].rstrip(" .}$")[-1:].isdigit()) if gold.isdecimal() else None
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+async def shown_work(completions: list[Any], *, prompts: list[Any], **kwargs: Any) -> list[float]:
+    """An async function may wait for something else, such as a service; it runs beside the other async ones."""
+    return [float("=" in completion[-1]["content"]) for completion in completions]

@@ -1,0 +1,66 @@
+"""A loopback server with the form of an OpenAI-compatible endpoint, which answers as a test wants."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+Reply = tuple[int, bytes]
+Answer = Callable[[dict[str, Any], int], Reply | None]
+
+
+def completion(text: str, **more: Any) -> Reply:
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, **more}], **more}).encode()
+
+
+class Server:
+    """A loopback endpoint that answers with `answer(request, number of the call)`; None: it never does."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self._gone = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append(body | {"path": self.path, "key": self.headers.get("Authorization")})
+                reply = answer(body, len(outer.requests))
+                if reply is None:
+                    outer._gone.wait(20)
+                    return
+                self.send_response(reply[0])
+                self.end_headers()
+                self.wfile.write(reply[1])
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self) -> None:
+        self._gone.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], Server]]:
+    """Starts servers that end with the test."""
+    servers: list[Server] = []
+
+    def start(answer: Answer) -> Server:
+        servers.append(Server(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
