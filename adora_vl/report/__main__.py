@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from adora_vl.commands import Parser, number, path, whole
-from adora_vl.errors import UserError
-from adora_vl.report.page import build_page, write_page
-from adora_vl.report.run import RunView, image_uris, load_run
+from adora_vl.commands import Parser, exit_code_of, imports, number, path, whole
+
+with imports():
+    from adora_vl.report.page import build_page, write_page
+    from adora_vl.report.run import RunView, image_uris, load_run
 
 
 def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_mb: float) -> list[RunView]:
@@ -31,18 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=path, metavar="FILE.html", help="default: report.html in the first RUN")
     parser.add_argument("--max-rollouts", type=whole(1), default=20_000, help="per run; evenly spaced steps are kept")
     parser.add_argument("--max-image-mb", type=number(0, 1e6), default=30, help="limit of all diagrams together")
-    try:
+
+    def command() -> None:
         options = parser.parse_args(arguments)
         output = options.output or options.runs[0] / "report.html"
         views = report(options.runs, output, max_rollouts=options.max_rollouts, max_image_mb=options.max_image_mb)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    for view in views:
-        rollouts = sum(len(group["rollouts"]) for group in view.groups)
-        print(f"{view.name}: {len(view.metrics)} lines of metrics, {rollouts} rollouts", *view.notes, sep="; ")
-    print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
-    return 0
+        for view in views:
+            rollouts = sum(len(group["rollouts"]) for group in view.groups)
+            print(f"{view.name}: {len(view.metrics)} lines of metrics, {rollouts} rollouts", *view.notes, sep="; ")
+        print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
+
+    return exit_code_of(command, "no page was written")
 
 
 if __name__ == "__main__":
