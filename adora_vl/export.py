@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
-from adora_vl.checkpoint.universal import write_universal
 from adora_vl.commands import Parser, exit_code_of
 from adora_vl.commands import path as a_path
 from adora_vl.errors import UserError
+from adora_vl.files import replacing, replacing_folder
 
 ADAPTER = "adapter_config.json"
+_CHUNK = 16 << 20  # bytes at a time
 _MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _PROCESSOR = (
     "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json",
@@ -35,15 +33,14 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
     Raises `UserError` where there is nothing to export, or `output` is there already.
     """
     source = find_weights(run)
-    if output.exists():
-        raise UserError(f"OUT: {str(output)!r} is there already; name a new folder")
+    _refuse_existing(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     if universal:
+        from adora_vl.checkpoint.universal import write_universal
+
         write_universal(source, output)
         return source
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
-        staged = Path(temporary) / "model"
-        staged.mkdir()
+    with replacing_folder(output) as staged:
         if (source / ADAPTER).is_file() and not adapter:
             _merge(source, staged)
         elif list(source.glob("*.safetensors")):
@@ -51,8 +48,13 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         else:
             _gather(source, staged)
         _copy(source, staged, _PROCESSOR)
-        staged.rename(output)
+        _refuse_existing(output)  # again, since merging takes long
     return source
+
+
+def _refuse_existing(output: Path) -> None:
+    if output.exists():
+        raise UserError(f"OUT: {str(output)!r} is there already; name a new folder")
 
 
 def copy_model(checkpoint: Path, output: Path) -> None:
@@ -79,7 +81,8 @@ def find_weights(run: Path) -> Path:
 
 def _copy(source: Path, target: Path, patterns: Sequence[str]) -> None:
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
-        shutil.copy2(path, target / path.name)
+        with replacing(target / path.name, durable=False) as copy, path.open("rb") as original:
+            shutil.copyfileobj(original, copy, _CHUNK)
 
 
 def _merge(source: Path, target: Path) -> None:
@@ -117,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         options = parser.parse_args(arguments)
+        from safetensors import SafetensorError
+
         try:
             source = export(options.run, options.output, adapter=options.adapter, universal=options.universal)
         except (OSError, SafetensorError) as error:  # what safetensors raises for a full disk

@@ -4,30 +4,83 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from adora_vl.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_PARTIAL = ".partial-"
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A hidden neighbour of `path` to write into, which is renamed over `path` when the block ends.
+
+    Whatever goes wrong, the neighbour is removed and what was at `path` stays. Unless `durable` is false, the bytes are
+    on the disk before the file gets its name. What is no file, such as /dev/stdout, is written to as it is. Raises
+    `OSError`.
+    """
+    if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
+        with path.open("wb") as file:
+            yield file
+        return
+    partial = path.with_name(f".{path.name}{_PARTIAL}{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file in one step: into a hidden neighbour, to the disk, then renamed over `path`.
+    """Write a whole file with `replacing`. Raises `OSError`."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
-    Whatever goes wrong, the neighbour is removed and what was at `path` stays. Raises `OSError`.
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A new folder, hidden beside `folder`, which takes its place when the block ends; the old one goes after that.
+
+    Whatever goes wrong, the new one is removed and the old one stays. Raises `OSError`.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    beside = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
+    new, old = beside / "new", beside / "old"
     try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        new.mkdir(parents=True)
+        yield new
+        if folder.exists():
+            folder.rename(old)
+        try:
+            new.rename(folder)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left in `folder` of files and folders that they were replacing.
+
+    Call it where nobody else writes at the same time.
+    """
+    for path in folder.glob(f".*{_PARTIAL}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from adora_vl.checkpoint.launcher import watch_launcher
 from adora_vl.commands import EXIT_INTERRUPTED
 from adora_vl.dry_run.options import wanted as wants_dry_run
 from adora_vl.errors import RolloutError, RunError, UserError
+from adora_vl.files import written_to
 from adora_vl.prepare import Run, prepare
 from adora_vl.versions import check_versions
 
@@ -77,17 +78,21 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     """Save the model and the trainer's state into `output_dir`. Returns the folder of the whole model.
 
     With LoRA that is `output_dir/merged`: `output_dir` has the adapter alone, which neither vLLM nor the evaluators
-    load.
+    load. Raises `RunError` where they cannot be written.
     """
     from adora_vl.models.merged import save_merged
 
-    trainer.save_model(str(output_dir))
-    trainer.save_state()
-    merged = output_dir / "merged"
-    if not save_merged(trainer.model, trainer.processing_class, merged, trainer.accelerator):
-        return output_dir
-    if trainer.accelerator.is_main_process:
-        trainer.card.write(merged, trainer.state)
+    try:
+        trainer.save_model(str(output_dir))
+        trainer.save_state()
+        merged = output_dir / "merged"
+        if not save_merged(trainer.model, trainer.processing_class, merged, trainer.accelerator):
+            return output_dir
+        if trainer.accelerator.is_main_process:
+            trainer.card.write(merged, trainer.state)
+    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
+        where = trainer.checkpoints.where_to_go_on()
+        raise RunError(f"the model could not be written into {str(output_dir)!r} ({error}); {where}") from error
     return merged
 
 
@@ -105,7 +110,8 @@ def train(arguments: Sequence[str]) -> int:
     run = prepare(arguments)
     if run.finished:
         if run.config.process_index == 0:
-            copy_model(run.finished, Path(run.config.output_dir))
+            with written_to("output_dir", Path(run.config.output_dir)):
+                copy_model(run.finished, Path(run.config.output_dir))
             print(f"{run.finished} is the last step: nothing left to train; its model is in {run.config.output_dir}")
         return 0
     trainer = build_trainer(run)
@@ -138,7 +144,8 @@ def train(arguments: Sequence[str]) -> int:
             print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}:", file=sys.stderr)
             print(manifest["command"], file=sys.stderr)
     else:
-        model_folder = save_final_model(trainer, output_dir)
+        with failure_noted(manifest, output_dir, lambda: trainer.state.global_step, is_main):
+            model_folder = save_final_model(trainer, output_dir)
         if is_main:
             delete_aside(output_dir)
             end_manifest(manifest, output_dir, "finished", trainer.state.global_step)

@@ -19,8 +19,8 @@ from data_prep.storage import load_split, write_split
 from data_prep.synthetic.generate import generate
 from eval.engines import AnswerEngineSettings, build_engine, default_engine
 from eval.geometry3k.benchmark import problems
-from eval.predictions import read_predictions
-from eval.runner import PREDICTIONS, Problem, infer
+from eval.predictions import PREDICTIONS, read_predictions
+from eval.runner import Problem, infer
 
 Figures = dict[str, Any]
 

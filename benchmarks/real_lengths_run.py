@@ -153,7 +153,7 @@ def build(options: argparse.Namespace) -> Any:
     given: dict[str, Any] = {"reward_funcs": reward, "train_dataset": problems(2 * options.groups, options.image)}
     if options.way == "ours":
         our_module.AdoraVLLMGeneration = Recorded  # type: ignore[assignment,misc]
-        args = AdoraGRPOConfig(**both, **pixels, adora_mode="off", adora_max_drift=None)
+        args = AdoraGRPOConfig(**{**both, **pixels}, adora_mode="off", adora_max_drift=None)
         return our_module.AdoraGRPOTrainer(model=model, args=args, processing_class=processor, **given)
     stock_module.VLLMGeneration = Recorded
     if options.way == "stock, as on a card":

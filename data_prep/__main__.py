@@ -1,4 +1,4 @@
-"""`python -m data_prep`."""
+"""`python -m data_prep` and the installed `adora-vl-data`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import sys
 
 from adora_vl.commands import imports
 
+with imports():
+    from data_prep.cli import main
+
+__all__ = ["main"]
+
 if __name__ == "__main__":
-    with imports():
-        from data_prep.cli import main
     sys.exit(main())

@@ -153,8 +153,10 @@ def _tokenizer(model: str) -> TextTokens:
     """How many tokens the tokenizer of this model makes of a text."""
     from transformers import AutoTokenizer  # seconds, so only where it is asked for
 
+    from adora_vl.models.hub import only_here
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=only_here(model))
     except (OSError, ValueError) as error:
         raise UserError(
             f"model: {model!r} has no tokenizer that can be loaded ({error}); give a model folder or leave --model out"

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from adora_vl.commands import imports
 from adora_vl.errors import nearest
 
 BENCHMARKS = ("geometry3k", "mathvista", "mmstar", "knights")
@@ -19,14 +20,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_USAGE)
         return 0
     if name == "compare":
-        return int(import_module("eval.compare").main(rest))
+        from eval.compare import main as compare
+
+        return compare(rest)
     if name not in BENCHMARKS:
         close = nearest(name, (*BENCHMARKS, "compare"))
         print(f"error: benchmark: {name!r} is not one of {', '.join(BENCHMARKS)}, or compare{close}", file=sys.stderr)
         return 2
-    from eval.command import main as command
+    with imports():
+        from eval.command import main as command
 
-    return command(import_module(f"eval.{name}.benchmark").BENCHMARK, rest)
+        benchmark = import_module(f"eval.{name}.benchmark").BENCHMARK
+    return command(benchmark, rest)
 
 
 if __name__ == "__main__":

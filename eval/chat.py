@@ -31,13 +31,15 @@ class ChatProcessor:
         # Here and not above: scoring, which loads no model, should not wait for them.
         from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
+        from adora_vl.models.hub import only_here
         from adora_vl.rollout.tokens import never_sampled_ids
 
+        here = only_here(model)
         try:
-            self._config: Any = AutoConfig.from_pretrained(model, revision=revision)
+            self._config: Any = AutoConfig.from_pretrained(model, revision=revision, local_files_only=here)
             self.text_only = getattr(self._config, "vision_config", None) is None
             kind: Any = AutoTokenizer if self.text_only else AutoProcessor
-            self._processor: Any = kind.from_pretrained(model, revision=revision)
+            self._processor: Any = kind.from_pretrained(model, revision=revision, local_files_only=here)
             self._image_processor: Any = None if self.text_only else self._processor.image_processor
         except (OSError, ValueError, AttributeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -16,9 +16,9 @@ from eval.endpoint_engine import endpoint_of
 from eval.engines import AnswerEngineSettings, build_engine, check_model
 from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
 from eval.options import parse
-from eval.predictions import Prediction, read_predictions
+from eval.predictions import PREDICTIONS, SCORE, Prediction, read_predictions
 from eval.ranks import Ranks, ranks
-from eval.runner import PREDICTIONS, SCORE, Problem, infer
+from eval.runner import Problem, infer
 from eval.scoring import Score
 from eval.table import table
 

@@ -15,8 +15,8 @@ from typing import Any
 from adora_vl.commands import Parser, exit_code_of, text
 from adora_vl.comparability import cautions, missing_answers
 from adora_vl.errors import UserError
+from eval.predictions import SCORE
 from eval.published import PUBLISHED
-from eval.runner import SCORE
 from eval.statistics import bootstrap, mcnemar
 
 _NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")

@@ -47,8 +47,11 @@ def _hub_commit(model: str, revision: str | None) -> str | None:
     """The full commit of a model on the hub; None for one that has none, such as a folder."""
     from transformers import AutoConfig
 
+    from adora_vl.models.hub import only_here
+
+    here = only_here(model)
     try:
-        commit: str | None = AutoConfig.from_pretrained(model, revision=revision)._commit_hash
+        commit: str | None = AutoConfig.from_pretrained(model, revision=revision, local_files_only=here)._commit_hash
     except (OSError, ValueError):  # loading the model will say what is wrong
         return None
     return commit

@@ -15,6 +15,7 @@ from adora_vl.commands import MistakesError
 from adora_vl.errors import UserError
 from adora_vl.files import replace_file, unwritable, written_to
 
+PREDICTIONS, SCORE = "predictions.jsonl", "score.json"  # in the output folder of `run`
 REQUIRED_FIELDS = ("pid", "answer", "response")
 IMAGE_FAILED = "image_failed"  # the finish reason of a problem that was never asked
 Prediction = dict[str, Any]

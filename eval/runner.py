@@ -20,6 +20,7 @@ from eval.engines import AnswerEngine, AnswerEngineSettings, AnswerRequest
 from eval.fingerprint import Fields, note, settle
 from eval.predictions import (
     IMAGE_FAILED,
+    PREDICTIONS,
     Prediction,
     PredictionLog,
     absorb_parts,
@@ -30,7 +31,6 @@ from eval.predictions import (
 )
 from eval.ranks import Alone, Ranks
 
-PREDICTIONS, SCORE = "predictions.jsonl", "score.json"
 ALONE = Alone()
 
 

@@ -20,6 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from adora_vl.checkpoint.launcher import TOO_SHORT, kills_too_early, under_elastic
 from adora_vl.checkpoint.outputs import mute_lost_outputs
+from adora_vl.files import replace_file
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
 STOPPED_FILE = "stopped.json"  # in output_dir of a stopped run: launchers replace the exit code by their own
@@ -30,7 +31,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def mark_stopped(output_dir: Path, step: int) -> None:
     """For scripts that see the launcher's exit code only: the run was stopped by a signal and can be started again."""
     facts = {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": f"{PREFIX_CHECKPOINT_DIR}-{step}"}
-    (output_dir / STOPPED_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    replace_file(output_dir / STOPPED_FILE, json.dumps(facts) + "\n")
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

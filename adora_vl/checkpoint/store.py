@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adora_vl.files import remove_partial
+
 MANIFEST, MARK, STAGING = "manifest.json", "complete", ".saving"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _HASHING_THREADS = 8  # hashlib releases the GIL
@@ -125,8 +127,9 @@ def rotate(output_dir: Path, keep: int | None) -> None:
 
 
 def clear_staging(output_dir: Path) -> None:
-    """Remove what a killed process left behind."""
+    """Remove what a killed process left behind. Call it while `output_dir` is held."""
     shutil.rmtree(output_dir / STAGING, ignore_errors=True)
+    remove_partial(output_dir)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.commands import EXIT_INTERRUPTED
 from adora_vl.doctor.result import Check, as_json, failed, is_healthy, table
 from adora_vl.errors import UserError
+from adora_vl.files import check_folder, replace_file, unwritable
 from adora_vl.rollout.environment import find_cpu_build, prepare_engine_environment
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(words)
     speaks = os.environ.get("RANK", "0") == "0"
     try:
+        if options.json is not None:
+            check_folder("--json", options.json.parent)  # before the minutes that the checks take
         checks = diagnose(rest)
     except UserError as error:
         if speaks:
@@ -45,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(checks), flush=True)
         if options.json is not None:
             try:
-                options.json.write_text(json.dumps(as_json(checks), indent=2), encoding="utf-8")
+                replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
             except OSError as error:
-                print(f"error: --json: {str(options.json)!r} cannot be written ({error.strerror})", file=sys.stderr)
+                print(f"error: {unwritable('--json', options.json, error)}", file=sys.stderr)
                 return 2
     return 0 if is_healthy(checks) else 1
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,6 +17,7 @@ from adora_vl.dry_run.options import take_options
 from adora_vl.dry_run.planning import Plan, make_plan
 from adora_vl.dry_run.schedule import learning_rates, schedule_name
 from adora_vl.dry_run.words import changed_keys, default_of, report, steps_of
+from adora_vl.files import replace_file, written_to
 from adora_vl.memory.predict import fits, largest_batch, largest_image_tokens, predict
 from adora_vl.rollout.environment import prepare_engine_environment
 
@@ -30,10 +32,15 @@ def dry_run(arguments: Sequence[str]) -> int:
     given = given_keys(rest)
     print(report(plan, given), flush=True)
     if options.write_config is not None:
-        options.write_config.write_text(yaml.safe_dump(resolved(plan, given), sort_keys=False), encoding="utf-8")
+        _write("--write-config", options.write_config, yaml.safe_dump(resolved(plan, given), sort_keys=False))
     if options.json is not None:
-        options.json.write_text(json.dumps(figures(plan, given), indent=2, default=str), encoding="utf-8")
+        _write("--json", options.json, json.dumps(figures(plan, given), indent=2, default=str) + "\n")
     return 0 if fits(plan.setup, plan.card) else 1
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    with written_to(option, path):
+        replace_file(path, text)
 
 
 def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:

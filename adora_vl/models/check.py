@@ -46,4 +46,7 @@ def _check_lora(model: ModelConfig, config: PretrainedConfig) -> None:
     except (ValueError, KeyError) as error:
         targets: Any = model.lora_target_modules or model.lora_target_parameters
         reason = str(error).strip().splitlines()[0][:200]
-        raise UserError(f"lora_target_modules: {targets!r} does not fit this model ({reason})") from error
+        # `--lora_target_modules q_proj` comes out of TRL as a text, which PEFT matches against whole names
+        one = isinstance(targets, str) and targets.isidentifier()
+        remedy = f"; a single name is a regular expression over whole names: write '.*{targets}'" if one else ""
+        raise UserError(f"lora_target_modules: {targets!r} does not fit this model ({reason}){remedy}") from error

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from huggingface_hub import constants, get_session
 from transformers import AutoConfig, AutoProcessor, PretrainedConfig
 
 from adora_vl.errors import UserError
-
-_HUB_SECONDS = 5.0
-
-
-@cache
-def hub_answers() -> bool:
-    """Whether the model hub can be reached, asked once: the hub's library tries each file again for minutes."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception:  # of a library that has changed its HTTP client before
-        return False
-    return True
-
-
-def _only_here(model: str) -> bool:
-    """Whether to look on this machine alone: for a folder, and for a hub id where the hub does not answer."""
-    return Path(model).is_dir() or not hub_answers()
+from adora_vl.models.hub import only_here
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
@@ -37,7 +17,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise UserError(f"model_name_or_path: {model!r} is a folder without a config.json; name a saved model")
     try:
-        return AutoConfig.from_pretrained(model, revision=revision, local_files_only=_only_here(model))
+        return AutoConfig.from_pretrained(model, revision=revision, local_files_only=only_here(model))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -64,7 +44,7 @@ def restores_by_name(model: Any, folder: Path) -> bool:
 def load_processor(model: str, revision: str | None = None) -> Any:
     """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it."""
     return AutoProcessor.from_pretrained(
-        model, revision=revision, truncation_side="left", padding_side="left", local_files_only=_only_here(model)
+        model, revision=revision, truncation_side="left", padding_side="left", local_files_only=only_here(model)
     )
 
 

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from adora_vl.commands import Parser, number, path, whole
-from adora_vl.errors import UserError
-from adora_vl.report.page import build_page, write_page
-from adora_vl.report.run import RunView, image_uris, load_run
+from adora_vl.commands import Parser, exit_code_of, imports, number, path, whole
+
+with imports():
+    from adora_vl.errors import UserError
+    from adora_vl.report.page import build_page, write_page
+    from adora_vl.report.run import RunView, image_uris, load_run
 
 
 def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_mb: float) -> list[RunView]:
@@ -28,14 +30,13 @@ def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_m
     return views
 
 
-def compare(first: Sequence[Path], second: Sequence[Path]) -> int:
+def compare(first: Sequence[Path], second: Sequence[Path]) -> None:
     """Print whether the second side helped. Raises `UserError`."""
     from adora_vl.report.helped import helped_lines
 
     if len(first) + len(second) < 2:
         raise UserError("--compare: one run is named; name two, A B")
     print("\n".join(helped_lines(first, second)))
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,20 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="RUN",
         help="did B help? `A B --compare`; with several seeds `A1 A2 --compare B1 B2`, or all before it",
     )
-    try:
+
+    def command() -> None:
         options = parser.parse_args(arguments)
         if options.compare is not None:
-            return compare(options.runs, options.compare)
+            compare(options.runs, options.compare)
+            return
         output = options.output or options.runs[0] / "report.html"
         views = report(options.runs, output, max_rollouts=options.max_rollouts, max_image_mb=options.max_image_mb)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    for view in views:
-        rollouts = sum(len(group["rollouts"]) for group in view.groups)
-        print(f"{view.name}: {len(view.metrics)} lines of metrics, {rollouts} rollouts", *view.notes, sep="; ")
-    print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
-    return 0
+        for view in views:
+            rollouts = sum(len(group["rollouts"]) for group in view.groups)
+            print(f"{view.name}: {len(view.metrics)} lines of metrics, {rollouts} rollouts", *view.notes, sep="; ")
+        print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
+
+    return exit_code_of(command, "no page was written")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from adora_vl.commands import exit_code_of
 from adora_vl.comparability import cautions, missing_answers
 from adora_vl.errors import UserError
 
@@ -62,14 +63,13 @@ def _problems(score: Score) -> set[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     paths = list(sys.argv[1:] if arguments is None else arguments)
-    try:
+
+    def command() -> None:
         if len(paths) != 2:
             raise UserError("expected two score files: BEFORE.json AFTER.json")
         print("\n".join(gain_lines(_read(paths[0]), _read(paths[1]))))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code_of(command, "nothing was compared")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from adora_vl.errors import RunError
+from adora_vl.files import replace_file
 from adora_vl.report.commands import SECRET, launch_command
 
 MANIFEST = "manifest.json"
@@ -68,14 +69,10 @@ def write_manifest(manifest: Manifest, output_dir: Path) -> None:
     path = output_dir / MANIFEST
     if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:
         manifest["starts"] = [*read_manifest(output_dir).get("starts", []), *manifest["starts"]]
-    partial = path.with_suffix(".partial")
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(manifest, indent=2, default=str) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_file(path, json.dumps(manifest, indent=2, default=str) + "\n")
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
         reason = error.strerror or error
         raise RunError(f"output_dir: {str(path)!r} cannot be written ({reason}); make room there") from None
 

@@ -11,12 +11,12 @@ import base64
 import gzip
 import hashlib
 import json
-import os
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from adora_vl.errors import UserError
+from adora_vl.files import replace_file
 from adora_vl.report.run import ROLLOUT, RunView
 
 GENERATOR = "adora_vl report"  # marks a page that this module wrote
@@ -72,11 +72,6 @@ def write_page(page: str, path: Path) -> None:
     try:
         if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
             raise UserError(f"--output: {str(path)!r} is not a page that this command wrote; choose another name")
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-        try:
-            partial.write_text(page, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        replace_file(path, page)
     except OSError as error:
         raise UserError(f"--output: {str(path)!r} cannot be written ({error.strerror}); choose another name") from error

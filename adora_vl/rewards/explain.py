@@ -156,6 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was graded", file=sys.stderr)
+        return 130  # as in `adora_vl.commands`, which the rewards do not know
     return 0
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
+
+from adora_vl.files import replacing
 
 _SIDE = 512  # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
 
@@ -43,10 +44,10 @@ class Diagrams:
             self.folder.mkdir(parents=True, exist_ok=True)
             small = image.convert("RGB")
             small.thumbnail((_SIDE, _SIDE))
-            partial = path.with_suffix(f".partial-{os.getpid()}")
-            small.save(partial, "PNG")
-            self._bytes = self._used() + partial.stat().st_size
-            partial.replace(path)
+            before = self._used()
+            with replacing(path, durable=False) as stream:
+                small.save(stream, "PNG")
+            self._bytes = before + path.stat().st_size
         return path.name
 
     def _used(self) -> int:

@@ -16,6 +16,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from adora_vl.files import replace_file
+
 METRICS = "metrics.jsonl"
 Line = dict[str, Any]
 
@@ -82,18 +84,16 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
         path = Path(args.output_dir) / METRICS
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = resumed_lines(read_metrics(path), state.log_history, state.global_step) if state.global_step else []
-        partial = path.with_suffix(".partial")
-        _write(partial, lines, "w")
-        partial.replace(path)
+        replace_file(path, _as_text(lines))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            _write(Path(args.output_dir) / METRICS, [as_line(logs, state.global_step, now)], "a")
+            with (Path(args.output_dir) / METRICS).open("a", encoding="utf-8") as stream:
+                stream.write(_as_text([as_line(logs, state.global_step, now)]))
+                stream.flush()
+                os.fsync(stream.fileno())
 
 
-def _write(path: Path, lines: Sequence[Line], mode: str) -> None:
-    with path.open(mode, encoding="utf-8") as stream:
-        stream.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        stream.flush()
-        os.fsync(stream.fileno())
+def _as_text(lines: Iterable[Line]) -> str:
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)

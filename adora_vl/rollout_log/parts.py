@@ -3,14 +3,13 @@
 output_dir/rollouts/rollouts-00000001-00000032.parquet    steps 1 to 32
 output_dir/rollouts/_images/<hash>.png                    the diagrams, each once
 
-Readers of a folder of Parquet files pass over names that begin with _. A file is written under such a name and then
-renamed. When small files are merged, the merged file is renamed first and the small ones are deleted afterwards. If a
-crash happens in between, files whose range lies inside that of another one are ignored, so no row is read twice.
+Readers of a folder of Parquet files pass over names that begin with . or _. A file is written under such a name and
+then renamed. When small files are merged, the merged file is renamed first and the small ones are deleted afterwards.
+If a crash happens in between, files whose range lies inside that of another one are ignored, so no row is read twice.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from adora_vl.files import remove_partial, replacing
 
 ROLLOUTS, IMAGES = "rollouts", "_images"
 _NAME = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
@@ -52,12 +53,8 @@ def _part(path: Path) -> Part | None:
 def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
     """Write the rows of the steps `first` to `last`. The data are on the disk before the file gets its name."""
     part = Part(folder / f"rollouts-{first:08}-{last:08}.parquet", first, last)
-    partial = part.path.with_name(f"_{part.path.name}.partial")
-    with partial.open("wb") as stream:
+    with replacing(part.path) as stream:
         pq.write_table(table, stream, compression="zstd")
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(part.path)
     return part
 
 
@@ -86,8 +83,10 @@ def cut_after(folder: Path, step: int) -> None:
     """Delete everything after `step`, because the run resumes there; 0 deletes all. Other files are not touched."""
     folder.mkdir(parents=True, exist_ok=True)
     counted = parts(folder)
-    for path in folder.glob("*rollouts-*"):
-        if path.name.startswith("_") or (_part(path) is not None and path not in [part.path for part in counted]):
+    remove_partial(folder)
+    remove_partial(folder / IMAGES)
+    for path in folder.glob("rollouts-*"):
+        if _part(path) is not None and path not in [part.path for part in counted]:
             path.unlink()
     for part in counted:
         if part.first <= step < part.last:

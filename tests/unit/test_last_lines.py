@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from adora_vl.assets import resolve_model
 from adora_vl.errors import RunError, UserError
 from adora_vl.export import main as export
-from adora_vl.models import load
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.report.commands import as_called, evaluate_any_command, interpreter, view_command
 from adora_vl.report.manifest import write_manifest
@@ -99,21 +98,3 @@ def test_a_place_that_export_cannot_write_to_is_refused(tmp_path, capsys, monkey
     Path("a_file").write_text("")
     assert export([str(PRETRAINED), place]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
-    asked = []
-
-    class Session:
-        def head(self, *args: object, **kwargs: object) -> None:
-            asked.append(args)
-            raise ConnectionError
-
-    monkeypatch.setattr(load.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(load, "get_session", Session)
-    load.hub_answers.cache_clear()
-    for _ in range(3):
-        with pytest.raises(UserError, match="'nobody/nothing' is neither a model folder here nor"):
-            load.load_config("nobody/nothing")
-    load.hub_answers.cache_clear()
-    assert len(asked) == 1

@@ -110,6 +110,22 @@ def test_every_key_is_in_the_fuzz_or_has_its_reason():
     assert not FREE.keys() & {*RANGES, *NAMED}
 
 
+# The fuzz above reads the table of ranges; these say what the table has to refuse.
+NONSENSE = {
+    "beta": -1, "learning_rate": -1, "temperature": 0, "num_train_epochs": 0, "max_steps": -7, "num_generations": 1,
+    "max_completion_length": 0, "seed": -1, "vllm_gpu_memory_utilization": 7, "adora_max_ratio": -1, "epsilon": -0.1,
+    "adora_max_bad_steps": 0, "adora_factor": 0, "adora_tau": 0, "adora_max_drift": 0, "save_steps": 0, "top_p": 0,
+    "per_device_train_batch_size": 0, "gradient_accumulation_steps": 0, "steps_per_generation": 0, "lora_r": 0,
+    "num_iterations": 0, "adam_beta1": 1, "max_grad_norm": -1, "save_total_limit": 0, "adora_record_gb": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NONSENSE)
+def test_a_number_that_can_only_be_a_mistake_is_refused(key):
+    with pytest.raises(UserError, match=f"^{key}: {NONSENSE[key]} is not "):
+        convert(key, str(NONSENSE[key]), *KEYS[key])
+
+
 @pytest.mark.parametrize("key", sorted(RANGES))
 def test_the_ends_of_a_range_and_the_default_are_taken(key):
     limits = RANGES[key]

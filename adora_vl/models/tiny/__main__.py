@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
+import sys
+from collections.abc import Sequence
 
-from adora_vl.models.tiny.build import build_tiny_model
-from adora_vl.models.tiny.warm_start import WarmStart
+from adora_vl.commands import MAX_SEED, Parser, exit_code_of, imports, path, whole
+
+with imports():
+    from adora_vl.models.tiny.build import build_tiny_model
+    from adora_vl.models.tiny.warm_start import WarmStart
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     defaults = WarmStart()
-    parser = argparse.ArgumentParser(prog="python -m adora_vl.models.tiny", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write (replaced if it exists)")
-    parser.add_argument("--steps", type=int, default=defaults.steps, help="warm-start steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    options = parser.parse_args()
-    short = min(defaults.short_prompt_steps, options.steps // 2)
-    facts = build_tiny_model(options.output, WarmStart(options.steps, short, seed=options.seed))
-    print(json.dumps(facts, indent=2))
+    parser = Parser(prog="python -m adora_vl.models.tiny", description=__doc__)
+    parser.add_argument("--output", type=path, required=True, metavar="DIR", help="replaced if it holds a tiny model")
+    parser.add_argument("--steps", type=whole(1), default=defaults.steps, help="warm-start steps (%(default)s)")
+    parser.add_argument("--seed", type=whole(0, MAX_SEED), default=defaults.seed)
+
+    def command() -> None:
+        options = parser.parse_args(arguments)
+        short = min(defaults.short_prompt_steps, options.steps // 2)
+        facts = build_tiny_model(options.output, WarmStart(options.steps, short, seed=options.seed))
+        print(json.dumps(facts, indent=2))
+
+    return exit_code_of(command, "nothing was written, and what was there before is unchanged")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import torch
 import transformers
 
 from adora_vl.models.tiny.architecture import build_model
+from adora_vl.models.tiny.place import check_place, save_built
 from adora_vl.models.tiny.processor import build_processor
 from adora_vl.models.tiny.warm_start import SLIPS, WarmStart, warm_start
 from adora_vl.prompts import SYSTEM_PROMPT
@@ -25,8 +23,10 @@ _DATA_SEED = 1000  # other problems than any training run draws by default
 def build_tiny_model(folder: Path, plan: WarmStart | None = None) -> dict[str, object]:
     """Build, warm-start and save the tiny model and its processor. Returns and saves (`build.json`) how it was made.
 
-    `folder` appears complete or not at all. The same versions and number of threads give the same weights.
+    `folder` appears complete or not at all. The same versions and number of threads give the same weights. Raises
+    `UserError` where `folder` holds anything else than such a model.
     """
+    check_place(folder)
     plan = plan or WarmStart()
     rows = list(generate(plan.rows, seed=_DATA_SEED))
     texts = [f"system user assistant {SYSTEM_PROMPT}\n"] * 50
@@ -42,13 +42,5 @@ def build_tiny_model(folder: Path, plan: WarmStart | None = None) -> dict[str, o
         "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__,
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        made = Path(temporary) / folder.name
-        model.save_pretrained(made)
-        processor.save_pretrained(made)
-        (made / "build.json").write_text(json.dumps(facts, indent=2) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        made.replace(folder)
+    save_built(folder, model, processor, facts)
     return facts

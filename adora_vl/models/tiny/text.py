@@ -6,12 +6,9 @@ wrong about half of the time, so that a reward has something to sort out.
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 import statistics
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.models.tiny.architecture import HEAD_SIZE, LAYERS, WIDTH
+from adora_vl.models.tiny.place import check_place, save_built
 from adora_vl.models.tiny.processor import END_OF_TURN, build_tokenizer
 from adora_vl.prompts import conversation
 from data_prep.knights import generate
@@ -105,8 +103,9 @@ def _warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pla
 def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[str, object]:
     """Build, warm-start and save the model with its tokenizer. Returns and saves (`build.json`) how it was made.
 
-    `folder` appears complete or not at all.
+    `folder` appears complete or not at all. Raises `UserError` where it holds anything else than such a model.
     """
+    check_place(folder)
     plan = plan or TextStart()
     texts = [f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
              for row in generate(500, seed=_DATA_SEED)]  # fmt: skip
@@ -115,13 +114,5 @@ def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[s
     loss = _warm_start(model, tokenizer, plan)
     parameters = sum(p.numel() for p in model.parameters())
     facts: dict[str, object] = {"parameters": parameters, "final_loss": round(loss, 4), "plan": asdict(plan)}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        made = Path(temporary) / folder.name
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        (made / "build.json").write_text(json.dumps(facts, indent=2) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        made.replace(folder)
+    save_built(folder, model, tokenizer, facts)
     return facts
