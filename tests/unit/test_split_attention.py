@@ -294,7 +294,12 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
         bank = torch.cat(rows["patches"])
         monkeypatch.setattr(model.model, "get_image_features", lambda found, grid, **more: own(bank[found[:, 0]], grid))
     add_fused_lm_head(model)
-    monkeypatch.setattr(packed_module, "pack", lambda *given: seen.append(given[3]) or pack(*given))
+
+    def packed(*given: Any) -> Any:
+        seen.append(given[3])
+        return pack(*given)
+
+    monkeypatch.setattr(packed_module, "pack", packed)
     one = PackedPass()
     tokens = (rows["ids"], rows["mask"], rows["completion"])
     logps = one(Accelerator(cpu=True), model, *tokens, None, False, inputs, lambda: (expected, None, None))[0]

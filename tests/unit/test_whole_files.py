@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from PIL import Image
@@ -122,9 +123,12 @@ class Saves:
 
 
 def merged(folder: Path) -> None:
-    from adora_vl.models.merged import save_merged
+    from accelerate import Accelerator
 
-    save_merged(Saves("config"), Saves("processor"), folder / "merged")
+    from adora_vl.models import merged as module
+
+    with mock.patch.object(module, "is_peft_model", lambda model: True):
+        assert module.save_merged(Saves("config"), Saves("processor"), folder / "merged", Accelerator(cpu=True))
 
 
 def tiny(folder: Path) -> None:
