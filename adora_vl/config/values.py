@@ -23,8 +23,7 @@ _NEEDED = frozenset({
     "vllm_server_host",
 })  # fmt: skip
 _OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})  # a mapping, or the path of one
-# `config/advantage.py` and `rewards/chosen.py` say what is wrong with these.
-_OWN_MESSAGES = frozenset({"adora_method_options", "adora_reward_options"})
+_OWN_MESSAGES = frozenset({"adora_method_options"})  # `config/advantage.py` says what is wrong with them
 _NULL_IS = {"report_to": "none"}  # Transformers fails on null for this key
 _SHOWN = 80
 
