@@ -153,7 +153,7 @@ def _tokenizer(model: str) -> TextTokens:
     """How many tokens the tokenizer of this model makes of a text."""
     from transformers import AutoTokenizer  # seconds, so only where it is asked for
 
-    from adora_vl.models.hub import only_here
+    from adora_vl.hub import only_here
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=only_here(model))

@@ -31,7 +31,7 @@ class ChatProcessor:
         # Here and not above: scoring, which loads no model, should not wait for them.
         from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-        from adora_vl.models.hub import only_here
+        from adora_vl.hub import only_here
         from adora_vl.rollout.tokens import never_sampled_ids
 
         here = only_here(model)

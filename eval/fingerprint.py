@@ -47,7 +47,7 @@ def _hub_commit(model: str, revision: str | None) -> str | None:
     """The full commit of a model on the hub; None for one that has none, such as a folder."""
     from transformers import AutoConfig
 
-    from adora_vl.models.hub import only_here
+    from adora_vl.hub import only_here
 
     here = only_here(model)
     try:

@@ -9,7 +9,7 @@ from accelerate.utils import is_peft_model
 from transformers import AutoConfig, AutoProcessor, PretrainedConfig
 
 from adora_vl.errors import UserError
-from adora_vl.models.hub import only_here
+from adora_vl.hub import only_here
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:

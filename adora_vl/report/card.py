@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.files import replace_file
 from adora_vl.prompts import SYSTEM_PROMPT
 from adora_vl.report.manifest import data_name, short_name
 from adora_vl.report.summary import figure_rows
@@ -54,7 +55,7 @@ class CardWriter:
     def write(self, folder: Path, state: TrainerState) -> None:
         """README.md of the model in `folder`, whose training is at `state`. One process calls this."""
         if self.text is not None:
-            (folder / "README.md").write_text(self.text(state.log_history, state.global_step), encoding="utf-8")
+            replace_file(folder / "README.md", self.text(state.log_history, state.global_step))
 
 
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:

@@ -39,7 +39,8 @@ OTHERWISE = {
     "data_prep/storage.py": "inside `complete_or_absent`",
     "data_prep/quarantine.py": "inside `complete_or_absent`",
     "eval/predictions.py": "appends",
-    "eval/extraction/judge.py": "appends",
+    "adora_vl/endpoint.py": "appends",
+    "data_prep/filtering.py": "inside `complete_or_absent`",
 }
 
 
@@ -102,10 +103,13 @@ def diagram(folder: Path) -> None:
 
 
 def card(folder: Path) -> None:
-    from adora_vl.trainer import AdoraGRPOTrainer
+    from transformers import TrainerState
 
-    trainer: Any = SimpleNamespace(card=lambda *_: "x" * 2000, state=SimpleNamespace(log_history=[], global_step=1))
-    AdoraGRPOTrainer.write_card(trainer, folder)
+    from adora_vl.report.card import CardWriter
+
+    writer = CardWriter()
+    writer.text = lambda *_: "x" * 2000
+    writer.write(folder, TrainerState())
 
 
 class Saves:
