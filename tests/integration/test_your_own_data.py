@@ -70,7 +70,6 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
                 {"q": f"First <image>, then <image>. {row['problem']}", "a": row["answer"], "i": names, "t": "x"}
             )
         lines[0]["q"] = lines[0]["q"].replace("<image>", "that")  # here they stand before the text
-        lines[1] = {**lines[1], "q": "What is 2 + 3?", "a": 5, "i": []}  # and here is none
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "out"
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i", "t": "t"})
@@ -92,7 +91,6 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
     rows = pd.read_parquet(out / "rollouts")
     assert rows["id"].str.startswith("in/train/").all() and rows["problem"].str.contains("<image>").any()
     assert {"reward/accuracy_reward", "reward/think_answer_format_reward"} <= set(rows.columns)
-    counts = rows.groupby("id")["images"].first().map(len)
-    assert set(counts) == {0, 2} and len(counts) == 8
+    assert rows.groupby("id")["images"].first().map(len).eq(2).all()
     card = (out / "README.md").read_text()
     assert "<think> reasoning process here" in card and "{problem} Look: {t}" in card
