@@ -9,7 +9,11 @@ from torch import Tensor, nn
 
 from adora_vl import compat
 from adora_vl.dedup.image_bank import Banks, ImageBank
+from adora_vl.dedup.split_attention import ARGUMENT
 from adora_vl.dedup.windows import batch_windows
+from adora_vl.models.families import DEEPSTACK, EMBEDDINGS, family_of
+
+Features = dict[str, list[Tensor]]  # of one image: by field, a tensor (image tokens, width) for each layer it enters at
 
 
 def vision_model(model: nn.Module) -> Any | None:
@@ -38,7 +42,7 @@ class SharedVision:
         Pixels still go to the model's own method, so generation and everything else work as before.
         """
         inner = vision_model(model)
-        if inner is None:
+        if inner is None or family_of(inner.config) is None:
             return False
         original = inner.get_image_features
 
@@ -66,18 +70,21 @@ class SharedVision:
             return self._pass(bank, starts, original, references.device, kwargs)
         distinct = list(dict.fromkeys(starts))
         if not any(parameter.requires_grad for parameter in inner.visual.parameters()):
-            return self._frozen(bank, starts, original, references.device, kwargs)
+            return self._frozen(bank, starts, inner, original, references.device, kwargs)
         output = self._pass(bank, distinct, original, references.device, kwargs)
+        own = _by_image(output, inner)
         place = {start: position for position, start in enumerate(distinct)}
-        output.pooler_output = tuple(output.pooler_output[place[start]] for start in starts)
-        return output
+        return _joined(output, [own[place[start]] for start in starts])
 
     def _pass(self, bank: ImageBank, starts: list[int], original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
         pixels, grids = bank.pixels(starts)
         self.seen += len(starts)
+        kwargs.pop(ARGUMENT, None)  # of the text's attention: Qwen3-VL hands its arguments on to the tower's
         return original(pixels, grids.to(device), **kwargs)
 
-    def _frozen(self, bank: ImageBank, starts: list[int], original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+    def _frozen(
+        self, bank: ImageBank, starts: list[int], inner: Any, original: Any, device: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Features of a frozen tower: computed for all images of the bank when first needed, then read from memory.
 
         A rank without new images computes one image again. All ranks must take part in the same passes, because these
@@ -89,6 +96,27 @@ class SharedVision:
             new = [start for start in bank.starts if start not in bank.frozen_features] or bank.starts[:1]
             with torch.no_grad():
                 output = self._pass(bank, new, original, device, kwargs)
-            bank.frozen_features |= dict(zip(new, output.pooler_output, strict=True))
+            bank.frozen_features |= dict(zip(new, _by_image(output, inner), strict=True))
             bank.features_due = False
-        return BaseModelOutputWithPooling(pooler_output=tuple(bank.frozen_features[start] for start in starts))
+        return _joined(BaseModelOutputWithPooling(), [bank.frozen_features[start] for start in starts])
+
+
+def _by_image(output: Any, inner: Any) -> list[Features]:
+    """The features of a vision pass, image by image, in all fields that its family names."""
+    family = family_of(inner.config)
+    assert family is not None and family.vision is not None
+    embeddings = output[EMBEDDINGS]  # a tensor per image
+    found: list[Features] = [{EMBEDDINGS: [own]} for own in embeddings]
+    if DEEPSTACK in family.vision.features:
+        for layer in output[DEEPSTACK]:  # a tensor for all images
+            for image, part in zip(found, torch.split(layer, [len(own) for own in embeddings]), strict=True):
+                image.setdefault(DEEPSTACK, []).append(part)
+    return found
+
+
+def _joined(output: Any, images: list[Features]) -> Any:
+    """`output` with the features of these images, in the form in which the model reads them."""
+    output.pooler_output = tuple(image[EMBEDDINGS][0] for image in images)
+    if DEEPSTACK in images[0]:
+        output.deepstack_features = [torch.cat(layer) for layer in zip(*(i[DEEPSTACK] for i in images), strict=True)]
+    return output

@@ -147,7 +147,7 @@ def _vision_tower(config: Any) -> Tower:
         kv_heads=config.num_heads,
         head_size=config.hidden_size // config.num_heads,
         mlp_width=config.intermediate_size,
-        window_only_layers=config.depth - len(config.fullatt_block_indexes),
+        window_only_layers=config.depth - len(getattr(config, "fullatt_block_indexes", range(config.depth))),
     )
 
 

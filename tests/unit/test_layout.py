@@ -49,7 +49,7 @@ ALLOWED = {
     "adora_vl.rows": ("adora_vl.errors",),
     "adora_vl.words": (),
     "adora_vl.batch": (),
-    "adora_vl.dedup": ("adora_vl.batch", "adora_vl.compat", "adora_vl.config", "adora_vl.rollout"),
+    "adora_vl.dedup": ("adora_vl.batch", "adora_vl.compat", "adora_vl.config", "adora_vl.models", "adora_vl.rollout"),
     "adora_vl.batching": (
         "adora_vl.batch",
         "adora_vl.checkpoint",
