@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from adora_vl import compat
 from adora_vl.dedup.image_bank import Banks, ImageBank
@@ -47,6 +48,8 @@ class SharedVision:
         original = inner.get_image_features
 
         def get_image_features(pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
+            if image_grid_thw is not None and not len(image_grid_thw):
+                return self._nothing(inner, original, image_grid_thw.device, kwargs)
             if pixel_values.is_floating_point() or image_grid_thw is None:
                 self.seen += 0 if image_grid_thw is None else len(image_grid_thw)
                 return original(pixel_values, image_grid_thw, **kwargs)
@@ -69,7 +72,7 @@ class SharedVision:
         if not self.share:
             return self._pass(bank, starts, original, references.device, kwargs)
         distinct = list(dict.fromkeys(starts))
-        if not any(parameter.requires_grad for parameter in inner.visual.parameters()):
+        if _is_frozen(inner):
             return self._frozen(bank, starts, inner, original, references.device, kwargs)
         output = self._pass(bank, distinct, original, references.device, kwargs)
         own = _by_image(output, inner)
@@ -90,8 +93,6 @@ class SharedVision:
         A rank without new images computes one image again. All ranks must take part in the same passes, because these
         gather sharded weights.
         """
-        from transformers.modeling_outputs import BaseModelOutputWithPooling
-
         if bank.features_due:
             new = [start for start in bank.starts if start not in bank.frozen_features] or bank.starts[:1]
             with torch.no_grad():
@@ -99,6 +100,45 @@ class SharedVision:
             bank.frozen_features |= dict(zip(new, _by_image(output, inner), strict=True))
             bank.features_due = False
         return _joined(BaseModelOutputWithPooling(), [bank.frozen_features[start] for start in starts])
+
+    def _nothing(self, inner: Any, original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+        """The features of no image. With several processes the tower is run all the same, whenever those that have
+        images run it: it gathers weights and reduces gradients, which are zero here.
+        """
+        config = inner.config
+        width = config.get_text_config().hidden_size
+        none = torch.zeros(0, width, dtype=inner.visual.dtype, device=device)
+        layers = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        images: list[Features] = [{EMBEDDINGS: [none], **({DEEPSTACK: [none] * layers} if layers else {})}]
+        if not distributed.is_initialized() or distributed.get_world_size() == 1:
+            return _joined(BaseModelOutputWithPooling(), images)
+        bank = self.banks.of_training()
+        once = self.share and _is_frozen(inner) and bank is not None
+        if once and not bank.features_due:
+            return _joined(BaseModelOutputWithPooling(), images)
+        if once and bank.starts:  # of other rows of this rank
+            self._frozen(bank, bank.starts[:1], inner, original, device, kwargs)
+            return _joined(BaseModelOutputWithPooling(), images)
+        output = _empty_picture(inner, original, device, kwargs)
+        if once:
+            bank.features_due = False
+        first = _by_image(output, inner)[0]
+        return _joined(output, [{name: [part[:0] for part in parts] for name, parts in first.items()}])
+
+
+def _is_frozen(inner: Any) -> bool:
+    return not any(parameter.requires_grad for parameter in inner.visual.parameters())
+
+
+def _empty_picture(inner: Any, original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+    """A vision pass over one image token of nothing."""
+    vision = inner.config.vision_config
+    side = vision.spatial_merge_size
+    channels = getattr(vision, "in_channels", 3)
+    values = channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.zeros(side * side, values, dtype=inner.visual.dtype, device=device)
+    kwargs.pop(ARGUMENT, None)
+    return original(pixels, torch.tensor([[1, side, side]], device=device), **kwargs)
 
 
 def _by_image(output: Any, inner: Any) -> list[Features]:

@@ -22,7 +22,8 @@ class Vision:
     output that enter the language model, at the image tokens: `EMBEDDINGS` is a tensor per image and takes the place
     of the token embeddings; `DEEPSTACK` is a tensor per layer for all images, added to the hidden states behind each
     of the first layers. `projector`: parts of a parameter's name by which it belongs to the projector. All other
-    parameters whose names have `tower` in them belong to the vision tower.
+    parameters whose names have `tower` in them belong to the vision tower. `swiglu`: blocks with a gated MLP and RMS
+    norms, else with two products around a GELU and layer norms, which keep less for the backward pass.
     """
 
     image_token: str
@@ -32,6 +33,7 @@ class Vision:
     features: tuple[str, ...] = (EMBEDDINGS,)
     tower: str = "visual."
     projector: tuple[str, ...] = ("visual.merger.",)
+    swiglu: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Family:
     vision: Vision | None
     sharable: frozenset[str]
     source: str
+    head_norms: bool = False
     note: str = ""
 
 
@@ -61,7 +64,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2_5_vl": Family(
         "Qwen2.5-VL",
-        Vision("<|image_pad|>", unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28),
+        Vision("<|image_pad|>", unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, swiglu=True),
         FULL,
         "models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
     ),
@@ -78,12 +81,14 @@ FAMILIES: dict[str, Family] = {
         FULL,
         "models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the published "
         "preprocessor_config.json",
+        head_norms=True,
     ),
     "qwen3_5": Family(
         "Qwen3.5",
         Vision("<|image_pad|>", unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096),
         FULL,
         "models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
+        head_norms=True,
         note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group cannot share: "
         "adora_share_prompt and rows end to end are off by themselves, everything else is shared",
     ),
