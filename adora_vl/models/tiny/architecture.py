@@ -11,13 +11,24 @@ from adora_vl.models.families import FAMILIES
 
 WIDTH, LAYERS, HEAD_SIZE = 96, 3, 32
 DEFAULT_FAMILY = "qwen2_5_vl"
-# What the families' configs differ in. Deepstack features enter behind the first two of three layers, so that their
+# What the families' configs differ in. Qwen3-VL interleaves the three kinds of positions, which vLLM reads from the
+# config and Transformers always does. Deepstack features enter behind the first two of three layers, so that their
 # number is not that of the layers, and the position embeddings are a grid of 8 x 8.
-_VISION: dict[str, tuple[Any, dict[str, Any]]] = {
-    "qwen2_5_vl": (Qwen2_5_VLConfig, {"fullatt_block_indexes": list(range(LAYERS)), "window_size": 112}),
-    "qwen3_vl": (Qwen3VLConfig, {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}),
+_OWN: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # config, text, rotary, vision
+    "qwen2_5_vl": (
+        Qwen2_5_VLConfig,
+        {"layer_types": ["full_attention"] * LAYERS},
+        {"mrope_section": [4, 6, 6]},
+        {"fullatt_block_indexes": list(range(LAYERS)), "window_size": 112},
+    ),
+    "qwen3_vl": (
+        Qwen3VLConfig,
+        {},
+        {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+    ),
 }
-TINY_FAMILIES = tuple(_VISION)
+TINY_FAMILIES = tuple(_OWN)
 
 
 def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMILY) -> Any:
@@ -28,7 +39,7 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
     known = FAMILIES[family].vision
     assert known is not None
-    config, own = _VISION[family]
+    config, own_text, own_rotary, own_vision = _OWN[family]
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": WIDTH,
@@ -38,14 +49,13 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
         "num_key_value_heads": 1,
         "head_dim": HEAD_SIZE,
         "max_position_embeddings": 2048,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **own_rotary},
         "bos_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "tie_word_embeddings": False,
+        **own_text,
     }
-    if family == "qwen2_5_vl":
-        text["layer_types"] = ["full_attention"] * LAYERS
     vision = {
         "depth": LAYERS,
         "hidden_size": WIDTH,
@@ -55,7 +65,7 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
         "patch_size": known.unit // 2,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        **own,
+        **own_vision,
     }
     return config(
         text_config=text,
