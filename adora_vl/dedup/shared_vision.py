@@ -112,15 +112,14 @@ class SharedVision:
         images: list[Features] = [{EMBEDDINGS: [none], **({DEEPSTACK: [none] * layers} if layers else {})}]
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return _joined(BaseModelOutputWithPooling(), images)
-        bank = self.banks.of_training()
-        once = self.share and _is_frozen(inner) and bank is not None
-        if once and not bank.features_due:
+        bank = self.banks.of_training() if self.share and _is_frozen(inner) else None
+        if bank is not None and not bank.features_due:
             return _joined(BaseModelOutputWithPooling(), images)
-        if once and bank.starts:  # of other rows of this rank
+        if bank is not None and bank.starts:  # of other rows of this rank
             self._frozen(bank, bank.starts[:1], inner, original, device, kwargs)
             return _joined(BaseModelOutputWithPooling(), images)
         output = _empty_picture(inner, original, device, kwargs)
-        if once:
+        if bank is not None:
             bank.features_due = False
         first = _by_image(output, inner)[0]
         return _joined(output, [{name: [part[:0] for part in parts] for name, parts in first.items()}])
@@ -156,7 +155,7 @@ def _by_image(output: Any, inner: Any) -> list[Features]:
 
 def _joined(output: Any, images: list[Features]) -> Any:
     """`output` with the features of these images, in the form in which the model reads them."""
-    output.pooler_output = tuple(image[EMBEDDINGS][0] for image in images)
+    output[EMBEDDINGS] = tuple(image[EMBEDDINGS][0] for image in images)
     if DEEPSTACK in images[0]:
-        output.deepstack_features = [torch.cat(layer) for layer in zip(*(i[DEEPSTACK] for i in images), strict=True)]
+        output[DEEPSTACK] = [torch.cat(layer) for layer in zip(*(i[DEEPSTACK] for i in images), strict=True)]
     return output

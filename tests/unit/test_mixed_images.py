@@ -151,7 +151,8 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(kind, monkeypa
     vision.install(model)
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
-    for rows in ([[], []], [[], [0]]):
+    generations: list[list[list[int]]] = [[[], []], [[], [0]]]
+    for rows in generations:
         together(model, vision, rows)
         assert len(calls) == 1
         inner, bank = model.model, vision.banks.of_training()
