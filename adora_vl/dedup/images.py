@@ -12,7 +12,7 @@ from torch import nn
 from adora_vl.batch import Batch, Row
 from adora_vl.config.speed import SpeedOptions
 from adora_vl.dedup.image_bank import Banks
-from adora_vl.dedup.processor import StepProcessor
+from adora_vl.dedup.processor import FlatProcessor, StepProcessor
 from adora_vl.dedup.shared_vision import SharedVision
 from adora_vl.dedup.without_images import has_images, with_image_columns
 from adora_vl.rollout.image_cache import ImageCache, can_cache
@@ -64,6 +64,6 @@ class DistinctImages:
             bank = self.banks.new(mode)
         cache = self.cache
         if cache is None or not any(row.get("images") for row in rows):
-            yield processor
+            yield FlatProcessor(processor) if self.shown else processor
         else:
             yield StepProcessor(processor, cache, bank, self._device)
