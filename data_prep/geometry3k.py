@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from adora_vl.errors import UserError
 from data_prep.clean import PixelLimits, RawProblem

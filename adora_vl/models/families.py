@@ -90,7 +90,7 @@ FAMILIES: dict[str, Family] = {
         "models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
         head_norms=True,
         note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group cannot share: "
-        "adora_share_prompt and rows end to end are off by themselves, everything else is shared",
+        "adora_share_prompt is off by itself, everything else is shared",
     ),
 }
 
