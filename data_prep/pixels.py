@@ -1,6 +1,6 @@
 """How large a model's own processor makes a picture: its rule, taken from Transformers, and what follows from it.
 
-The rule is the same in every family of `adora_vl.models.families` that sees; the side of an image token is not.
+The rule is the same in every family of `adora_vl.families` that sees; the side of an image token is not.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 
-from adora_vl.models.families import Vision, seeing_families
+from adora_vl.families import Vision, seeing_families
 
 VISIONS = seeing_families()
 DEFAULT_FAMILY = "qwen2_5_vl"

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from adora_vl.models.families import FAMILIES
+from adora_vl.families import FAMILIES
 from data_prep.inspection import SplitFacts, Survey
 
 _COLOURS = ("#2f6fb0", "#e08b2d", "#4f9d69", "#9467bd")

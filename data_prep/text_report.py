@@ -6,7 +6,7 @@ from collections import Counter
 from statistics import median
 
 from adora_vl.commands import amount
-from adora_vl.models.families import FAMILIES
+from adora_vl.families import FAMILIES
 from data_prep.inspection import PROPERTIES, SplitFacts, Survey, percentile
 
 _SHOWN_CHARACTERS = 100  # of a long problem

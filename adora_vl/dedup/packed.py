@@ -15,7 +15,7 @@ from adora_vl.dedup.image_bank import first_patches
 from adora_vl.dedup.prefix import groups_of, prompt_positions
 from adora_vl.dedup.shared_prompt import pack, sharing_pays
 from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
-from adora_vl.models.families import shares_prompts
+from adora_vl.families import shares_prompts
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
 

@@ -12,7 +12,7 @@ from adora_vl import compat
 from adora_vl.dedup.image_bank import Banks, ImageBank
 from adora_vl.dedup.split_attention import ARGUMENT
 from adora_vl.dedup.windows import batch_windows
-from adora_vl.models.families import DEEPSTACK, EMBEDDINGS, family_of
+from adora_vl.families import DEEPSTACK, EMBEDDINGS, family_of
 
 Features = dict[str, list[Tensor]]  # of one image: by field, a tensor (image tokens, width) for each layer it enters at
 

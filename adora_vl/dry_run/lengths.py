@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from adora_vl.models.families import family_of
+from adora_vl.families import family_of
 from adora_vl.prompt_template import Template
 from adora_vl.prompts import conversation_with_images
 from adora_vl.training_data import mixed_rows

@@ -13,8 +13,8 @@ from transformers.integrations import deepspeed
 
 from adora_vl import compat
 from adora_vl.errors import UserError
+from adora_vl.families import Family, family_of
 from adora_vl.models.components import COMPONENTS, LANGUAGE_MODEL, component_of, freeze
-from adora_vl.models.families import Family, family_of
 from adora_vl.models.load import load_config
 
 SHAPES = Path(__file__).with_name("shapes")  # the public config.json of the models in our recipes, for planning offline

@@ -10,7 +10,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.errors import UserError
-from adora_vl.models.families import family_of, known
+from adora_vl.families import family_of, known
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
@@ -33,7 +33,7 @@ class FamilyKeys(Protocol):
 def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) -> list[str]:
     """What a user should know of this model's family before the run: no line or one. No weight is loaded.
 
-    Raises `UserError` for a model with images whose family is not in `adora_vl.models.families`, unless everything
+    Raises `UserError` for a model with images whose family is not in `adora_vl.families`, unless everything
     that needs to know it is off.
     """
     name, kind, family = model.model_name_or_path, config.model_type, family_of(config)

@@ -8,7 +8,7 @@ from functools import cache
 from torch import nn
 
 from adora_vl.errors import UserError
-from adora_vl.models.families import seeing_families
+from adora_vl.families import seeing_families
 
 VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = "vision_tower", "projector", "language_model"
 COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
@@ -24,7 +24,7 @@ def _marks() -> tuple[frozenset[str], frozenset[str]]:
 def component_of(parameter_name: str) -> str:
     """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not matter).
 
-    The names are those of `adora_vl.models.families`: no family uses another one's mark for another part. A text-only
+    The names are those of `adora_vl.families`: no family uses another one's mark for another part. A text-only
     model is all language model.
     """
     tower, projector = _marks()

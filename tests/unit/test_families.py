@@ -13,9 +13,9 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.dedup.packed import packable
 from adora_vl.errors import UserError
+from adora_vl.families import DEEPSTACK, FAMILIES, shares_prompts
 from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.components import COMPONENTS, component_of
-from adora_vl.models.families import DEEPSTACK, FAMILIES, shares_prompts
 from data_prep import pixels
 from tests.tiny_run import train
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen3VLConfig
 
-from adora_vl.models.families import FAMILIES
+from adora_vl.families import FAMILIES
 
 WIDTH, LAYERS, HEAD_SIZE = 96, 3, 32
 DEFAULT_FAMILY = "qwen2_5_vl"

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from adora_vl.models.families import FAMILIES
+from adora_vl.families import FAMILIES
 
 VOCABULARY = 600
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
