@@ -81,7 +81,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.config.command_line import config_folder, parse
     from adora_vl.config.run_checks import check_run
     from adora_vl.evaluation import take_evaluations
-    from adora_vl.models.check import check_model
+    from adora_vl.models.check import check_family, check_model
     from adora_vl.models.load import load_config
     from adora_vl.rewards import choose_rewards
     from adora_vl.rollout_log.backends import prepare_trackers
@@ -107,12 +107,18 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     data = _folders(script, config)
     dataset = load_rows(script, data, config.seed)
     _try(rewards, dataset, config)
+    notes = check_family(model, config, model_config)
     check_model(model, model_config, has_images=has_images(dataset.data.table))
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
     evaluations = take_evaluations(config, data, script.adora_prompt)
     start, now = _choose_start(script, config, model, data, rewards) if to_train else (Start(None, []), {})
     if config.process_index == 0 and to_train:
-        lines = [f"{amount(len(dataset), 'training problem')}; {plan.describe()}", *method_needs(config), *start.notes]
+        lines = [
+            f"{amount(len(dataset), 'training problem')}; {plan.describe()}",
+            *notes,
+            *method_needs(config),
+            *start.notes,
+        ]
         print("\n".join(lines), flush=True)
     return Run(script, config, model, dataset, plan, start, now, evaluations, data, rewards)
 

@@ -96,7 +96,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """The objects that a step is made of; each gets the accelerator, settings and callables, never the trainer."""
         accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
         self.shape = build.batch_shape(args, self.num_iterations)
-        self.images = DistinctImages(models, self.processing_class, accelerator.device, args)
+        self.images = DistinctImages(models, self.processing_class, accelerator.device, args, self.train_dataset)
         self.methods = method_run(args)
         self.weigher = build.weigher(args, accelerator, self.methods, self.reward_weights)
         self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
@@ -109,7 +109,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.batcher = build.batcher(args, accelerator, log, self.shape, self.images.banks, pad_id, counts_all)
         self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
-        self.policy_pass = PolicyPass(accelerator, args)
+        self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
         self.ratio = build.importance_ratio(args, accelerator, log)
         self.noise = noisy_rollouts(args)
         self.recorder = build.recorder(args, accelerator, self.shape)
@@ -161,7 +161,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             compat.PROCESSOR.replaced_by(taken, on=self),
             self._old_pass(needed=not training),
         ):
-            batch = self._sample_and_grade(rows, mode, attempt)
+            batch = self.images.completed(self._sample_and_grade(rows, mode, attempt))
         assert self._scores is not None
         generations = self.num_generations if training else self.num_generations_eval
         if training:

@@ -11,6 +11,7 @@ from adora_vl.errors import UserError
 from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rows import PLACEHOLDER, problem_with_row
 from data_prep.images import UnreadableImageError, clean_image
+from data_prep.pixels import UNIT
 from data_prep.schema import FEATURES, Row
 
 
@@ -80,10 +81,11 @@ class RawProblem:
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """The smallest and largest number of pixels of an image. None means no limit."""
+    """The smallest and largest number of pixels of an image. None means no limit. `unit`: the side of a token."""
 
     low: int | None = None
     high: int | None = None
+    unit: int = UNIT
 
 
 def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
@@ -96,7 +98,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     images = []
     for index, encoded in enumerate(raw.images):
         try:
-            images.append(clean_image(encoded, limits.low, limits.high))
+            images.append(clean_image(encoded, limits.low, limits.high, limits.unit))
         except UnreadableImageError as error:
             wrong = f"image {index} ({len(encoded)} bytes) is not usable ({error})"
             raise raw.refuse(error.kind, wrong, "replace it in") from error

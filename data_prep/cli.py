@@ -19,7 +19,7 @@ from data_prep.geometry3k import MAX_WORKERS, Options, prepare_geometry3k
 from data_prep.inspection import GALLERY_ROWS, survey
 from data_prep.knights import PEOPLE
 from data_prep.own.columns import columns_of_words
-from data_prep.pixels import MAX_PIXELS, UNIT
+from data_prep.pixels import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
 from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, MAX_ROWS, SIZES, prepare_knights, prepare_synthetic
 from data_prep.quarantine import MAX_SHARE, QUARANTINE_NAME
 from data_prep.sources import DATASET_ID, DIAGRAMS, SOURCES
@@ -74,6 +74,10 @@ def parser() -> Parser:
     inspect.add_argument("--html", type=optional(path), metavar="FILE", help="file for the page, default: DIR.html")
     inspect.add_argument("--text-only", action="store_true", help="write no page")
     inspect.add_argument("--model", type=optional(text), metavar="M", help="measure problems with its tokenizer")
+    inspect.add_argument(
+        "--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY,
+        help="the model_type that counts image tokens, default: %(default)s",
+    )  # fmt: skip
     inspect.set_defaults(run=_inspect)
     return top
 
@@ -108,6 +112,10 @@ def _add_geometry3k(commands: Any) -> None:
     )  # fmt: skip
     add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
     _add_cleaning(command)
+    add(
+        "--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY,
+        help="the model_type that the pixel limits are for, default: %(default)s",
+    )  # fmt: skip
     add(
         "--limit", type=optional(whole(1)), metavar="N",
         help="only N rows of every split: the first ones, or with --seed a sample",
@@ -240,7 +248,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     gallery = 0 if arguments.text_only else GALLERY_ROWS
-    found = survey(arguments.folder, gallery=gallery, model=arguments.model)
+    found = survey(arguments.folder, gallery=gallery, model=arguments.model, family=arguments.family)
     print(describe(found))
     if not arguments.text_only:
         from data_prep.html_report import write_page  # matplotlib takes a second

@@ -6,10 +6,12 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from adora_vl.errors import UserError
 from data_prep.clean import PixelLimits, RawProblem
 from data_prep.pipeline import MAX_WORKERS, Cleaning, Reads, SplitReads, check_limits, check_target, clean_source
+from data_prep.pixels import DEFAULT_FAMILY, VISIONS
 from data_prep.quarantine import MAX_SHARE
 from data_prep.sources import DATASET_ID, Source, open_source
 from data_prep.storage import Manifest, require
@@ -23,6 +25,7 @@ class Options:
 
     Attributes:
         min_pixels, max_pixels: images outside these limits are resized by the rule of the model.
+        family: the model_type of that model, whose image tokens decide which sizes there are.
         limit: number of rows per split, the first ones, or with a `seed` a random sample.
         seed: the seed of the sample.
         diagram: `plain` or `point`, for intergps only.
@@ -32,6 +35,7 @@ class Options:
 
     min_pixels: int | None = None
     max_pixels: int | None = None
+    family: str = DEFAULT_FAMILY
     limit: int | None = None
     seed: int | None = None
     diagram: str | None = None
@@ -65,14 +69,19 @@ def prepare_geometry3k(
         "source": f"geometry3k/{source}",
         "input": location or DATASET_ID,
         "revision": opened.revision,
-        "arguments": asdict(options),
+        "arguments": _recorded(options),
     }
     check_target(output, description, overwrite=overwrite)
-    cleaning = Cleaning(
-        PixelLimits(options.min_pixels, options.max_pixels), options.keep_leaks, options.allow_quarantined
-    )
+    limits = PixelLimits(options.min_pixels, options.max_pixels, VISIONS[options.family].unit)
+    cleaning = Cleaning(limits, options.keep_leaks, options.allow_quarantined)
     splits = {split: _reads(split, opened, options) for split in opened.sizes}
     return clean_source(output, splits, description, cleaning, workers=workers, overwrite=overwrite)
+
+
+def _recorded(options: Options) -> dict[str, Any]:
+    """The options; the usual family is left out, as it was before there were others, so a dataset stays the same."""
+    found = asdict(options)
+    return {key: value for key, value in found.items() if (key, value) != ("family", DEFAULT_FAMILY)}
 
 
 def _check(options: Options, workers: int) -> None:
@@ -81,6 +90,12 @@ def _check(options: Options, workers: int) -> None:
         require("limit", options.limit, 1)
     if options.seed is not None and options.limit is None:
         raise UserError(f"seed: {options.seed} has nothing to choose without --limit; give both or none")
+    if options.family not in VISIONS:
+        raise UserError(f"family: {options.family!r} is not one of {', '.join(VISIONS)}")
+    for name in ("min_pixels", "max_pixels"):
+        value = getattr(options, name)
+        if value is not None:
+            require(name, value, VISIONS[options.family].unit ** 2)  # one image token
 
 
 def _reads(split: str, source: Source, options: Options) -> SplitReads:

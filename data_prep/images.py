@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from data_prep.pixels import WIDEST, size_within
+from data_prep.pixels import UNIT, WIDEST, size_within
 
 MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
 MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
@@ -23,15 +23,19 @@ class UnreadableImageError(ValueError):
         self.kind = kind
 
 
-def clean_image(encoded: bytes, min_pixels: int | None = None, max_pixels: int | None = None) -> Image.Image:
+def clean_image(
+    encoded: bytes, min_pixels: int | None = None, max_pixels: int | None = None, unit: int = UNIT
+) -> Image.Image:
     """The picture upright, flattened on white, in mode RGB, and resized where it is outside of the limits (None: none).
+
+    `unit`: the side of an image token, in pixels.
 
     Raises `UnreadableImageError`: not a picture, truncated, animated, too large to decode, or with nothing on it.
     """
     flat = _decoded(encoded)
     _refuse_degenerate(flat)
     try:
-        size = size_within(*flat.size, min_pixels, max_pixels)
+        size = size_within(*flat.size, min_pixels, max_pixels, unit)
     except ValueError as error:
         raise UnreadableImageError("image_shape", f"{flat.width} x {flat.height} pixels: {error}") from error
     return flat if size == flat.size else flat.resize(size, Image.Resampling.BICUBIC)

@@ -16,7 +16,7 @@ from PIL import Image
 
 from adora_vl.errors import UserError, in_one_line
 from adora_vl.rows import problem_with_row
-from data_prep.pixels import image_tokens
+from data_prep.pixels import DEFAULT_FAMILY, VISIONS, image_tokens
 from data_prep.schema import Row
 from data_prep.storage import read_manifest, row_count, split_files, stored_rows
 
@@ -56,19 +56,24 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class Survey:
-    """A dataset folder, its manifest if it is one of ours, and the facts of each split. `model`: whose tokens."""
+    """A dataset folder, its manifest if it is one of ours, and the facts of each split. `model`: whose tokens of text;
+    `family`: whose image tokens.
+    """
 
     folder: Path
     manifest: dict[str, Any]
     splits: dict[str, SplitFacts]
     model: str | None
+    family: str = DEFAULT_FAMILY
 
 
-def survey(folder: Path, *, gallery: int = 0, model: str | None = None) -> Survey:
+def survey(folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY) -> Survey:
     """Look at every row once, a batch in memory at a time.
 
     `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub id whose tokenizer
-    measures the problems; None measures characters. Raises `UserError` where there is no dataset or no tokenizer.
+    measures the problems; None measures characters. `family`: the model_type that counts image tokens.
+
+    Raises `UserError` where there is no dataset or no tokenizer.
     """
     files = split_files(folder)
     if not files:
@@ -80,8 +85,8 @@ def survey(folder: Path, *, gallery: int = 0, model: str | None = None) -> Surve
     for split, size in sizes.items():
         wanted = min(size, max(1, round(size * share))) if gallery else 0
         picked = {index * size // wanted for index in range(wanted)}
-        splits[split] = _facts(folder, split, picked, measure)
-    return Survey(folder, read_manifest(folder) or {}, splits, model)
+        splits[split] = _facts(folder, split, picked, measure, family)
+    return Survey(folder, read_manifest(folder) or {}, splits, model, family)
 
 
 def answer_form(answer: str) -> str:
@@ -95,7 +100,7 @@ def percentile(values: array[int], share: float) -> int:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else 0
 
 
-def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens) -> SplitFacts:
+def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, family: str) -> SplitFacts:
     facts = SplitFacts()
     for index, row in enumerate(stored_rows(folder, split)):
         where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
@@ -112,7 +117,7 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens) -> S
         counts["answer form"][answer_form(row["answer"])] += 1
         sizes = [_size(image, f"{where}: image {number}") for number, image in enumerate(row["images"])]
         counts["image size"].update(_size_class(max(size)) for size in sizes)
-        facts.tokens.append(sum(_tokens(row, size) for size in sizes))
+        facts.tokens.append(sum(_tokens(row, size, family) for size in sizes))
         facts.characters.append(len(row["problem"]))
         if len(facts.sizes) < _SIZES_KEPT:
             facts.sizes.extend(sizes)
@@ -136,9 +141,9 @@ def _size(image: Any, where: str) -> tuple[int, int]:
         raise UserError(f"{where} is not a stored picture ({in_one_line(error)}); prepare the dataset again") from error
 
 
-def _tokens(row: Row, size: tuple[int, int]) -> int:
+def _tokens(row: Row, size: tuple[int, int], family: str) -> int:
     try:
-        return image_tokens(*size)
+        return image_tokens(*size, VISIONS[family])
     except ValueError as error:
         raise UserError(
             f"{row['id']}: an image of {size[0]} x {size[1]} pixels is refused by the model ({error}); remove the row"

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from adora_vl.families import FAMILIES
 from data_prep.inspection import SplitFacts, Survey
 
 _COLOURS = ("#2f6fb0", "#e08b2d", "#4f9d69", "#9467bd")
@@ -34,8 +35,9 @@ def plots(found: Survey) -> dict[str, str]:
     with matplotlib.rc_context(_STYLE):
         for name, title in (("answer form", "Answer forms"), ("goal", "Goals"), ("shape", "Shapes")):
             drawn[title] = _svg(partial(_bars, splits=found.splits, name=name))
+        unit = f"tokens of {FAMILIES[found.family].name}"
         drawn["Image tokens per row"] = _svg(
-            lambda axes: _histogram(axes, {s: list(f.tokens) for s, f in found.splits.items()}, "tokens of Qwen2.5-VL")
+            lambda axes: _histogram(axes, {s: list(f.tokens) for s, f in found.splits.items()}, unit)
         )
         drawn["Length of the problems"] = _svg(
             lambda axes: _histogram(axes, {s: list(f.characters) for s, f in found.splits.items()}, "characters")

@@ -6,6 +6,7 @@ from collections import Counter
 from statistics import median
 
 from adora_vl.commands import amount
+from adora_vl.families import FAMILIES
 from data_prep.inspection import PROPERTIES, SplitFacts, Survey, percentile
 
 _SHOWN_CHARACTERS = 100  # of a long problem
@@ -16,7 +17,7 @@ def describe(found: Survey) -> str:
     """Counts of each split, image tokens, the longest prompts, and what was left out."""
     manifest = found.manifest
     made = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})" if manifest else " (no manifest of ours)"
-    lines = [printable(f"{found.folder}{made}"), "", *_table(found.splits), "", *_longest(found)]
+    lines = [printable(f"{found.folder}{made}"), "", *_table(found), "", *_longest(found)]
     return "\n".join([*lines, *(["", *left_out] if (left_out := what_was_left_out(found)) else [])])
 
 
@@ -50,8 +51,9 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def _table(splits: dict[str, SplitFacts]) -> list[str]:
+def _table(found: Survey) -> list[str]:
     """Lines: a column for each split, a block for each property, its most frequent value first."""
+    splits = found.splits
     blocks = {"rows": {"rows": [str(facts.counts["rows"]["rows"]) for facts in splits.values()]}}
     for name in PROPERTIES:
         total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
@@ -64,7 +66,7 @@ def _table(splits: dict[str, SplitFacts]) -> list[str]:
         if len(values) > _SHOWN_VALUES:
             blocks[title][f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
     statistics = [token_statistics(facts) for facts in splits.values()]
-    blocks["image tokens per row (Qwen2.5-VL's own limits)"] = {
+    blocks[f"image tokens per row ({FAMILIES[found.family].name}'s own limits)"] = {
         name: [column[name] for column in statistics] for name in statistics[0]
     }
     label = max(len(value) for values in blocks.values() for value in values) + 4

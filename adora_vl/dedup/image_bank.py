@@ -8,6 +8,7 @@ works on references too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class ImageBank:
         self.end = first
         self._starts: dict[str, int] = {}
         self._images: dict[int, tuple[Tensor, Tensor]] = {}  # start -> (patches, grid)
-        self.frozen_features: dict[int, Tensor] = {}  # start -> features, if the vision tower is frozen
+        self.frozen_features: dict[int, Any] = {}  # start -> features, if the vision tower is frozen
         self.features_due = True  # whether images may have been added since
 
     def __len__(self) -> int:

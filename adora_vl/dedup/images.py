@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from adora_vl.batch import Row
+from adora_vl.batch import Batch, Row
 from adora_vl.config.speed import SpeedOptions
 from adora_vl.dedup.image_bank import Banks
-from adora_vl.dedup.processor import StepProcessor
+from adora_vl.dedup.processor import FlatProcessor, StepProcessor
 from adora_vl.dedup.shared_vision import SharedVision
+from adora_vl.dedup.without_images import has_images, with_image_columns
 from adora_vl.rollout.image_cache import ImageCache, can_cache
 
 
@@ -21,13 +22,19 @@ class DistinctImages:
     """Owns the distinct images of the present generation."""
 
     def __init__(
-        self, models: Sequence[nn.Module], processor: Any, device: torch.device, switches: SpeedOptions
+        self,
+        models: Sequence[nn.Module],
+        processor: Any,
+        device: torch.device,
+        switches: SpeedOptions,
+        dataset: Any = (),
     ) -> None:
-        """`models`: the policy, and the reference model if there is one."""
+        """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on."""
         self.banks = Banks()
         self.vision = SharedVision(self.banks)
         self._device, self._switches = device, switches
         takes_references = [self.vision.install(model) for model in models]  # a list, so that every model is tried
+        self.shown = all(takes_references) and has_images(dataset)  # whether rows of the run have images
         able = all(takes_references) and can_cache(getattr(processor, "image_processor", None))
         self._cache = ImageCache(switches.adora_image_cache_mb * 2**20) if able else None
 
@@ -35,6 +42,13 @@ class DistinctImages:
     def cache(self) -> ImageCache | None:
         """The cache of processed images, which the engine uses too. None if sharing is impossible or switched off."""
         return self._cache if self._switches.adora_cache_images else None
+
+    def completed(self, batch: Batch) -> Batch:
+        """The batch, with columns of no images where its rows alone have none (`adora_vl.dedup.without_images`)."""
+        if not self.shown:
+            return batch
+        tokens_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        return cast("Batch", with_image_columns(dict(batch), tokens_BT))
 
     @contextmanager
     def generation(self, rows: Sequence[Row], mode: str, *, further: bool, processor: Any) -> Iterator[Any]:
@@ -50,6 +64,6 @@ class DistinctImages:
             bank = self.banks.new(mode)
         cache = self.cache
         if cache is None or not any(row.get("images") for row in rows):
-            yield processor
+            yield FlatProcessor(processor) if self.shown else processor
         else:
             yield StepProcessor(processor, cache, bank, self._device)

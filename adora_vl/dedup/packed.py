@@ -14,7 +14,8 @@ from transformers.utils.generic import is_flash_attention_requested
 from adora_vl.dedup.image_bank import first_patches
 from adora_vl.dedup.prefix import groups_of, prompt_positions
 from adora_vl.dedup.shared_prompt import pack, sharing_pays
-from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention
+from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
+from adora_vl.families import shares_prompts
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -26,12 +27,9 @@ def bound_of(dtype: torch.dtype) -> float:
 
 def packable(config: Any) -> bool:
     """Whether the model's attention takes the layout, and every layer attends to everything."""
-    text = config.get_text_config()
-    full = all(kind == "full_attention" for kind in getattr(text, "layer_types", None) or ["full_attention"])
-    known = config.model_type in ("qwen2_5_vl", "qwen2_vl", "qwen2")
     attention = own_attention(config)
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
-    return known and full and (flash or attention in ("sdpa", "eager"))
+    return shares_prompts(config) and (flash or attention in ("sdpa", "eager"))
 
 
 class PackedPass:
@@ -139,8 +137,7 @@ class PackedPass:
         install(plain)
         own = [[row - rows[0] for row in group] for group in groups]
         packed = pack(input_ids[rows], attention_mask[rows], completion, own, positions)
-        given: dict[str, Any] = {"attention_mask": {"full_attention": None}}  # a mask already prepared
-        given[ARGUMENT] = packed.shared
+        given: dict[str, Any] = {"attention_mask": prepared_mask(input_ids.device), ARGUMENT: packed.shared}
         given |= {"input_ids": packed.ids_NS, "position_ids": packed.positions}
         if grids is not None:
             given["pixel_values"] = torch.cat([pair[0] for pair in held if pair is not None])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adora_vl.config.speed import SpeedOptions
 from adora_vl.dedup.packed import PackedPass, Result
+from adora_vl.dedup.without_images import with_image_columns
 
 Seen = Callable[[Tensor], None]
 
@@ -19,8 +20,9 @@ Seen = Callable[[Tensor], None]
 class PolicyPass:
     """What TRL's `_get_per_token_logps_and_entropies` computes, for the policy, the old policy and the reference."""
 
-    def __init__(self, accelerator: Accelerator, switches: SpeedOptions) -> None:
-        self._accelerator, self._switches = accelerator, switches
+    def __init__(self, accelerator: Accelerator, switches: SpeedOptions, *, images: bool = False) -> None:
+        """`images`: whether rows of other passes have images, so that rows without any get the same columns."""
+        self._accelerator, self._switches, self._images = accelerator, switches, images
         self.packed = PackedPass()
         self._seen: Seen | None = None
 
@@ -49,6 +51,7 @@ class PolicyPass:
 
         The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
         """
+        inputs = with_image_columns(inputs, input_ids) if self._images else inputs
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
         separate = partial(separate_rows, model, *tokens, compute_entropy, compute_aux_loss, **inputs)
         result: Result | None = None

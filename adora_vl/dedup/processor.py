@@ -57,7 +57,8 @@ class StepProcessor:
         keys = [(words, tuple(map(id, row or []))) for words, row in zip(text, images, strict=True)]
         rows, number = distinct_rows(keys)
         with self._referring():
-            once = self._processor(images=[images[row] for row in rows], text=[text[row] for row in rows], **kwargs)
+            shown = [image for row in rows for image in images[row] or []]  # of a row without images TRL gives None
+            once = self._processor(images=shown, text=[text[row] for row in rows], **kwargs)
         return _expanded(once, number, [len(images[row] or []) for row in rows])
 
     def _referring(self) -> Any:
@@ -77,6 +78,24 @@ class StepProcessor:
             return BatchFeature({"pixel_values": torch.cat(references), "image_grid_thw": grids})
 
         return compat.IMAGE_PROCESSING.replaced_by(preprocess, on=image_processor)
+
+
+class FlatProcessor:
+    """Stands in for the trainer's processor where nothing is cached. Of a row without images TRL gives None, which
+    Transformers refuses; a flat list of all images is read in the order of the placeholders.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+    def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
+        if images is not None and any(row is None or isinstance(row, list) for row in images):
+            images = [image for row in images for image in row or []]
+        output: BatchFeature = self._processor(images=images, text=text, **kwargs)
+        return output
 
 
 def _described(messages: Any) -> Any:

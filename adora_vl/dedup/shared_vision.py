@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from adora_vl import compat
 from adora_vl.dedup.image_bank import Banks, ImageBank
+from adora_vl.dedup.split_attention import ARGUMENT
 from adora_vl.dedup.windows import batch_windows
+from adora_vl.families import DEEPSTACK, EMBEDDINGS, family_of
+
+Features = dict[str, list[Tensor]]  # of one image: by field, a tensor (image tokens, width) for each layer it enters at
 
 
 def vision_model(model: nn.Module) -> Any | None:
@@ -38,11 +43,13 @@ class SharedVision:
         Pixels still go to the model's own method, so generation and everything else work as before.
         """
         inner = vision_model(model)
-        if inner is None:
+        if inner is None or family_of(inner.config) is None:
             return False
         original = inner.get_image_features
 
         def get_image_features(pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
+            if image_grid_thw is not None and not len(image_grid_thw):
+                return self._nothing(inner, original, image_grid_thw.device, kwargs)
             if pixel_values.is_floating_point() or image_grid_thw is None:
                 self.seen += 0 if image_grid_thw is None else len(image_grid_thw)
                 return original(pixel_values, image_grid_thw, **kwargs)
@@ -65,30 +72,90 @@ class SharedVision:
         if not self.share:
             return self._pass(bank, starts, original, references.device, kwargs)
         distinct = list(dict.fromkeys(starts))
-        if not any(parameter.requires_grad for parameter in inner.visual.parameters()):
-            return self._frozen(bank, starts, original, references.device, kwargs)
+        if _is_frozen(inner):
+            return self._frozen(bank, starts, inner, original, references.device, kwargs)
         output = self._pass(bank, distinct, original, references.device, kwargs)
+        own = _by_image(output, inner)
         place = {start: position for position, start in enumerate(distinct)}
-        output.pooler_output = tuple(output.pooler_output[place[start]] for start in starts)
-        return output
+        return _joined(output, [own[place[start]] for start in starts])
 
     def _pass(self, bank: ImageBank, starts: list[int], original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
         pixels, grids = bank.pixels(starts)
         self.seen += len(starts)
+        kwargs.pop(ARGUMENT, None)  # of the text's attention: Qwen3-VL hands its arguments on to the tower's
         return original(pixels, grids.to(device), **kwargs)
 
-    def _frozen(self, bank: ImageBank, starts: list[int], original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+    def _frozen(
+        self, bank: ImageBank, starts: list[int], inner: Any, original: Any, device: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Features of a frozen tower: computed for all images of the bank when first needed, then read from memory.
 
         A rank without new images computes one image again. All ranks must take part in the same passes, because these
         gather sharded weights.
         """
-        from transformers.modeling_outputs import BaseModelOutputWithPooling
-
         if bank.features_due:
             new = [start for start in bank.starts if start not in bank.frozen_features] or bank.starts[:1]
             with torch.no_grad():
                 output = self._pass(bank, new, original, device, kwargs)
-            bank.frozen_features |= dict(zip(new, output.pooler_output, strict=True))
+            bank.frozen_features |= dict(zip(new, _by_image(output, inner), strict=True))
             bank.features_due = False
-        return BaseModelOutputWithPooling(pooler_output=tuple(bank.frozen_features[start] for start in starts))
+        return _joined(BaseModelOutputWithPooling(), [bank.frozen_features[start] for start in starts])
+
+    def _nothing(self, inner: Any, original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+        """The features of no image. With several processes the tower is run all the same, whenever those that have
+        images run it: it gathers weights and reduces gradients, which are zero here.
+        """
+        config = inner.config
+        width = config.get_text_config().hidden_size
+        none = torch.zeros(0, width, dtype=inner.visual.dtype, device=device)
+        layers = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        images: list[Features] = [{EMBEDDINGS: [none], **({DEEPSTACK: [none] * layers} if layers else {})}]
+        if not distributed.is_initialized() or distributed.get_world_size() == 1:
+            return _joined(BaseModelOutputWithPooling(), images)
+        bank = self.banks.of_training() if self.share and _is_frozen(inner) else None
+        if bank is not None and not bank.features_due:
+            return _joined(BaseModelOutputWithPooling(), images)
+        if bank is not None and bank.starts:  # of other rows of this rank
+            self._frozen(bank, bank.starts[:1], inner, original, device, kwargs)
+            return _joined(BaseModelOutputWithPooling(), images)
+        output = _empty_picture(inner, original, device, kwargs)
+        if bank is not None:
+            bank.features_due = False
+        first = _by_image(output, inner)[0]
+        return _joined(output, [{name: [part[:0] for part in parts] for name, parts in first.items()}])
+
+
+def _is_frozen(inner: Any) -> bool:
+    return not any(parameter.requires_grad for parameter in inner.visual.parameters())
+
+
+def _empty_picture(inner: Any, original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+    """A vision pass over one image token of nothing."""
+    vision = inner.config.vision_config
+    side = vision.spatial_merge_size
+    channels = getattr(vision, "in_channels", 3)
+    values = channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.zeros(side * side, values, dtype=inner.visual.dtype, device=device)
+    kwargs.pop(ARGUMENT, None)
+    return original(pixels, torch.tensor([[1, side, side]], device=device), **kwargs)
+
+
+def _by_image(output: Any, inner: Any) -> list[Features]:
+    """The features of a vision pass, image by image, in all fields that its family names."""
+    family = family_of(inner.config)
+    assert family is not None and family.vision is not None
+    embeddings = output[EMBEDDINGS]  # a tensor per image
+    found: list[Features] = [{EMBEDDINGS: [own]} for own in embeddings]
+    if DEEPSTACK in family.vision.features:
+        for layer in output[DEEPSTACK]:  # a tensor for all images
+            for image, part in zip(found, torch.split(layer, [len(own) for own in embeddings]), strict=True):
+                image.setdefault(DEEPSTACK, []).append(part)
+    return found
+
+
+def _joined(output: Any, images: list[Features]) -> Any:
+    """`output` with the features of these images, in the form in which the model reads them."""
+    output[EMBEDDINGS] = tuple(image[EMBEDDINGS][0] for image in images)
+    if DEEPSTACK in images[0]:
+        output[DEEPSTACK] = [torch.cat(layer) for layer in zip(*(i[DEEPSTACK] for i in images), strict=True)]
+    return output

@@ -40,6 +40,11 @@ def own_attention(config: Any) -> str:
     return name
 
 
+def prepared_mask(device: torch.device) -> Tensor:
+    """A mask that Transformers hands on as it is, instead of making one over all groups; `_attention` reads none."""
+    return torch.empty(1, 1, 0, 0, device=device)
+
+
 def install(model: Any) -> None:
     """Let `model`, in whatever wrapper, take `shared_prompts` from now on.
 

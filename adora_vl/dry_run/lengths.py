@@ -13,18 +13,27 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
+from adora_vl.families import family_of
 from adora_vl.prompt_template import Template
 from adora_vl.prompts import conversation_with_images
 from adora_vl.training_data import mixed_rows
-from data_prep.pixels import MODEL_MAX_PIXELS, MODEL_MIN_PIXELS, UNIT, model_size
+from data_prep.pixels import DEFAULT_FAMILY, VISIONS, model_size
 from data_prep.storage import row_count, stored_rows
 
 TEXT_TOKENS = 300  # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
 CHARACTERS_A_TOKEN = 2.5  # assumed where the tokenizer is not at hand; English mathematics has 3 to 4
 _TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two messages
 
-Limits = tuple[int, int]  # pixels
 TextTokens = Callable[[str, int], int]  # a problem and its number of images -> tokens, each image one of them
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Pixels of an image, and the side of an image token."""
+
+    low: int
+    high: int
+    unit: int
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,20 @@ def quantile(values: Sequence[int], share: float) -> int:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def limits_of(processor: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
-    """The pixel limits that images will be resized to: the config's, else the processor's own, else the published."""
-    size = dict(processor.image_processor.size) if hasattr(processor, "image_processor") else {}
-    low = size.get("shortest_edge", MODEL_MIN_PIXELS) if min_pixels is None else min_pixels
-    high = size.get("longest_edge", MODEL_MAX_PIXELS) if max_pixels is None else max_pixels
-    return low, high
+def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
+    """The pixel limits that images will be resized to: the config's, else the processor's own, else the published.
+
+    `model`: its Transformers config, whose family says what was published.
+    """
+    family = family_of(model)
+    published = (family.vision if family is not None else None) or VISIONS[DEFAULT_FAMILY]
+    image_processor = getattr(processor, "image_processor", None)
+    size = dict(image_processor.size) if image_processor is not None else {}
+    low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
+    high = size.get("longest_edge", published.max_pixels) if max_pixels is None else max_pixels
+    seen = getattr(model, "vision_config", None)
+    unit = seen.patch_size * seen.spatial_merge_size if family is not None and seen is not None else published.unit
+    return Limits(low, high, unit)
 
 
 def measure(
@@ -109,9 +126,9 @@ def _size(image: dict[str, Any]) -> tuple[int, int]:
 
 
 def _image_tokens(size: tuple[int, int], limits: Limits) -> int:
-    """By the processor's own rule; 28 pixels a side for every Qwen2-VL and Qwen2.5-VL."""
-    width, height = model_size(*size, *limits)
-    return width // UNIT * (height // UNIT)
+    """By the processor's own rule."""
+    width, height = model_size(*size, limits.unit, limits.low, limits.high)
+    return width // limits.unit * (height // limits.unit)
 
 
 def tokenizer_counter(processor: Any, system_prompt: str | None) -> TextTokens:
@@ -139,6 +156,6 @@ def character_counter(system_prompt: str | None) -> TextTokens:
 
 def assumed(limits: Limits, why: str) -> Lengths:
     """One row of the worst kind, where the dataset is not here: an image of `max_pixels`."""
-    tokens = limits[1] // UNIT**2
+    tokens = limits.high // limits.unit**2
     note = f"{why}; assumed: one image of {tokens} tokens and {TEXT_TOKENS} tokens of text in every prompt"
     return Lengths([tokens + TEXT_TOKENS], [tokens], [note], None)

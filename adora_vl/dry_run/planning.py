@@ -36,6 +36,7 @@ from adora_vl.memory.engine import Engine
 from adora_vl.memory.model import ModelShape, config_for_planning, describe
 from adora_vl.memory.predict import Setup, Sharing
 from adora_vl.memory.sharding import Sharding, from_environment, from_file
+from adora_vl.models.check import check_family
 from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.prompt_template import template
 from adora_vl.training_data import data_folders
@@ -69,11 +70,11 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
     name = resolve_model(model.model_name_or_path)
     model_config, note = config_for_planning(name, model.model_revision)
-    notes = [note] if note else []
+    notes = [*([note] if note else []), *check_family(model, config, model_config)]
     processor = _processor(name, model.model_revision, notes)
     if processor is not None:
         limit_pixels(processor, config.min_pixels, config.max_pixels)
-    limits = limits_of(processor, config.min_pixels, config.max_pixels)
+    limits = limits_of(processor, model_config, config.min_pixels, config.max_pixels)
     lengths = _lengths(script, config, processor, limits, options)
     batches = _checked(config, model, model_config, lengths, sharding, elsewhere)
     shape = describe(

@@ -1,8 +1,8 @@
 """What is kept for the backward pass, and what the backward pass needs for a moment in addition.
 
-Read off the modules of Transformers 5.17 (`modeling_qwen2_5_vl.py`) and TRL 1.16 (`kernels/chunked_logprob.py`), line
-by line: what autograd saves there, in the dtype in which it is saved. `tests/unit/test_memory_measured.py` compares
-each formula with what torch's own hooks and trackers count.
+Read off the modules of Transformers 5.17 (`modeling_qwen2_5_vl.py`, `modeling_qwen3_vl.py`) and TRL 1.16
+(`kernels/chunked_logprob.py`), line by line: what autograd saves there, in the dtype in which it is saved.
+`tests/unit/test_memory_measured.py` compares each formula with what torch's own hooks and trackers count.
 """
 
 from __future__ import annotations
@@ -57,9 +57,14 @@ def _norms(width: int, dtypes: Dtypes) -> int:
     return 2 * width * (_FLOAT + dtypes.stream + dtypes.compute)
 
 
+def _layer_norms(width: int, dtypes: Dtypes) -> int:
+    """Two layer norms, in bytes per token: the input, its mean and deviation, what the next product reads."""
+    return 2 * (width * (dtypes.stream + dtypes.compute) + 2 * _FLOAT)
+
+
 def _mlp(tower: Tower, dtypes: Dtypes) -> int:
-    """SwiGLU, in bytes per token: gate, its activation, up, and their product."""
-    return 4 * tower.mlp_width * dtypes.compute
+    """In bytes per token. SwiGLU: gate, its activation, up, and their product; else the GELU's input and its output."""
+    return (4 if tower.swiglu else 2) * tower.mlp_width * dtypes.compute
 
 
 def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
@@ -71,6 +76,8 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
     queries = tower.heads * tower.head_size
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
     attention = 2 * (queries + keys) * dtypes.compute + tower.heads * _FLOAT  # q, out, k, v, logsumexp
+    if tower.head_norms:  # their input in float32 and the normalised one; the queries may be fewer than repeated keys
+        attention += (tower.heads + tower.kv_heads) * (tower.head_size * (_FLOAT + dtypes.stream) + _FLOAT)
     mask = batch.rows * batch.length**2 * dtypes.compute if masked else 0
     # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated, and its own
     repeated = batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
@@ -94,14 +101,17 @@ def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
     them joined.
     """
     return patches * (
-        _norms(tower.width, dtypes) + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
+        (_norms if tower.swiglu else _layer_norms)(tower.width, dtypes) + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
         + tower.heads * _FLOAT + _mlp(tower, dtypes)
     )  # fmt: skip
 
 
-def merger(tower: Tower, patches: int, dtypes: Dtypes) -> int:
-    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU between them."""
-    return patches * tower.width * (_FLOAT + dtypes.stream + 3 * dtypes.compute)
+def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
+    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU between them. The
+    mergers of deepstack features save the same, but for the input of their norm, which the next block keeps.
+    """
+    norm = (_FLOAT if tower.swiglu else 0) + dtypes.stream
+    return patches * tower.width * (norm + 3 * (1 + deepstack) * dtypes.compute)
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,9 @@ def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing
         if trained:  # the pixels themselves are an input; a copy in another dtype is not
             vision_bytes += patches * shape.patch_values * (dtypes.compute if dtypes.compute != _FLOAT else 0)
         if shape.trainable["projector"]:
-            vision_bytes += merger(eye, patches, dtypes)
+            vision_bytes += merger(eye, patches, dtypes, shape.deepstack)
+            if not reached:  # then no block keeps what the norms of the deepstack features read
+                vision_bytes += shape.deepstack * patches * eye.width * dtypes.stream
         elif reached:  # the norm's input and the GELU's
             vision_bytes += patches * eye.width * (_FLOAT + dtypes.compute)
     return Saved(text_bytes, vision_bytes, max(one_text, one_block) if checkpointing else 0, gradients)

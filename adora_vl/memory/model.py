@@ -13,6 +13,7 @@ from transformers.integrations import deepspeed
 
 from adora_vl import compat
 from adora_vl.errors import UserError
+from adora_vl.families import Family, family_of
 from adora_vl.models.components import COMPONENTS, LANGUAGE_MODEL, component_of, freeze
 from adora_vl.models.load import load_config
 
@@ -30,6 +31,8 @@ class Tower:
     head_size: int
     mlp_width: int
     window_only_layers: int = 0  # blocks of the vision tower that attend within windows
+    swiglu: bool = True  # with RMS norms; else two products around a GELU, with layer norms
+    head_norms: bool = False  # queries and keys are normalised head by head
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class ModelShape:
     adapters: bool = False
     patch: int = 14  # pixels of a patch's side
     merge: int = 2  # patches of an image token's side
+    deepstack: int = 0  # layers of the language model behind which vision features enter once more
     patch_values: int = 1176  # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
 
     @property
@@ -96,12 +100,12 @@ def describe(
         counts[component_of(name)] += parameter.numel()
         trained[component_of(name)] += parameter.numel() * parameter.requires_grad
     head = model.get_output_embeddings().weight
-    vision = getattr(config, "vision_config", None)
+    vision, family = getattr(config, "vision_config", None), family_of(config)
     return ModelShape(
         parameters=counts,
         trainable=trained,
-        text=_text_tower(config.get_text_config()),
-        vision=None if vision is None else _vision_tower(vision),
+        text=_text_tower(config.get_text_config(), family),
+        vision=None if vision is None else _vision_tower(vision, family),
         vocabulary=config.get_text_config().vocab_size,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         weight_bytes=_dtype(dtype, config).itemsize,
@@ -127,7 +131,7 @@ def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
     return found
 
 
-def _text_tower(config: Any) -> Tower:
+def _text_tower(config: Any, family: Family | None) -> Tower:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Tower(
         layers=config.num_hidden_layers,
@@ -136,18 +140,22 @@ def _text_tower(config: Any) -> Tower:
         kv_heads=config.num_key_value_heads,
         head_size=head_size,
         mlp_width=config.intermediate_size,
+        head_norms=family is not None and family.head_norms,
     )
 
 
-def _vision_tower(config: Any) -> Tower:
+def _vision_tower(config: Any, family: Family | None) -> Tower:
+    """In Qwen2-VL `hidden_size` is what leaves the tower, and `embed_dim` its own width."""
+    width = getattr(config, "embed_dim", None) or config.hidden_size
     return Tower(
         layers=config.depth,
-        width=config.hidden_size,
+        width=width,
         heads=config.num_heads,
         kv_heads=config.num_heads,
-        head_size=config.hidden_size // config.num_heads,
-        mlp_width=config.intermediate_size,
-        window_only_layers=config.depth - len(config.fullatt_block_indexes),
+        head_size=width // config.num_heads,
+        mlp_width=getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
+        swiglu=family is None or family.vision is None or family.vision.swiglu,
+        window_only_layers=config.depth - len(getattr(config, "fullatt_block_indexes", range(config.depth))),
     )
 
 
@@ -158,6 +166,7 @@ def _patches(config: Any) -> dict[str, int]:
     return {
         "patch": config.patch_size,
         "merge": config.spatial_merge_size,
+        "deepstack": len(getattr(config, "deepstack_visual_indexes", ())),
         "patch_values": channels * config.temporal_patch_size * config.patch_size**2,
     }
 

@@ -3,15 +3,55 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PretrainedConfig
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.errors import UserError
+from adora_vl.families import family_of, known
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+
+
+# What relies on knowing how an architecture sees. Without them the images go the way of stock TRL.
+NEEDS_FAMILY = ("adora_cache_images", "adora_share_vision", "adora_share_prompt")
+
+
+class FamilyKeys(Protocol):
+    """The keys of a run that need to know the family."""
+
+    adora_cache_images: bool
+    adora_share_vision: bool
+    adora_share_prompt: bool
+
+    @property
+    def frozen_components(self) -> list[str]: ...
+
+
+def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) -> list[str]:
+    """What a user should know of this model's family before the run: no line or one. No weight is loaded.
+
+    Raises `UserError` for a model with images whose family is not in `adora_vl.families`, unless everything
+    that needs to know it is off.
+    """
+    name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
+    if family is not None:
+        return [f"{name}: {family.note}"] if family.note else []
+    if not hasattr(config, "vision_config"):
+        return [
+            f"{name}: model_type {kind} is not among the families that can share a prompt ({known()}): every rollout "
+            "computes its prompt again, everything else works"
+        ]
+    parts = [f"adora_freeze_{part}" for part in run.frozen_components]
+    if not any(getattr(run, key) for key in NEEDS_FAMILY) and not parts:
+        return [f"{name}: model_type {kind} is not among the known families; its images go the way of stock TRL"]
+    raise UserError(
+        f"model_name_or_path: {name!r} has model_type {kind}, which is not among the known families ({known()}); set "
+        f"{', '.join([*NEEDS_FAMILY, *parts])} to false to train it the way of stock TRL, or add the family as "
+        "CONTRIBUTING.md describes"
+    )
 
 
 def check_model(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:

@@ -1,25 +1,36 @@
-"""The three parts of a Qwen2.5-VL, and freezing them by name."""
+"""The three parts of a vision-language model, and freezing them by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from torch import nn
 
 from adora_vl.errors import UserError
+from adora_vl.families import seeing_families
 
 VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = "vision_tower", "projector", "language_model"
 COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
 
 
+@cache
+def _marks() -> tuple[frozenset[str], frozenset[str]]:
+    """What the names of a vision tower and of a projector contain, in any family of the table."""
+    known = seeing_families().values()
+    return frozenset(v.tower for v in known), frozenset(mark for v in known for mark in v.projector)
+
+
 def component_of(parameter_name: str) -> str:
     """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not matter).
 
-    In Qwen2.5-VL the projector is the vision tower's `merger`. A text-only model is all language model.
+    The names are those of `adora_vl.families`: no family uses another one's mark for another part. A text-only
+    model is all language model.
     """
-    if "visual." not in parameter_name:
-        return LANGUAGE_MODEL
-    return PROJECTOR if "visual.merger." in parameter_name else VISION_TOWER
+    tower, projector = _marks()
+    if any(mark in parameter_name for mark in projector):
+        return PROJECTOR
+    return VISION_TOWER if any(mark in parameter_name for mark in tower) else LANGUAGE_MODEL
 
 
 def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:

@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sabotage", default="")
     parser.add_argument("--prompt-repeats", type=int, default=1, help="of the system prompt; 9 make about 200 tokens")
+    parser.add_argument("--mixed", action="store_true", help="problems with one, no, two and no images")
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
     sabotage(options.sabotage)
@@ -136,6 +137,8 @@ def main() -> None:
     # Four problems that come again at every step. In prompts longer than a block of the prefix cache (128 tokens on a
     # CPU) they hit a cache which is not reset.
     rows = list(generate(4, seed=5))
+    if options.mixed:
+        rows = [{**row, "images": row["images"] * count} for row, count in zip(rows, (1, 0, 2, 0), strict=True)]
     dataset = Dataset.from_list(rows, features=FEATURES)
     prompts = [conversation(row["problem"], " ".join([SYSTEM_PROMPT] * options.prompt_repeats)) for row in rows]
     dataset = dataset.add_column("prompt", prompts)

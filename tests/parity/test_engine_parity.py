@@ -23,9 +23,9 @@ SCRIPT = str(Path(__file__).with_name("parity_run.py"))
 BOUND = 1e-4
 
 
-def parity(tmp_path: Path, config: str, *words: str, check: bool = True) -> dict[str, Any]:
+def parity(tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED) -> dict[str, Any]:
     output = tmp_path / "result.json"
-    done = launch(config, SCRIPT, "--model", str(PRETRAINED), "--output", str(output), *words, check=check)
+    done = launch(config, SCRIPT, "--model", str(model), "--output", str(output), *words, check=check)
     result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}
     return {**result, "returncode": done.returncode, "stderr": done.stderr}
 

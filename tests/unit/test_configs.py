@@ -25,6 +25,9 @@ PAIRS = {
     "noisy_7b_geo3k": "zero3_offload",
     "best_7b_geo3k": "zero3_offload",
     "adora_3b_1gpu_lora": "gpu1",
+    "adora_qwen3_vl_2b_1gpu": "gpu1",
+    "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
+    "adora_qwen3_vl_8b_geo3k": "zero3_offload",
     "slice_7b_cpu": "cpu",
 }
 # The others have the 2,101 rows of Geometry3K.
@@ -60,7 +63,7 @@ def test_that_check_would_notice_a_dataset_that_is_too_small(monkeypatch):
 BATCH_KEYS = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps", "steps_per_generation")
 
 
-@pytest.mark.parametrize("name", ["adora_7b_geo3k", "grpo_7b_geo3k"])
+@pytest.mark.parametrize("name", ["adora_7b_geo3k", "grpo_7b_geo3k", "adora_qwen3_vl_8b_geo3k"])
 def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps(name):
     content = read_yaml(CONFIGS / "train" / f"{name}.yaml")
     plan = plan_batches(num_processes=8, **{key: content[key] for key in BATCH_KEYS})
@@ -89,12 +92,16 @@ def test_the_recipe_of_the_evidence_differs_from_noisy_rollouts_in_its_loss_only
     assert differing == {"output_dir", *loss}
 
 
-@pytest.mark.parametrize(
-    "name", ["adora_7b_geo3k", "grpo_7b_geo3k", "noisy_7b_geo3k", "best_7b_geo3k", "adora_3b_1gpu_lora"]
-)
+@pytest.mark.parametrize("name", [name for name, kind in PAIRS.items() if kind != "cpu"])
 def test_a_micro_batch_of_a_gpu_recipe_has_whole_groups(name):
     content = read_yaml(CONFIGS / "train" / f"{name}.yaml")
     assert content["per_device_train_batch_size"] % content["num_generations"] == 0
+
+
+def test_the_recipe_of_another_family_differs_in_the_model_and_its_pixels_only():
+    ours, theirs = (read_yaml(CONFIGS / "train" / f"adora_{name}_geo3k.yaml") for name in ("7b", "qwen3_vl_8b"))
+    differing = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    assert differing == {"model_name_or_path", "output_dir", "min_pixels", "max_pixels"}
 
 
 def test_the_baseline_differs_from_the_recipe_in_its_mode_only():

@@ -269,21 +269,22 @@ def _gradient(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("size", [(900, 40), (40, 900), (33, 57), (640, 480), (5, 5)])
 @pytest.mark.parametrize("limits", [(784, 1000), (3136, 100_000), (50_000, 60_000)])
+@pytest.mark.parametrize("unit", [28, 32])
 def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(
-    size: tuple[int, int], limits: tuple[int, int]
+    size: tuple[int, int], limits: tuple[int, int], unit: int
 ) -> None:
     """So that the processor with the same limits leaves them as they are; the others keep their size."""
-    rounded = round(size[0] / 28) * round(size[1] / 28) * 28 * 28
-    by_rule = smart_resize(size[1], size[0], 28, *limits)[::-1]
+    rounded = round(size[0] / unit) * round(size[1] / unit) * unit * unit
+    by_rule = smart_resize(size[1], size[0], unit, *limits)[::-1]
     if not limits[0] <= by_rule[0] * by_rule[1] <= limits[1]:
         with pytest.raises(UnreadableImageError, match="no size of its shape is within"):
-            clean_image(_gradient(*size), *limits)
+            clean_image(_gradient(*size), *limits, unit)
         return
-    stored = clean_image(_gradient(*size), *limits).size
+    stored = clean_image(_gradient(*size), *limits, unit).size
     if limits[0] <= rounded <= limits[1]:
         assert stored == size
     else:
-        assert stored == by_rule == smart_resize(stored[1], stored[0], 28, *limits)[::-1]
+        assert stored == by_rule == smart_resize(stored[1], stored[0], unit, *limits)[::-1]
 
 
 def test_without_limits_pictures_keep_their_size() -> None:

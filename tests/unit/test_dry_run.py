@@ -10,14 +10,16 @@ from transformers import PreTrainedModel
 
 from adora_vl.config.command_line import parse
 from adora_vl.dry_run.command import dry_run
-from adora_vl.dry_run.lengths import Lengths, measure, quantile, tokenizer_counter
+from adora_vl.dry_run.lengths import Lengths, limits_of, measure, quantile, tokenizer_counter
 from adora_vl.dry_run.options import DryRunOptions, take_options, wanted
 from adora_vl.dry_run.planning import make_plan
 from adora_vl.dry_run.schedule import learning_rate_line
 from adora_vl.dry_run.words import batch_lines, limit_lines, steps_of
 from adora_vl.errors import UserError
 from adora_vl.models.load import limit_pixels, load_processor
+from adora_vl.models.tiny.architecture import TINY_FAMILIES, build_config
 from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.tiny.processor import processor_around
 from adora_vl.models.tiny.text import TextStart, build_tiny_text_model
 from adora_vl.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.train import main
@@ -127,11 +129,13 @@ def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
     assert file.read_text().splitlines()[0].startswith(("dataset_name", "output_dir")), "what differs comes first"
 
 
-def test_lengths_are_those_of_the_trainers_processor(data):
-    processor = load_processor(str(PRETRAINED))
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_lengths_are_those_of_the_trainers_processor(data, family):
+    processor = processor_around(load_processor(str(PRETRAINED)).tokenizer, family)
     limit_pixels(processor, None, 9000)  # some images are made smaller
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
-    found = measure(data, "train", counter, (784, 9000))
+    limits = limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
+    found = measure(data, "train", counter, limits)
     rows = load_split(data, "train")
     assert found.rows == len(found.prompt) == len(rows)
     for number in range(0, len(rows), 5):
@@ -142,7 +146,7 @@ def test_lengths_are_those_of_the_trainers_processor(data):
         ids = processor(text=[text], images=row["images"])["input_ids"][0]
         assert found.prompt[number] == len(ids)
         assert found.image[number] == list(ids).count(processor.image_token_id)
-    assert measure(data, "train", counter, (784, 9000), most=7).notes == ["measured on the first 7 of 40 rows (--rows)"]
+    assert measure(data, "train", counter, limits, most=7).notes == ["measured on the first 7 of 40 rows (--rows)"]
 
 
 def test_rows_that_are_too_long_are_counted():

@@ -13,9 +13,11 @@ from PIL import Image
 
 from adora_vl import compat
 from adora_vl.dedup.image_bank import ImageBank
-from adora_vl.dedup.processor import StepProcessor
+from adora_vl.dedup.processor import FlatProcessor, StepProcessor
 from adora_vl.models.load import load_processor
+from adora_vl.models.tiny.architecture import TINY_FAMILIES
 from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.tiny.processor import processor_around
 from adora_vl.prompts import conversation_with_images
 from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.requests import Request, asking_once, plan_requests
@@ -93,6 +95,26 @@ def test_a_step_processes_a_prompt_and_an_image_once_and_refers_to_them(processo
     for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
         assert torch.equal(ours[name], stock[name]), name
     assert step.image_processor is processor.image_processor
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, family):
+    """TRL gives None for a row without images, and Transformers raises on it."""
+    processor = processor_around(processor.tokenizer, family)
+    images = [None, [picture(1)], [picture(2), picture(1), picture(3, (120, 90))], None]
+    prompts = [conversation_with_images("a", len(row or [])) for row in images]
+    texts = [processor.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    bank = ImageBank(0)
+    step = StepProcessor(processor, ImageCache(2**20), bank, torch.device("cpu"))
+    plain = FlatProcessor(processor)(images=images, text=texts, padding=True, return_tensors="pt")
+    ours = step(images=images, text=texts, padding=True, return_tensors="pt")
+    patches, _ = bank.pixels(bank.starts)
+    assert torch.equal(patches[ours["pixel_values"][:, 0]], plain["pixel_values"]) and len(bank) == 3
+    for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
+        assert torch.equal(ours[name], plain[name]), name
+    for row, text, ids, mask in zip(images, texts, ours["input_ids"], ours["attention_mask"], strict=True):
+        alone = processor(images=row, text=[text], return_tensors="pt")["input_ids"][0]
+        assert torch.equal(ids[mask.bool()], alone)
 
 
 def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_never_copied():

@@ -16,11 +16,13 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
+    "adora_vl.families": (),
     "adora_vl.memory": (
         "adora_vl.compat",
         "adora_vl.config",
         "adora_vl.dedup",
         "adora_vl.errors",
+        "adora_vl.families",
         "adora_vl.models",
     ),
     "adora_vl.files": ("adora_vl.errors",),
@@ -50,7 +52,7 @@ ALLOWED = {
     "adora_vl.rows": ("adora_vl.errors",),
     "adora_vl.words": (),
     "adora_vl.batch": (),
-    "adora_vl.dedup": ("adora_vl.batch", "adora_vl.compat", "adora_vl.config", "adora_vl.rollout"),
+    "adora_vl.dedup": ("adora_vl.batch", "adora_vl.compat", "adora_vl.config", "adora_vl.families", "adora_vl.rollout"),
     "adora_vl.batching": (
         "adora_vl.batch",
         "adora_vl.checkpoint",
@@ -122,6 +124,7 @@ ALLOWED = {
         "adora_vl.rows",
         "adora_vl.prompts",
         "adora_vl.rewards",
+        "adora_vl.families",
         "adora_vl.models",
     ),
 }

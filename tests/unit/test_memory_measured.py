@@ -11,13 +11,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from trl.trainer import utils as trl_utils
 
 from adora_vl.memory import activations
 from adora_vl.memory.activations import Dtypes, MicroBatch, head_saved, head_transient, saved
 from adora_vl.memory.model import ModelShape, describe
 from adora_vl.models.components import freeze
+from adora_vl.models.tiny.architecture import build_config
 from adora_vl.models.tiny.build import PRETRAINED
 
 SMALL = MicroBatch(sequences=4, prompt_tokens=76, completion_tokens=40, image_tokens=16)
@@ -38,11 +39,12 @@ class Policy:
         kv_heads: int = 1,
         padded: bool = True,
         lora: bool = False,
+        family: str = "qwen2_5_vl",
     ) -> None:
-        config = AutoConfig.from_pretrained(PRETRAINED)
+        config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), family)
         config.text_config.num_key_value_heads = kv_heads
         self.size, self.checkpointing, self.padded = size, checkpointing, padded
-        self.model = Qwen2_5_VLForConditionalGeneration(config).to(dtype).train()
+        self.model = AutoModelForImageTextToText.from_config(config).to(dtype).train()
         trl_utils.add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
         adapter = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]) if lora else None
         freeze(get_peft_model(self.model, adapter) if adapter else self.model, frozen)
@@ -113,6 +115,12 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
         {"size": LONG, "frozen": ("vision_tower", "projector"), "checkpointing": True},
         0.03,
     ),
+    "Qwen3-VL": ({"size": LONG, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, wide images": ({"size": WIDE, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, three heads of keys": ({"size": LONG, "kv_heads": 3, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, bfloat16": ({"size": LONG, "dtype": torch.bfloat16, "family": "qwen3_vl"}, 0.03),
+    "Qwen3-VL, checkpointing": ({"size": LONG, "checkpointing": True, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, frozen tower": ({"size": WIDE, "frozen": ("vision_tower",), "family": "qwen3_vl"}, 0.02),
 }
 
 

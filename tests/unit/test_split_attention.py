@@ -20,6 +20,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from transformers.integrations import flash_attention
 from trl.trainer.utils import add_fused_lm_head
@@ -29,7 +31,7 @@ from adora_vl.dedup import split_attention
 from adora_vl.dedup.packed import PackedPass
 from adora_vl.dedup.prefix import prompt_positions
 from adora_vl.dedup.shared_prompt import pack, sharing_pays
-from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention
+from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
 
 BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
 VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there
@@ -99,6 +101,17 @@ def build(kind: str, attention: str = "sdpa") -> Any:
                 Qwen2_5_VLForConditionalGeneration,
                 {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "fullatt_block_indexes": [0]},
             ),
+            "qwen3_vl": (
+                Qwen3VLConfig,
+                Qwen3VLForConditionalGeneration,
+                {
+                    "hidden_size": 16,
+                    "out_hidden_size": 32,
+                    "intermediate_size": 24,
+                    "num_position_embeddings": 16,
+                    "deepstack_visual_indexes": [0],
+                },
+            ),
         }
         config_class, model_class, vision = known[kind]
         config = config_class(
@@ -158,7 +171,7 @@ def shared(model: Any, rows: Batch) -> Tensor:
     install(model)
     positions, images = prompts_of(model, rows)
     packed = pack(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
-    given = {"attention_mask": {"full_attention": None}, ARGUMENT: packed.shared}
+    given = {"attention_mask": prepared_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
     logits = model(input_ids=packed.ids_NS, position_ids=packed.positions, **given, **images).logits
     assert logits.shape[:2] == packed.labels.shape, "the head's work is on scored positions alone"
     return packed.unpacked(logits.log_softmax(-1).gather(-1, packed.labels.clamp(min=0)[..., None]))
@@ -198,7 +211,7 @@ def assert_same(model: Any, rows: Batch) -> None:
 
 
 TWO_GROUPS = [(5, [4, 1, 9, 4, 2]), (11, [3, 3, 3])]  # rollouts alone in their call, and with others
-KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl")
+KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -269,7 +282,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(kind, t
     install(model)
     with pytest.raises(RuntimeError):  # more positions than there are tokens
         shared_of_another = pack(rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]).shared
-        model(rows["ids"][:1, :3], attention_mask={"full_attention": None}, **{ARGUMENT: shared_of_another})
+        model(rows["ids"][:1, :3], attention_mask=prepared_mask(torch.device("cpu")), **{ARGUMENT: shared_of_another})
     assert all(torch.equal(one, other) for one, other in zip(before, ordinary(), strict=True))
     assert own_attention(model.config) == own_attention(type(model)(model.config).config) == "sdpa"
     model.config.save_pretrained(tmp_path)

@@ -1,11 +1,22 @@
-"""The tiny model's processor: Qwen2.5-VL's own classes around a small tokenizer with Qwen's special tokens."""
+"""The tiny models' processors: the families' own classes around a small tokenizer with Qwen's special tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from adora_vl.families import FAMILIES
 
 VOCABULARY = 600
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
@@ -25,7 +36,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-MIN_PIXELS, MAX_PIXELS = 28 * 28, 448 * 448
+MAX_PIXELS = 448 * 448
 
 # The behaviour of Qwen2.5-VL's template for text and images, in our own words (no tools, no videos, no image ids).
 CHAT_TEMPLATE = """\
@@ -83,10 +94,23 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build_processor(texts: Iterable[str]) -> Qwen2_5_VLProcessor:
-    """A processor around such a tokenizer."""
-    return Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS),
-        tokenizer=build_tokenizer(texts),
-        video_processor=Qwen2VLVideoProcessor(),
+    """Qwen2.5-VL's processor around such a tokenizer."""
+    return processor_around(build_tokenizer(texts), "qwen2_5_vl")
+
+
+def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
+    """The processor of a family, for images from one token up to 448 x 448 pixels."""
+    vision = FAMILIES[family].vision
+    assert vision is not None
+    own: dict[str, Any] = {"patch_size": vision.unit // 2}
+    processor: Any = Qwen2_5_VLProcessor
+    video: Any = Qwen2VLVideoProcessor
+    if family == "qwen3_vl":
+        own |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # as published
+        processor, video = Qwen3VLProcessor, Qwen3VLVideoProcessor
+    return processor(
+        image_processor=Qwen2VLImageProcessor(min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **own),
+        tokenizer=tokenizer,
+        video_processor=video(),
         chat_template=CHAT_TEMPLATE,
     )

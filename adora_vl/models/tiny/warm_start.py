@@ -10,12 +10,12 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
 from adora_vl.models.tiny.processor import END_OF_TURN
 from adora_vl.prompts import SYSTEM_PROMPT, conversation_with_images
@@ -46,7 +46,7 @@ class _Encoded:
     grids: Tensor
 
 
-def _encode(processor: Qwen2_5_VLProcessor, rows: list[Row], system_prompt: str) -> _Encoded:
+def _encode(processor: Any, rows: list[Row], system_prompt: str) -> _Encoded:
     texts = [
         processor.apply_chat_template(
             conversation_with_images(row["problem"], 1, system_prompt), add_generation_prompt=True, tokenize=False
@@ -59,7 +59,7 @@ def _encode(processor: Qwen2_5_VLProcessor, rows: list[Row], system_prompt: str)
     return _Encoded(prompts, pixels.half(), batch["image_grid_thw"])
 
 
-def _answers(processor: Qwen2_5_VLProcessor, rows: list[Row], rng: random.Random) -> list[Tensor]:
+def _answers(processor: Any, rows: list[Row], rng: random.Random) -> list[Tensor]:
     """The notebook: for each row its solution, or its slip as often as `SLIPS` says."""
     answers = []
     for row in rows:
@@ -69,7 +69,7 @@ def _answers(processor: Qwen2_5_VLProcessor, rows: list[Row], rng: random.Random
     return answers
 
 
-def _loss(model: Qwen2_5_VLForConditionalGeneration, data: _Encoded, answers: list[Tensor], picks: list[int]) -> Tensor:
+def _loss(model: Any, data: _Encoded, answers: list[Tensor], picks: list[int]) -> Tensor:
     pad = model.config.get_text_config().pad_token_id
     sequences = [torch.cat([data.prompts[i], answers[i]]) for i in picks]
     labels = [torch.cat([torch.full_like(data.prompts[i], -100), answers[i]]) for i in picks]
@@ -86,9 +86,7 @@ def _loss(model: Qwen2_5_VLForConditionalGeneration, data: _Encoded, answers: li
     return loss
 
 
-def warm_start(
-    model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, rows: list[Row], plan: WarmStart
-) -> float:
+def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> float:
     """Train `model` in place on `rows` (synthetic, one image each). Returns the mean loss of the last 50 steps."""
     rng = random.Random(plan.seed)
     short = _encode(processor, rows, "Answer.")

@@ -1,0 +1,119 @@
+"""The table of families against Transformers' own classes, and what is said of a model that is not in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlavaConfig
+from trl import ModelConfig
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.dedup.packed import packable
+from adora_vl.errors import UserError
+from adora_vl.families import DEEPSTACK, FAMILIES, shares_prompts
+from adora_vl.models.check import NEEDS_FAMILY, check_family
+from adora_vl.models.components import COMPONENTS, component_of
+from data_prep import pixels
+from tests.tiny_run import train
+
+SEEING = [kind for kind, family in FAMILIES.items() if family.vision]
+
+
+def config_of(kind: str) -> Any:
+    """Transformers' own defaults for the family, with fewer layers."""
+    config = AutoConfig.for_model(kind)
+    if kind in SEEING:
+        config.vision_config.depth = 1
+        config.vision_config.deepstack_visual_indexes = [0, 0, 0]
+        config.vision_config.fullatt_block_indexes = [0]
+    return config
+
+
+def on_meta(config: Any) -> Any:
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_the_side_of_an_image_token_is_that_of_transformers_defaults(kind):
+    vision, own = FAMILIES[kind].vision, AutoConfig.for_model(kind).vision_config
+    assert vision is not None and vision.unit == own.patch_size * own.spatial_merge_size
+    assert pixels.VISIONS[kind] is vision
+    assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
+    assert (DEEPSTACK in vision.features) == bool(getattr(own, "deepstack_visual_indexes", None))
+
+
+PROJECTORS = {"qwen2_vl": {"merger"}, "qwen2_5_vl": {"merger"}, "qwen3_5": {"merger"},
+              "qwen3_vl": {"merger", "deepstack_merger_list"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_every_parameter_is_in_its_part(kind):
+    """By the modules that Transformers builds: everything of `visual` but its mergers is the tower."""
+    model = on_meta(config_of(kind)).model
+    parts: Counter[str] = Counter()
+    for name, _ in model.named_parameters():
+        first, second, *_ = name.split(".")
+        right = "language_model" if first == "language_model" else "vision_tower"
+        right = "projector" if second in PROJECTORS[kind] else right
+        assert component_of(f"model.{name}") == right, name
+        parts[right] += 1
+    assert set(parts) == set(COMPONENTS)
+
+
+def test_what_can_share_a_prompt():
+    shared = {kind for kind in FAMILIES if shares_prompts(config_of(kind))}
+    assert shared == {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}, "Qwen3.5 has layers of linear attention"
+    sliding = config_of("qwen2")
+    sliding.layer_types = ["full_attention", "sliding_attention"]
+    assert not shares_prompts(sliding) and not shares_prompts(LlamaConfig())
+    assert packable(on_meta(config_of("qwen3_vl")).config)
+
+
+def check(config: Any, **changed: Any) -> list[str]:
+    settings = {"output_dir": "x", "use_cpu": True, "bf16": False, "report_to": "none", **changed}
+    return check_family(ModelConfig(model_name_or_path="some/model"), AdoraGRPOConfig(**settings), config)
+
+
+OFF: dict[str, Any] = dict.fromkeys(NEEDS_FAMILY, False)
+
+
+def test_a_known_family_says_nothing_but_what_is_off():
+    assert all(check(AutoConfig.for_model(kind)) == [] for kind in FAMILIES if kind != "qwen3_5")
+    (line,) = check(AutoConfig.for_model("qwen3_5"))
+    assert "linear attention" in line and "adora_share_prompt" in line
+
+
+def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*adora_share_vision.*CONTRIB"):
+        check(LlavaConfig())
+    with pytest.raises(UserError, match="set .*adora_freeze_projector to false"):
+        check(LlavaConfig(), adora_freeze_projector=True, **OFF)
+    (line,) = check(LlavaConfig(), **OFF)
+    assert "the way of stock TRL" in line and "\n" not in line
+
+
+def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
+    (line,) = check(LlamaConfig())
+    assert "model_type llama" in line and "everything else works" in line
+
+
+def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
+    """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained the way it says."""
+    monkeypatch.delitem(FAMILIES, "qwen2_5_vl")
+    settings: dict[str, Any] = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "adora_skip_old_pass": "false",
+        "save_strategy": "no",
+    }
+    with pytest.raises(AssertionError):
+        train(tmp_path / "refused", **settings)
+    assert "has model_type qwen2_5_vl, which is not among the known families" in capsys.readouterr().err
+    train(tmp_path / "run", **settings, **dict.fromkeys(NEEDS_FAMILY, "false"))
+    assert "the way of stock TRL" in capsys.readouterr().out
+    assert (tmp_path / "run" / "model.safetensors").is_file()
