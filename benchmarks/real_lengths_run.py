@@ -121,7 +121,7 @@ def problems(number: int, tokens: int) -> Dataset:
 
 def build(options: argparse.Namespace) -> Any:
     processor = AutoProcessor.from_pretrained(PRETRAINED)
-    pixels = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
+    pixels: dict[str, Any] = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
         config(options.width, options.layers, options.blocks, options.vocabulary, processor),
