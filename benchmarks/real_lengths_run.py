@@ -84,7 +84,7 @@ class Recorded:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.stop = kwargs["processing_class"].tokenizer.eos_token_id
 
-    def prepare(self, *args: Any) -> None:
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def sync_weights(self) -> None:
@@ -99,6 +99,7 @@ class Recorded:
             ids = torch.randint(ORDINARY, 600, (length,), generator=generator)
             rows.append([*ids[:-1].tolist(), self.stop])
         Recorded.calls += 1
+        self.distorted = [False] * len(rows)  # as our engine says of rows whose images were changed
         likely = [[[-math.log(self.vocabulary)]] * len(row) for row in rows]  # what an untrained model gives
         return prompts, rows, likely, None
 
@@ -121,7 +122,7 @@ def problems(number: int, tokens: int) -> Dataset:
 
 def build(options: argparse.Namespace) -> Any:
     processor = AutoProcessor.from_pretrained(PRETRAINED)
-    pixels = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
+    pixels: dict[str, Any] = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
         config(options.width, options.layers, options.blocks, options.vocabulary, processor),
