@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from huggingface_hub import constants, get_session
 
-from adora_vl import hub, load
+from adora_vl import hub
 from adora_vl.dry_run.command import dry_run
 from adora_vl.errors import UserError
+from adora_vl.models import load
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere", "--dataset_name", "nowhere"]
 Answer = Callable[[socket.socket], None]
