@@ -110,3 +110,11 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(adora_
     train(run, overwrite_output_dir="true", max_steps=2)
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2"] and STEPS > 2
     assert not (run / ASIDE).exists() and len((run / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_what_an_unfinished_run_has_left_does_not_take_the_place_of_the_old_run(tmp_path):
+    run = a_run(tmp_path, 4)
+    set_aside(run)
+    (run / "metrics.jsonl").write_text("of the unfinished run")
+    set_aside(run)
+    assert (run / ASIDE / "metrics.jsonl").read_text() == "old" and not (run / "metrics.jsonl").exists()
