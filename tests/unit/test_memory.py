@@ -35,7 +35,7 @@ def seven() -> ModelShape:
 
 
 # Published: for Qwen2.5-VL the total_size of model.safetensors.index.json is 16,584,333,312 and 7,509,245,952 bytes in
-# bfloat16; for Qwen3-VL the hub's own figures of the parameters in the safetensors files.
+# bfloat16; for Qwen3-VL the counts that public code quotes.
 @pytest.mark.parametrize(
     ("name", "total", "tied", "side"),
     [
