@@ -22,8 +22,8 @@ test: lint coverage ## what CI runs: lint, types and every test, with real TRL, 
 	@# to start.
 	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile tests/integration tests/parity
 
-unit: .venv/.installed ## the unit tests only, without an engine (under 3 minutes)
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q tests/unit
+unit: .venv/.installed ## the unit tests that are quick: no engine, no training (under 3 minutes)
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q -m "not slow" tests/unit
 
 coverage: .venv/.installed ## the unit tests, and which share of each file they run: the 20 files with the least, and all
 	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile tests/unit --cov --cov-report=

@@ -26,6 +26,8 @@ from eval.options import parse
 from tests.benchmark_data import mathvista_rows, mmstar_rows
 from tests.unit.data_prep_support import GOOD, drawing, encoded, prepare, problem_folder, quarantined
 
+pytestmark = pytest.mark.slow
+
 MISSING = object()
 VALUES: dict[str, Any] = {
     "missing": MISSING,

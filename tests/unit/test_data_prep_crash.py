@@ -16,6 +16,8 @@ from data_prep.output import complete_or_absent
 from data_prep.storage import load_split
 from tests.unit.data_prep_support import files, prepare, problem_folder
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -19,6 +19,8 @@ from data_prep.synthetic.generate import generate
 from tests.browser import Browser, chromium, require_chromium
 from tests.unit.data_prep_support import encoded, prepare, problem_folder
 
+pytestmark = pytest.mark.slow
+
 ATTACK = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "</p></article><iframe src='javascript:parent.document.title=`owned`'></iframe>'\">"

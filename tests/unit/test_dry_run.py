@@ -27,6 +27,8 @@ from data_prep.cli import main as data_prep
 from data_prep.storage import load_split
 from tests.unit.test_configs import CONFIGS, PAIRS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _no_weights(monkeypatch):

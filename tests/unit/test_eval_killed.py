@@ -9,8 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY
 from tests.unit import killed_infer
+
+pytestmark = pytest.mark.slow
 
 ANSWERS = killed_infer.PROBLEMS * killed_infer.SAMPLES
 SECONDS_A_BATCH = 0.05

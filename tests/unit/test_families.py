@@ -19,6 +19,8 @@ from adora_vl.models.components import COMPONENTS, component_of
 from data_prep import pixels
 from tests.tiny_run import train
 
+pytestmark = pytest.mark.slow
+
 SEEING = [kind for kind, family in FAMILIES.items() if family.vision]
 
 

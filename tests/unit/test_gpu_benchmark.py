@@ -18,6 +18,8 @@ from benchmarks.gpu.catalogue import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import Line, Verdict, at_least, at_most, exit_code, failed, holds, skipped, table
 
+pytestmark = pytest.mark.slow
+
 SMALL = Setting(full=False, device=torch.device("cpu"))
 WITHOUT_ENGINE = [check.name for check in CHECKS if not {"vllm", "deepspeed"} & set(check.needs)]
 BROKEN = "tests.unit.gpu_benchmark_checks"

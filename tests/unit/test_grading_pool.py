@@ -25,6 +25,8 @@ from adora_vl.rewards.grammar import read_tree
 from adora_vl.rewards.pool import Pool, Worker, close_pool, shared_pool
 from adora_vl.rewards.wire import pack
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 HONEST, GOLD = r"\boxed{2(x+3)}", "2x+6"
 SLOW = "((((x+1)^{64})^{64})^{64})^{64}"  # sympy computes a rational with 10^7 digits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from adora_vl.rewards import Grade, canonical_gold, grade, verify_gold
 from adora_vl.rewards.grade import VERDICTS
 from data_prep.synthetic.canvas import PLAIN
 from data_prep.synthetic.families import FAMILIES
+
+pytestmark = pytest.mark.slow
 
 QUICK = settings(derandomize=True, max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 _INTEGER = st.integers(2, 400)

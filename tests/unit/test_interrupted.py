@@ -15,6 +15,8 @@ import pytest
 from adora_vl import train
 from adora_vl.commands import EXIT_INTERRUPTED
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # The first of these that a command imports, or the first file that it was told to read, is where Ctrl-C comes.
 AT_FIRST = ("numpy", "torch", "transformers", "datasets", "pyarrow", "yaml", "PIL", "safetensors", "a.json")
@@ -31,6 +33,7 @@ NO_COMMAND = {
 PRESS = f"""
 import os, runpy, signal, sys
 module, sys.argv[1:] = sys.argv[1], sys.argv[2:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background passes on that it is ignored
 pressed = []
 def hook(event, values):
     if event in ("import", "open") and str(values[0]) in {AT_FIRST} and not pressed:

@@ -23,6 +23,8 @@ from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
 from eval.mmstar.benchmark import BENCHMARK as MMSTAR
 from eval.options import build_parser
 
+pytestmark = pytest.mark.slow
+
 SWITCHES = (argparse._HelpAction, argparse._StoreTrueAction, argparse.BooleanOptionalAction)
 Main = Callable[[list[str]], int]
 BENCHMARKS = (GEOMETRY3K, KNIGHTS, MATHVISTA, MMSTAR)

@@ -13,6 +13,8 @@ from adora_vl.rollout.rows import kept
 from adora_vl.rollout_log import texts
 from tests.tiny_run import train
 
+pytestmark = pytest.mark.slow
+
 PROBLEMS, STEPS = 8, 2  # of a generation, which is learned from in 8 micro-batches
 
 

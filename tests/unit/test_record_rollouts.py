@@ -25,6 +25,8 @@ from adora_vl.rollout_log.rollouts import Record, as_table, criteria_columns
 from adora_vl.weighing import weighted_sum
 from tests.tiny_run import STEPS, train
 
+pytestmark = pytest.mark.slow
+
 NAN = float("nan")
 
 

@@ -13,6 +13,8 @@ import pytest
 from adora_vl.trainer import AdoraGRPOTrainer
 from tests.tiny_run import STEPS, train
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Recorded:

@@ -14,6 +14,8 @@ from tests.browser import Browser, chromium, require_chromium
 from tests.report_support import ATTACK, attacked_page, make_page, write_run
 from tests.tiny_run import STEPS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:

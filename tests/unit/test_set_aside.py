@@ -17,6 +17,8 @@ from adora_vl.train import main
 from tests.tiny_run import STEPS, arguments, train
 from tests.unit.test_checkpoint import RUN, make
 
+pytestmark = pytest.mark.slow
+
 OF_THE_OLD = ("metrics.jsonl", "manifest.json", "model.safetensors", "trainer_state.json", "rollouts/part.parquet")
 
 

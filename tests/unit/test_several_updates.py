@@ -7,6 +7,8 @@ import pytest
 from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
 from tests.tiny_run import STEPS, train
 
+pytestmark = pytest.mark.slow
+
 FOUR_UPDATES = {
     "per_device_train_batch_size": 8,
     "steps_per_generation": 4,

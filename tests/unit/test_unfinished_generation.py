@@ -16,6 +16,8 @@ from adora_vl.train import main
 from benchmarks.kill_and_resume import facts
 from tests.tiny_run import arguments, train
 
+pytestmark = pytest.mark.slow
+
 CYCLE, SAVED, STEPS = 4, 3, 7
 RUNS: dict[str, dict[str, Any]] = {
     "one optimizer step a micro-batch": {"per_device_train_batch_size": 8, "steps_per_generation": CYCLE},

@@ -17,6 +17,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 
 from adora_vl.dedup.windows import BATCHED, batch_windows, by_size
 
+pytestmark = pytest.mark.slow
+
 
 def tower(attention: str = "sdpa") -> Any:
     """Three blocks, the middle one of full attention, with the real windows of 112 pixels."""
