@@ -72,12 +72,18 @@ class Recorder(AdoraGRPOTrainer):
             self.sent.append(self.vllm_generation.tensors_sent)
         return output
 
-    def _check_drift(self, batch: Batch, logps_BC: torch.Tensor | None = None) -> None:
-        scored_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
-        if scored_BC is not None:
-            gaps_BC = (scored_BC - batch["sampling_per_token_logps"]).abs()
-            self.gaps.append(gaps_BC[batch["completion_mask"].bool()].max().item())
-        super()._check_drift(batch, logps_BC)
+    def _build_collaborators(self, *args: Any) -> None:
+        super()._build_collaborators(*args)
+        check = self.drift_guard.check_batch
+
+        def checked(batch: Batch, step: int, logps_BC: torch.Tensor | None = None) -> None:
+            scored_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
+            if scored_BC is not None:
+                gaps_BC = (scored_BC - batch["sampling_per_token_logps"]).abs()
+                self.gaps.append(gaps_BC[batch["completion_mask"].bool()].max().item())
+            check(batch, step, logps_BC)
+
+        self.drift_guard.check_batch = checked  # type: ignore[method-assign]
 
     def pixels(self, references: torch.Tensor) -> torch.Tensor:
         """What the references of this batch stand for, which they do until the next one is made."""
