@@ -17,10 +17,10 @@ setup: .venv/.installed ## install everything into .venv (about 3 minutes)
 demo: .venv/.installed ## the main job at a small size: draw problems, train, evaluate before and after (5 to 10 minutes)
 	@bash setup/demo.sh $(DEMO)
 
-test: lint coverage ## what CI runs: lint, types and every test, with real TRL, vLLM and DeepSpeed (20 to 40 minutes)
+test: lint ## what CI runs: lint, types and every test, with real TRL, vLLM and DeepSpeed (30 to 45 minutes)
 	@# Two files at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long
 	@# to start.
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile tests/integration tests/parity
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
 
 unit: .venv/.installed ## the unit tests that are quick: no engine, no training (under 3 minutes)
 	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q -m "not slow" tests/unit
