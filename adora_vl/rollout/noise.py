@@ -34,7 +34,8 @@ def sigmoid_annealing(progress: float, *, middle: float, steepness: float) -> fl
 
     `progress` and `middle` are shares of the run. The repository counts generations: 40 of 60 with steepness 30.
     """
-    return 1.0 / (1.0 + math.exp(steepness * (progress - middle)))
+    exponent = min(steepness * (progress - middle), 700.0)  # math.exp overflows above 709
+    return 1.0 / (1.0 + math.exp(exponent))
 
 
 def signal_share(step: int) -> float:

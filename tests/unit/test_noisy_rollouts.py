@@ -50,6 +50,12 @@ def test_the_annealing_of_the_repository_by_hand():
     assert replace(HALF, schedule="constant").level(1.0) == 500
 
 
+@pytest.mark.parametrize("steepness", [1e3, 1e300])
+def test_however_steep_it_is_nothing_overflows(steepness):
+    assert sigmoid_annealing(1.0, middle=0.0, steepness=steepness) == pytest.approx(0.0, abs=1e-300)
+    assert sigmoid_annealing(0.0, middle=1.0, steepness=steepness) == 1.0
+
+
 def test_how_much_of_the_image_is_left_by_hand():
     first = 1e-5 + (5e-3 - 1e-5) / (1 + math.exp(6))
     assert signal_share(0) == pytest.approx(math.sqrt(1 - first))
