@@ -15,7 +15,7 @@ from adora_vl.batch import LogFigure
 from adora_vl.batching.batcher import Batcher, Shape
 from adora_vl.batching.dynamic_sampling import DynamicSampling
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.dedup.image_bank import Banks
+from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.rollout.engine import EngineSettings
 from adora_vl.rollout.importance import ImportanceRatio, RatioSettings
 from adora_vl.rollout_log.metrics_file import MetricsFile
@@ -64,7 +64,7 @@ def batcher(
     accelerator: Accelerator,
     log: LogFigure,
     shape: Shape,
-    banks: Banks,
+    banks: ImageBanks,
     pad_id: int,
     every_row_counts: bool,
 ) -> Batcher:

@@ -34,7 +34,7 @@ from adora_vl.config.advantage import method_run
 from adora_vl.config.noise import noisy_rollouts
 from adora_vl.config.speed import regroup_obstacle, regroups
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.dedup.log_probabilities import LogProbabilities
 from adora_vl.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
@@ -109,7 +109,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.batcher = build.batcher(args, accelerator, log, self.shape, self.images.banks, pad_id, counts_all)
         self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
-        self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
+        self.log_probabilities = LogProbabilities(accelerator, args, images=self.images.shown)
         self.ratio = build.importance_ratio(args, accelerator, log)
         self.noise = noisy_rollouts(args)
         self.recorder = build.recorder(args, accelerator, self.shape)
@@ -256,7 +256,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 self.recorder.measured(micro, logps_BC)
                 self.ratio.complete(micro, logps_BC)
 
-        with self.policy_pass.watched(seen):
+        with self.log_probabilities.watched(seen):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
@@ -266,7 +266,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Stock TRL runs the prompt with every rollout, padded; ours once a group where that is less work, or rows
         without padding where the attention takes them.
         """
-        return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
+        return self.log_probabilities(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
         """Inside, TRL makes no pass for old log-probabilities where the policy's own pass gives the same."""

@@ -20,7 +20,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.vision_utils import get_vision_window_index
 
-from adora_vl.dedup.windows import batch_windows
+from adora_vl.dedup.batched_windows import batch_windows
 
 # Height and width in patches, four to an image token; the edges of all but the last cut windows
 IMAGES = {"300": [(30, 40)], "1000": [(50, 80)], "8 x 300": [(30, 40)] * 8, "1024": [(64, 64)]}

@@ -24,7 +24,7 @@ from adora_vl.batching.micro_batches import (
 from adora_vl.batching.rebalance import Carrier, movable, moves, rebalanced
 from adora_vl.config.arithmetic import unit_size
 from adora_vl.config.speed import SpeedOptions
-from adora_vl.dedup.image_bank import Banks
+from adora_vl.dedup.image_bank import ImageBanks
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Batcher:
     def __init__(
         self,
         accelerator: Accelerator,
-        banks: Banks,
+        banks: ImageBanks,
         log: LogFigure,
         shape: Shape,
         switches: SpeedOptions,

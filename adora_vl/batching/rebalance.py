@@ -13,7 +13,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from adora_vl.batching.dynamic_sampling import joined
 from adora_vl.batching.micro_batches import take_rows
-from adora_vl.dedup.image_bank import Banks, first_patches
+from adora_vl.dedup.image_bank import ImageBanks, first_patches
 
 _CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def rebalanced(
     unit: int,
     plan: list[tuple[int, int]],
     rank: int,
-    banks: Banks,
+    banks: ImageBanks,
     pad_id: int,
     carry: Callable[[Sequence[tuple[int, int]], Sequence[Any], int], list[Any]],
 ) -> tuple[dict[str, Any], list[bool]]:
@@ -111,7 +111,7 @@ def movable(batch: Mapping[str, Any]) -> tuple[str, ...]:
     return () if pixels is not None and pixels.is_floating_point() else tuple(sorted(batch))
 
 
-def _packed_up(rows: dict[str, Any], banks: Banks) -> dict[str, Any]:
+def _packed_up(rows: dict[str, Any], banks: ImageBanks) -> dict[str, Any]:
     """The rows, copied to the CPU as separate tensors. Each image is included once, in place of references to it."""
     parcel: dict[str, Any] = _apart({name: value for name, value in rows.items() if name != "pixel_values"})
     references = rows.get("pixel_values")
@@ -126,7 +126,7 @@ def _apart(values: Any) -> Any:
     return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
 
 
-def _unpacked(parcel: dict[str, Any], banks: Banks, device: torch.device) -> dict[str, Any]:
+def _unpacked(parcel: dict[str, Any], banks: ImageBanks, device: torch.device) -> dict[str, Any]:
     rows: dict[str, Any] = send_to_device({k: v for k, v in parcel.items() if k != "images"}, device)
     bank = banks.more()
     if "images" in parcel and bank is not None:

@@ -13,7 +13,7 @@ from accelerate.utils import recursively_apply, send_to_device
 from adora_vl.batch import Batch
 from adora_vl.batching.batcher import Shape
 from adora_vl.checkpoint.store import facts_of
-from adora_vl.dedup.image_bank import Banks
+from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.errors import UserError
 
 _FACTS = "unfinished_generation"  # the key in the manifest of such a checkpoint
@@ -38,7 +38,7 @@ class UnfinishedGeneration:
     within a generation then samples a new one, and its steps are out of phase.
     """
 
-    def __init__(self, accelerator: Accelerator, banks: Banks, shape: Shape) -> None:
+    def __init__(self, accelerator: Accelerator, banks: ImageBanks, shape: Shape) -> None:
         self.accelerator, self.banks, self.shape = accelerator, banks, shape
 
     def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str) -> dict[str, Any]:

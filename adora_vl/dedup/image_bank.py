@@ -68,7 +68,7 @@ class ImageBank:
         return list(self._images)
 
 
-class Banks:
+class ImageBanks:
     """The banks that are in use: one for the training batch and one for the evaluation batch."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from adora_vl.batch import Batch, Row
 from adora_vl.config.speed import SpeedOptions
-from adora_vl.dedup.image_bank import Banks
+from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.processor import FlatProcessor, StepProcessor
 from adora_vl.dedup.shared_vision import SharedVision
 from adora_vl.dedup.without_images import has_images, with_image_columns
@@ -30,7 +30,7 @@ class DistinctImages:
         dataset: Any = (),
     ) -> None:
         """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on."""
-        self.banks = Banks()
+        self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)
         self._device, self._switches = device, switches
         takes_references = [self.vision.install(model) for model in models]  # a list, so that every model is tried

@@ -9,9 +9,9 @@ from torch import Tensor, distributed, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from adora_vl import compat
-from adora_vl.dedup.image_bank import Banks, ImageBank
+from adora_vl.dedup.batched_windows import batch_windows
+from adora_vl.dedup.image_bank import ImageBank, ImageBanks
 from adora_vl.dedup.split_attention import ARGUMENT
-from adora_vl.dedup.windows import batch_windows
 from adora_vl.families import DEEPSTACK, EMBEDDINGS, family_of
 
 Features = dict[str, list[Tensor]]  # of one image: by field, a tensor (image tokens, width) for each layer it enters at
@@ -31,7 +31,7 @@ class SharedVision:
     `seen` counts the images that went through the vision tower.
     """
 
-    def __init__(self, banks: Banks) -> None:
+    def __init__(self, banks: ImageBanks) -> None:
         self.banks = banks
         self.share = True
         self.seen = 0
@@ -60,7 +60,7 @@ class SharedVision:
         return True
 
     def batch_windows(self, on: bool) -> None:
-        """Switch on or off that the towers attend to all windows of one size at once (`adora_vl.dedup.windows`)."""
+        """Switch on or off that the towers attend to all windows of one size at once (see `batched_windows`)."""
         for tower in self._towers:
             batch_windows(tower, on)
 

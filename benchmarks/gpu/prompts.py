@@ -1,7 +1,7 @@
 """The policy's pass with each prompt once a group, with rows end to end, and with separate rows as stock TRL has it.
 
-Language models of 3B's and 7B's widths with few layers. Shared prompts go through `PolicyPass`, as in a training step,
-so its own rule says whether they are worth it; the check times both and says whether the rule was right.
+Language models of 3B's and 7B's widths with few layers. Shared prompts go through `LogProbabilities`, as in a training
+step, so its own rule says whether they are worth it; the check times both and says whether the rule was right.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.dedup import packed as packed_pass
-from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.dedup import packed_forward as packed_pass
+from adora_vl.dedup.log_probabilities import LogProbabilities
 from adora_vl.memory import GIB
 from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, by_turns, gradients, in_float32, peak_bytes, words
 from benchmarks.gpu.table import Line, at_most, holds, skipped
@@ -94,17 +94,19 @@ class Subject:
         logps = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
         return logps[:, -completion:], None, None
 
-    def through(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> Tensor:
+    def through(self, policy: LogProbabilities | None, group: RandomGroup, model: Any = None) -> Tensor:
         """(B, C), 0 where there is no token."""
         given = (model if model is not None else self.model, group.ids, group.mask, group.completion)
         logps = (policy(self.separate, *given) if policy is not None else self.separate(*given))[0]
         return logps * group.mask[:, -group.completion :]
 
-    def shared(self) -> PolicyPass:
+    def shared(self) -> LogProbabilities:
         switches: Any = SimpleNamespace(adora_share_prompt=True)
-        return PolicyPass(self.accelerator, switches)
+        return LogProbabilities(self.accelerator, switches)
 
-    def exactness(self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]) -> Iterator[Line]:
+    def exactness(
+        self, size: str, group: RandomGroup, name: str, make: Callable[[], LogProbabilities]
+    ) -> Iterator[Line]:
         """Both ways' distance from float32, and the kernels that they use."""
         reference = in_float32(self.model)
         add_fused_lm_head(reference)
@@ -116,7 +118,7 @@ class Subject:
             found = self._both(policy, group)
         layout = policy.packed
         used = layout.passes > 0
-        yield holds(f"{size}, {name}", "used" if used else layout.refused or "not used", "used", used, "PackedPass")
+        yield holds(f"{size}, {name}", "used" if used else layout.refused or "not used", "used", used, "PackedForward")
         for number, what in enumerate(("log-probabilities", "gradients")):
             value, bound = apart(found[number], right[number]), SLACK * apart(noise[number], right[number])
             source = f"{SLACK} times separate rows' own error in bfloat16"
@@ -163,11 +165,11 @@ class Subject:
         prefixes = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn")
         return sorted(name.removeprefix("aten::_") for name in names if name.startswith(prefixes))
 
-    def _step(self, policy: PolicyPass | None, group: RandomGroup) -> None:
+    def _step(self, policy: LogProbabilities | None, group: RandomGroup) -> None:
         self.through(policy, group).sum().backward()
         self.model.zero_grad(set_to_none=True)
 
-    def _both(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> tuple[Tensor, Tensor]:
+    def _both(self, policy: LogProbabilities | None, group: RandomGroup, model: Any = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities, and the gradients of a weighted sum of them."""
         logps = self.through(policy, group, model)
         weights = torch.linspace(-1, 1, len(logps), device=logps.device)[:, None]

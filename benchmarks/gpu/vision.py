@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from adora_vl.dedup.windows import batch_windows
+from adora_vl.dedup.batched_windows import batch_windows
 from adora_vl.memory import GIB
 from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, by_turns, gradients, peak_bytes
 from benchmarks.gpu.table import Line, at_most, holds, skipped

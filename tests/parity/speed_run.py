@@ -32,7 +32,7 @@ from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from adora_vl.batching import batcher as batcher_module  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.config.speed import SWITCHES  # noqa: E402
-from adora_vl.dedup import packed as packed_module  # noqa: E402
+from adora_vl.dedup import packed_forward as packed_module  # noqa: E402
 from adora_vl.dedup.shared_prompt import sharing_pays  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
@@ -122,7 +122,7 @@ class Switches(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.begun.append(self.trainer.passes)
         name = self.names[state.global_step]
-        self.trainer.packed.append(self.trainer.policy_pass.packed.passes)
+        self.trainer.packed.append(self.trainer.log_probabilities.packed.passes)
         packed_module.sharing_pays = (lambda *_: True) if name == "no padding" else sharing_pays
         for switch in SWITCHES:
             setattr(args, switch, switch in STEPS[name])
@@ -261,10 +261,10 @@ def main() -> None:
             "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],
             "refilled": log[-1].get("adora/refilled_groups"),
             "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
-            "packed": trainer.policy_pass.packed.passes,
-            "packed_in_step": [b - a for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed.passes])],
+            "packed": trainer.log_probabilities.packed.passes,
+            "packed_in_step": [b - a for a, b in pairwise([*trainer.packed, trainer.log_probabilities.packed.passes])],
             "micro_batches": [later - before for before, later in pairwise([*trainer.begun, trainer.passes])],
-            "refused": trainer.policy_pass.packed.refused,
+            "refused": trainer.log_probabilities.packed.refused,
         }
         options.output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

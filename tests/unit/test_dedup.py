@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.dedup.image_bank import Banks
-from adora_vl.dedup.prefix import groups_of
+from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.processor import distinct_rows
+from adora_vl.dedup.prompt_groups import groups_of
 from adora_vl.dedup.shared_prompt import ALIKE, Group, SharedPrompts, pack
 from adora_vl.rollout.image_cache import ProcessedImage
 
@@ -78,7 +78,7 @@ def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_traini
     def image(key: str) -> ProcessedImage:
         return ProcessedImage(key, torch.zeros(4, 3, dtype=torch.uint8), torch.tensor([1, 2, 2]))
 
-    banks, cpu = Banks(), torch.device("cpu")
+    banks, cpu = ImageBanks(), torch.device("cpu")
     train = banks.new("train")
     first = train.references(image("a"), torch.Tensor.float, cpu)
     assert first.tolist() == [[0], [1], [2], [3]]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.dedup.packed import packable
+from adora_vl.dedup.packed_forward import packable
 from adora_vl.errors import UserError
 from adora_vl.families import DEEPSTACK, FAMILIES, shares_prompts
 from adora_vl.models.check import NEEDS_FAMILY, check_family

@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import Tensor, distributed
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from adora_vl.dedup.image_bank import Banks
+from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.shared_vision import SharedVision
 from adora_vl.dedup.without_images import has_images, with_image_columns
 from tests.unit.test_split_attention import BOUND, IMAGE, TEXT, VISION, VISION_BOUND, VOCABULARY, build
@@ -103,7 +103,7 @@ def gradients(model: Any, found: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("kind", SEEING)
 def test_a_batch_of_any_mix_is_as_its_rows_alone(kind, frozen):
-    model, vision = model_of(kind), SharedVision(Banks())
+    model, vision = model_of(kind), SharedVision(ImageBanks())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and "visual." in name))
     expected = alone(model, ROWS)
@@ -125,7 +125,7 @@ def test_a_batch_of_any_mix_is_as_its_rows_alone(kind, frozen):
 @pytest.mark.parametrize("kind", SEEING)
 def test_rows_without_images_among_processes_that_have_them(kind, monkeypatch):
     """Alone the tower rests. With other processes it runs, and its gradients are there to be reduced, all zero."""
-    model, vision = model_of(kind), SharedVision(Banks())
+    model, vision = model_of(kind), SharedVision(ImageBanks())
     expected = alone(model, [[], []])
     reference = gradients(model, expected)
     vision.install(model)
@@ -144,7 +144,7 @@ def test_rows_without_images_among_processes_that_have_them(kind, monkeypatch):
 @pytest.mark.parametrize("kind", SEEING)
 def test_a_frozen_tower_runs_as_often_on_a_process_without_images(kind, monkeypatch):
     """Once a generation, like on the others: it gathers weights."""
-    model, vision = model_of(kind), SharedVision(Banks())
+    model, vision = model_of(kind), SharedVision(ImageBanks())
     model.model.visual.requires_grad_(False)
     calls: list[int] = []
     model.model.visual.register_forward_hook(lambda *_: calls.append(1))

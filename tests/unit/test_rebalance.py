@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from adora_vl.batching.micro_batches import chosen_units
 from adora_vl.batching.rebalance import movable, moves, rebalanced
-from adora_vl.dedup.image_bank import Banks
+from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.rollout.image_cache import ProcessedImage
 from adora_vl.rollout_log.rollout_numbers import RolloutNumbers
 
@@ -43,7 +43,7 @@ def image(key: str) -> ProcessedImage:
     return ProcessedImage(key, torch.full((4, 3), ord(key), dtype=torch.uint8), torch.tensor([1, 2, 2]))
 
 
-def rank_batch(banks: Banks, images: str, completion: int, first: int) -> dict:
+def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> dict:
     """A rollout an image, prompts of two tokens."""
     rows, bank = len(images), banks.new("train")
     numbers = torch.arange(first, first + rows)
@@ -65,7 +65,7 @@ def rank_batch(banks: Banks, images: str, completion: int, first: int) -> dict:
 @pytest.fixture
 def two_ranks():
     """Rank 0 has nothing alive, rank 1 two units of two rollouts."""
-    banks = [Banks(), Banks()]
+    banks = [ImageBanks(), ImageBanks()]
     batches = [rank_batch(banks[0], "abab", 2, 0), rank_batch(banks[1], "ccad", 3, 10)]
     parcels: list = []
 
@@ -88,7 +88,7 @@ def test_the_giver_learns_nothing_from_what_it_gave(two_ranks):
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5), st.sampled_from([1, 2, 3, 6]))
 def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
     """The plan, what is sent, and the choice of units together, for whatever has signal."""
-    plan, banks = moves([sum(live) for live in ranks], least), [Banks() for _ in ranks]
+    plan, banks = moves([sum(live) for live in ranks], least), [ImageBanks() for _ in ranks]
     parcels: list[Any] = []
     batches = [rank_batch(bank, "abcdef", 1, 100 * (rank + 1)) for rank, bank in enumerate(banks)]
     for batch, live in zip(batches, ranks, strict=True):

@@ -26,10 +26,10 @@ from transformers import (
 from transformers.integrations import flash_attention
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.dedup import packed as packed_module
+from adora_vl.dedup import packed_forward as packed_module
 from adora_vl.dedup import split_attention
-from adora_vl.dedup.packed import PackedPass
-from adora_vl.dedup.prefix import prompt_positions
+from adora_vl.dedup.packed_forward import PackedForward
+from adora_vl.dedup.prompt_groups import prompt_positions
 from adora_vl.dedup.shared_prompt import pack, sharing_pays
 from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
 
@@ -313,7 +313,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
         return pack(*given)
 
     monkeypatch.setattr(packed_module, "pack", packed)
-    one = PackedPass()
+    one = PackedForward()
     tokens = (rows["ids"], rows["mask"], rows["completion"])
     logps = one(Accelerator(cpu=True), model, *tokens, None, False, inputs, lambda: (expected, None, None))[0]
     assert one.passes == 1 and not one.refused

@@ -265,7 +265,7 @@ def test_transformers_still_splits_the_vision_towers_windows_and_hands_flash_att
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
     from transformers.utils.generic import is_flash_attention_requested
 
-    from adora_vl.dedup.windows import BATCHED
+    from adora_vl.dedup.batched_windows import BATCHED
 
     assert is_flash_attention_requested(requested_attention_implementation=BATCHED)
     source = inspect.getsource(Qwen2_5_VLVisionAttention.forward)

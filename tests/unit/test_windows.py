@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-from adora_vl.dedup.windows import BATCHED, batch_windows, by_size
+from adora_vl.dedup.batched_windows import BATCHED, batch_windows, by_size
 
 pytestmark = pytest.mark.slow
 

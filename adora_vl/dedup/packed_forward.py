@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.dedup.image_bank import first_patches
-from adora_vl.dedup.prefix import groups_of, prompt_positions
+from adora_vl.dedup.prompt_groups import groups_of, prompt_positions
 from adora_vl.dedup.shared_prompt import pack, sharing_pays
 from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
 from adora_vl.families import shares_prompts
@@ -32,7 +32,7 @@ def packable(config: Any) -> bool:
     return shares_prompts(config) and (flash or attention in ("sdpa", "eager"))
 
 
-class PackedPass:
+class PackedForward:
     """Log-probabilities of a batch with each prompt once and without padding."""
 
     def __init__(self) -> None:

@@ -11,19 +11,19 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from adora_vl.config.speed import SpeedOptions
-from adora_vl.dedup.packed import PackedPass, Result
+from adora_vl.dedup.packed_forward import PackedForward, Result
 from adora_vl.dedup.without_images import with_image_columns
 
 Seen = Callable[[Tensor], None]
 
 
-class PolicyPass:
+class LogProbabilities:
     """What TRL's `_get_per_token_logps_and_entropies` computes, for the policy, the old policy and the reference."""
 
     def __init__(self, accelerator: Accelerator, switches: SpeedOptions, *, images: bool = False) -> None:
         """`images`: whether rows of other passes have images, so that rows without any get the same columns."""
         self._accelerator, self._switches, self._images = accelerator, switches, images
-        self.packed = PackedPass()
+        self.packed = PackedForward()
         self._seen: Seen | None = None
 
     @contextmanager
