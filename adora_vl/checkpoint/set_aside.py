@@ -19,6 +19,8 @@ _OF_A_RUN = (
     "merges.txt", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
 
+_MADE_BY_TRL = "completions"  # once, when the trainer is built: before the old run is put aside
+
 
 def holds_a_run(output_dir: Path) -> bool:
     """Whether the folder holds work that a new run would replace: a checkpoint or a finished model."""
@@ -40,6 +42,8 @@ def set_aside(output_dir: Path) -> str | None:
     for path in found:
         target.mkdir(parents=True, exist_ok=True)
         path.rename(target / path.name)
+        if path.name == _MADE_BY_TRL:
+            path.mkdir()
     if keep_older:
         shutil.rmtree(target, ignore_errors=True)
     return str(aside) if aside.is_dir() else None

@@ -109,7 +109,11 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(adora_
     assert main(wrong) == 2
     assert "lora_target_modules" in capsys.readouterr().err.splitlines()[-1]
     assert files(run) >= before, "a run that could not begin has deleted something"
-    train(run, overwrite_output_dir="true", max_steps=2)
+    (run / "completions").mkdir(exist_ok=True)
+    (run / "completions" / "completions_00009.parquet").write_text("old")
+    train(run, overwrite_output_dir="true", max_steps=2, log_completions="true")
+    tables = [path.name for path in sorted((run / "completions").iterdir())]
+    assert tables == ["completions_00001.parquet", "completions_00002.parquet"], "TRL's folder is there for the new run"
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2"] and STEPS > 2
     assert not (run / ASIDE).exists() and len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
