@@ -1,5 +1,6 @@
-"""What ends or skips a step that goes wrong: an image that cannot be read, a reward function that fails, an engine that
-drifts from the policy, an importance ratio that explodes, gradients that are not finite. All ranks decide alike.
+"""Ends the run, or skips the step, when something goes wrong: an image that cannot be read, a reward function that
+fails, an engine that drifts from the policy, an importance ratio that explodes, gradients that are not finite. All
+ranks decide alike.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import TrainerCallback
 
 from adora_vl.batch import Batch, LogFigure, Row, compared_mask
 from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
-from adora_vl.rewards.guarded import RewardFailure, guarded
+from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
 from adora_vl.unreadable_images import unreadable_rows
 
@@ -66,7 +67,7 @@ class RewardGuard:
         return [
             function
             if isinstance(function, torch.nn.Module)
-            else guarded(function, name, None if _has_deadlines(function) else self.timeout, self.failures)
+            else safe_call(function, name, None if _has_deadlines(function) else self.timeout, self.failures)
             for function, name in zip(functions, names, strict=True)
         ]
 
@@ -101,10 +102,10 @@ class DriftGuard:
         self.accelerator, self.bound, self.save, self.log = accelerator, bound, save, log
 
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
-        """`check`, in the pass that is the first to score these rollouts.
+        """As `check`, for the log-probabilities of a batch. Called in the first pass that scores these rollouts.
 
-        `logps_BC`: the policy's, by default the old ones of the batch. Without them, or without the engine's, nothing
-        is compared.
+        `logps_BC`: the policy's log-probabilities, by default the old ones of the batch. If they or the engine's are
+        missing, nothing is compared.
         """
         logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
         sampling_BC = batch.get("sampling_per_token_logps")
@@ -124,7 +125,7 @@ class DriftGuard:
 
 
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
-    """The largest importance ratio of a batch, (), float32; NaN where one is NaN. Never below 1, for a batch of none.
+    """The largest importance ratio of a batch, (), float32, and at least 1; NaN if any ratio is NaN.
 
     `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's `importance_sampling_level`.
     """
@@ -143,8 +144,10 @@ class RatioGuard:
         self.exploded: float | None = None  # the ratio above the bound, in this optimizer step
 
     def loss(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
-        """`loss`, or NaN in its place: then every backend finds gradients that are not finite, on all ranks, and the
-        step is skipped and counted as such a step. `logps_BC`: the policy's, of its pass for this loss.
+        """Returns `loss`, or NaN if the ratio is above the bound. With NaN every backend finds gradients that are not
+        finite on all ranks, and the step is skipped and counted like any such step.
+
+        `logps_BC`: the policy's log-probabilities from its pass for this loss.
         """
         old_BC = micro.get("old_per_token_logps")
         if old_BC is None or logps_BC is None:  # nothing was learned since sampling: every ratio is 1
@@ -158,15 +161,15 @@ class RatioGuard:
         return loss * torch.nan
 
     def take(self) -> float | None:
-        """The ratio that exploded in this step, once."""
+        """Returns the ratio that exploded in this step, if any, and forgets it."""
         taken, self.exploded = self.exploded, None
         return taken
 
 
 @contextmanager
 def located(step: Callable[[], int], where_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Around the training: an error of the engine, or one that nobody expected, says at which step it happened and
-    what a new start goes on from.
+    """Wraps the training. An error of the engine, or an unexpected one, is raised again with the step at which it
+    happened and the checkpoint that a new start goes on from.
     """
     try:
         yield

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.config.command_line import read_yaml
-from adora_vl.report.helped import helped_lines
+from adora_vl.report.comparison import comparison_lines
 
 REPOSITORY = Path(__file__).parents[1]
 DEMO = REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"
@@ -77,7 +77,7 @@ def main() -> None:
             )  # fmt: skip
             folders.setdefault(method, []).append(folder)
             print(f"{folder.name} done", flush=True)
-    print("\n".join(helped_lines(folders["grpo"], folders["adora"])))
+    print("\n".join(comparison_lines(folders["grpo"], folders["adora"])))
 
 
 if __name__ == "__main__":

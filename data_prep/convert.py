@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from adora_vl.errors import UserError
 from adora_vl.files import replace_file
-from data_prep.clean import PixelLimits
+from data_prep.clean_row import PixelLimits
 from data_prep.own.columns import Columns, columns_from
 from data_prep.own.hub import commit_of, open_hub
 from data_prep.own.pictures import named_files

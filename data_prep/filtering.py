@@ -35,8 +35,8 @@ from eval.engines import AnswerEngine, AnswerEngineSettings, build_engine
 from eval.fingerprint import data_hash, digest, model_hash
 from eval.geometry3k.benchmark import problems
 from eval.geometry3k.scoring import grade_row
-from eval.predictions import Prediction, read_predictions
-from eval.runner import PREDICTIONS, infer
+from eval.predictions import PREDICTIONS, Prediction, read_predictions
+from eval.runner import infer
 
 RATES_FILE = "pass_rates.jsonl"  # in the output: id, right answers and answers of every problem of the split
 _ROUNDING = 1e-9  # so that 0.3 of ten answers are within 0.3:0.9

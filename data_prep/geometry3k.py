@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.errors import UserError
-from data_prep.clean import PixelLimits, RawProblem
+from data_prep.clean_row import PixelLimits, RawProblem
 from data_prep.pipeline import MAX_WORKERS, Cleaning, Reads, SplitReads, check_limits, check_target, clean_source
 from data_prep.pixels import DEFAULT_FAMILY, VISIONS
 from data_prep.quarantine import MAX_SHARE

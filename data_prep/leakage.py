@@ -58,7 +58,7 @@ def difference_hash(image: Image.Image) -> int:
 
 
 class LeakIndex:
-    """The rows of the held-out splits that were seen so far; memory grows by about 400 bytes a row of those."""
+    """The rows of the held-out splits that were seen so far; memory grows by about 400 bytes per such row."""
 
     def __init__(self) -> None:
         self._exact: dict[bytes, tuple[str, str]] = {}

@@ -12,8 +12,8 @@ from datasets import Features
 from tqdm import tqdm
 
 from adora_vl.errors import UserError
-from data_prep.clean import PixelLimits, RawProblem
-from data_prep.cleaning import HELD_OUT, Intake, clean_one
+from data_prep.clean_row import PixelLimits, RawProblem
+from data_prep.clean_source import HELD_OUT, Intake, clean_one
 from data_prep.output import complete_or_absent, refuse_another, refuse_foreign, remove_report
 from data_prep.pixels import UNIT
 from data_prep.quarantine import Quarantine

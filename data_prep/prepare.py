@@ -14,7 +14,7 @@ from tqdm import tqdm
 import data_prep.synthetic
 from adora_vl.errors import UserError
 from data_prep import knights
-from data_prep.clean import checked_gold
+from data_prep.clean_row import checked_gold
 from data_prep.knights import PEOPLE
 from data_prep.output import complete_or_absent
 from data_prep.schema import Row

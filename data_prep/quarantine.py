@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.errors import UserError
-from data_prep.clean import RowError
+from data_prep.clean_row import RowError
 
 QUARANTINE_NAME = "quarantine.jsonl"
 LEAK = "leak"  # a sound row of the training split that stands in a held-out one too

@@ -24,7 +24,7 @@ def ordered_map(workers: int) -> Iterator[Mapper]:
         return
     # Not forked from this process: its threads and its lock on the output folder must not live on in a worker.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["data_prep.cleaning"])
+    context.set_forkserver_preload(["data_prep.clean_source"])
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
 
         def mapped(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:

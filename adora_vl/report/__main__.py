@@ -32,11 +32,11 @@ def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_m
 
 def compare(first: Sequence[Path], second: Sequence[Path]) -> None:
     """Print whether the second side helped. Raises `UserError`."""
-    from adora_vl.report.helped import helped_lines
+    from adora_vl.report.comparison import comparison_lines
 
     if len(first) + len(second) < 2:
         raise UserError("--compare: one run is named; name two, A B")
-    print("\n".join(helped_lines(first, second)))
+    print("\n".join(comparison_lines(first, second)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

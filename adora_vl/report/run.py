@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from adora_vl.errors import UserError
 from adora_vl.report.manifest import facts_of_run, read_manifest
-from adora_vl.report.why import why
+from adora_vl.report.weight_reason import weight_reason
 from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
 from adora_vl.rollout_log.parts import IMAGES, ROLLOUTS, Part, parts, read_parts
 from adora_vl.rollout_log.rollouts import SETTINGS
@@ -122,7 +122,7 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     group["equal"] = len({row["reward"] for row in rows}) == 1
     return {
         **{name: _rounded(value) for name, value in group.items()},
-        "why": why(group, settings),
+        "why": weight_reason(group, settings),
         "rollouts": [_rollout(row) for row in rows],
     }
 

@@ -24,7 +24,7 @@ FIGURES = (
     ("length, wrong", "adora/length_wrong", "{:.1f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("engine drift, nats", "adora/drift", "{:.2g}"),
-    ("seconds a step", "step_time", "{:.2f}"),
+    ("seconds per step", "step_time", "{:.2f}"),
 )
 
 

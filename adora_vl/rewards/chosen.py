@@ -11,9 +11,9 @@ from typing import Any
 
 from adora_vl.errors import UserError, nearest
 from adora_vl.rewards import judge
-from adora_vl.rewards.guarded import RewardFailure, guarded, is_async
 from adora_vl.rewards.own import check_columns, file_hash, find_file, is_own, load, own_name, with_options
 from adora_vl.rewards.presets import OTHERS, PRESETS, reward_functions
+from adora_vl.rewards.safe_call import RewardFailure, is_async, safe_call
 
 _NAMES = (*PRESETS, *OTHERS, judge.NAME)
 
@@ -104,7 +104,7 @@ def call_once(
 ) -> list[float | None]:
     """The rewards of one function for these arguments. Raises `UserError` where the function fails."""
     failures: list[RewardFailure] = []
-    call = guarded(function, own_name(entry), timeout, failures)
+    call = safe_call(function, own_name(entry), timeout, failures)
     found: list[float | None] = asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)
     if failures:
         raise UserError(f"adora_reward: {entry!r}, tried before the run: {failures[0].row}: {failures[0].reason}")

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from adora_vl.errors import UserError, in_one_line, nearest
-from adora_vl.rewards.guarded import LOAD_TIMEOUT_S, OverdueError, deadline
+from adora_vl.rewards.safe_call import LOAD_TIMEOUT_S, OverdueError, deadline
 
 # What TRL gives beside the columns of the data set.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")

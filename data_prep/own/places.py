@@ -11,7 +11,7 @@ from math import ceil, floor
 from pathlib import Path
 
 from adora_vl.errors import UserError
-from data_prep.clean import RawProblem
+from data_prep.clean_row import RawProblem
 from data_prep.own.columns import Columns
 from data_prep.own.pictures import Surroundings
 from data_prep.own.records import Broken, Context, Record, read_record
@@ -82,7 +82,7 @@ def open_local(path: Path, columns: Columns) -> Opened:
 
 
 def reads(opened: Opened, split: str, name: str, columns: Columns, tests: HeldOutShare, limit: int | None) -> Reads:
-    """One call a row of the split, in the order of the tables; the first `limit`."""
+    """One call per row of the split, in the order of the tables; the first `limit`."""
     drawn = bool(tests.share)
     source = "train" if drawn else split
     number = given = 0

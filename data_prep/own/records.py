@@ -15,7 +15,7 @@ from typing import Any
 from adora_vl.commands import amount
 from adora_vl.rewards import verify_gold
 from adora_vl.rows import PLACEHOLDER
-from data_prep.clean import RawProblem, RowError
+from data_prep.clean_row import RawProblem, RowError
 from data_prep.own.columns import Columns
 from data_prep.own.pictures import PictureError, Surroundings, picture_bytes
 

@@ -1,4 +1,4 @@
-"""Where Geometry3K comes from. A source only reads: what every row has to satisfy stands in `data_prep.clean`."""
+"""Where Geometry3K comes from. A source only reads: what every row has to satisfy stands in `data_prep.clean_row`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from adora_vl.errors import UserError
-from data_prep.clean import RawProblem
+from data_prep.clean_row import RawProblem
 from data_prep.sources.hub import DATASET_ID, from_hub
 from data_prep.sources.intergps import DIAGRAMS, InterGPS
 from data_prep.sources.tabular import from_parquet
@@ -29,7 +29,7 @@ class Source(Protocol):
         """The commit that was read, where the source has one."""
 
     def problems(self, split: str) -> Iterator[Callable[[], RawProblem]]:
-        """One call a row, in a stable order: a row that cannot be read raises `RowError` and the iteration goes on.
+        """One call per row, in a stable order: a row that cannot be read raises `RowError` and the iteration goes on.
 
         The calls can be pickled, so that another process can make them.
         """

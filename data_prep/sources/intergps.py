@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.clean import RawProblem, RowError
+from data_prep.clean_row import RawProblem, RowError
 from data_prep.sources.latex import readable
 from data_prep.sources.places import Place, places
 

@@ -16,7 +16,7 @@ from datasets import Features, Image
 from adora_vl.commands import amount
 from adora_vl.errors import UserError, nearest
 from adora_vl.rows import PLACEHOLDER
-from data_prep.clean import RawProblem, RowError
+from data_prep.clean_row import RawProblem, RowError
 from data_prep.storage import SPLITS
 
 _COLUMNS = ("images", "problem", "answer")  # `id` and `choices` are read too where a table has them

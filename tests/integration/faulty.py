@@ -68,10 +68,10 @@ def _ratio(patches: Any, due: Callable[[], bool]) -> None:
 def _drift(patches: Any, due: Callable[[], bool]) -> None:
     """An engine that does not have the trainer's weights."""
     from adora_vl import guards
+    from adora_vl.rollout.drift import drift_sums
 
-    stock = guards.drift_sums
     patches.setattr(
-        guards, "drift_sums", lambda *args: stock(*args) + (torch.tensor([1e9, 0.0, 0.0]) if due() else 0.0)
+        guards, "drift_sums", lambda *args: drift_sums(*args) + (torch.tensor([1e9, 0.0, 0.0]) if due() else 0.0)
     )
 
 
@@ -81,9 +81,9 @@ def _generate(patches: Any, due: Callable[[], bool]) -> None:
 
     prepare_engine_environment()  # the next module imports vLLM
     from adora_vl.rollout import llm
+    from adora_vl.rollout.requests import asking_once
 
-    stock = llm.asking_once
-    patches.setattr(llm, "asking_once", lambda *args, **kwargs: broken if due() else stock(*args, **kwargs))
+    patches.setattr(llm, "asking_once", lambda *args, **kwargs: broken if due() else asking_once(*args, **kwargs))
 
 
 def _sync(patches: Any, due: Callable[[], bool]) -> None:
@@ -114,16 +114,16 @@ def _disk(patches: Any, due: Callable[[], bool]) -> None:
 
 def _reward(patches: Any, due: Callable[[], bool]) -> None:
     """A reward function that raises."""
-    from adora_vl.rewards import guarded
+    from adora_vl.rewards import safe_call
 
-    stock = guarded.checked
+    stock = safe_call.checked
 
     def checked(*args: Any) -> Any:
         if due():
             raise ZeroDivisionError("the reward's own mistake")
         return stock(*args)
 
-    patches.setattr(guarded, "checked", checked)
+    patches.setattr(safe_call, "checked", checked)
 
 
 KNOWN: dict[str, Fault] = {

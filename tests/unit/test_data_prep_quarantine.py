@@ -278,7 +278,7 @@ def test_broken_rows_of_a_table(tmp_path: Path) -> None:
 
 def test_no_input_reaches_a_path(tmp_path: Path) -> None:
     """An id such as ../../x is text, and the name of a kept file comes from its content."""
-    from data_prep.clean import RowError
+    from data_prep.clean_row import RowError
 
     tmp_path.joinpath("in").mkdir()
     quarantine = Quarantine(tmp_path / "in")

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_prep.clean import PixelLimits, RowError
-from data_prep.cleaning import Cleaned, clean_one
+from data_prep.clean_row import PixelLimits, RowError
+from data_prep.clean_source import Cleaned, clean_one
 from data_prep.own.columns import Columns
 from data_prep.own.pictures import PictureError, Surroundings, picture_bytes
 from data_prep.own.records import Context, read_record

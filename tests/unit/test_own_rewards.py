@@ -21,7 +21,7 @@ from adora_vl.errors import RunError, UserError
 from adora_vl.guards import RewardGuard
 from adora_vl.rewards.chosen import ChosenRewards, choose_rewards, try_rewards
 from adora_vl.rewards.explain import main as explain
-from adora_vl.rewards.guarded import RewardFailure, guarded
+from adora_vl.rewards.safe_call import RewardFailure, safe_call
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "docs" / "my_rewards.py"
@@ -174,7 +174,7 @@ def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
 def run(function: Any, count: int = 3, timeout: float | None = 5.0) -> tuple[list[float | None], list[RewardFailure]]:
     failures: list[RewardFailure] = []
     ids = {"id": [f"row/{n}" for n in range(count)]}
-    return call(guarded(function, "mine", timeout, failures), [str(n) for n in range(count)], **ids), failures
+    return call(safe_call(function, "mine", timeout, failures), [str(n) for n in range(count)], **ids), failures
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing(
 
     failures: list[RewardFailure] = []
     arguments = {"completions": ["a", "b"], "log_metric": lambda *_: logged.append(1)}
-    guarded(function, "mine", 5.0, failures)(**arguments)
+    safe_call(function, "mine", 5.0, failures)(**arguments)
     assert failures[0].row == "2 completions together" and logged == [1]
 
 
@@ -267,12 +267,12 @@ def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():
     """An async function that blocks its loop: neither the loop's own deadline nor a signal reaches it."""
     code = """
 import time
-from adora_vl.rewards import guarded
+from adora_vl.rewards import safe_call
 import asyncio
-guarded.GRACE_S = 0.5
+safe_call.GRACE_S = 0.5
 async def blocks(**kwargs):
     time.sleep(60)
-asyncio.run(guarded.guarded(blocks, "blocks", 0.2, [])(completions=["a"]))
+asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False

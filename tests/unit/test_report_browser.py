@@ -212,7 +212,7 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     shown = [float(text) for text in re.findall(r"(?:adora|grpo) ([\d.]+)", browser.text(".reading"))]
     assert shown == pytest.approx([line["reward"] for line in last], abs=1e-3)
     titles = browser.texts("figcaption")
-    assert {"Pass rate", "Entropy, nats a token", "Seconds a step, adora", "Seconds a step, grpo"} <= set(titles)
+    assert {"Pass rate", "Entropy, nats per token", "Seconds per step, adora", "Seconds per step, grpo"} <= set(titles)
     assert "Not logged by these runs: KL to the reference; Drift of engine" in browser.text("#charts > .hint")
     browser.put("#filter-run", "1")
     assert browser.text("#why").startswith("Plain GRPO, weight 1; ADORA's criteria say ")

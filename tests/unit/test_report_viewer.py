@@ -15,7 +15,7 @@ import pytest
 from adora_vl.report.__main__ import main
 from adora_vl.report.page import _SCRIPTS, _VIEWER
 from adora_vl.report.run import load_run
-from adora_vl.report.why import why
+from adora_vl.report.weight_reason import weight_reason
 from adora_vl.rollout_log.parts import parts, read_parts, write_part
 from tests.report_support import ATTACK, SETTINGS, attacked_page, make_page, write_run
 
@@ -54,7 +54,7 @@ GROUP = {"weight": 0.1, "tds": True, "pass_rate": 0.5, "longest_right": 18.0, "m
     ],
 )  # fmt: skip
 def test_why_a_group_has_its_weight(group, settings, sentence):
-    assert why({**GROUP, **group}, {**SETTINGS, **settings}) == sentence
+    assert weight_reason({**GROUP, **group}, {**SETTINGS, **settings}) == sentence
 
 
 @pytest.mark.parametrize(

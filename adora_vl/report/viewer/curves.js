@@ -5,17 +5,17 @@ const CURVES = [
   { title: "Pass rate", keys: [["adora/pass_rate", ""]], format: percent, zero: true },
   { title: "Length in tokens, right and wrong", keys: [["adora/length_correct", "right"], ["adora/length_wrong", "wrong"]] },
   { title: "Share of TDS prompts", keys: [["adora/tds_share", ""]], format: percent, zero: true },
-  { title: "Entropy, nats a token", keys: [["entropy", ""]], zero: true },
+  { title: "Entropy, nats per token", keys: [["entropy", ""]], zero: true },
   { title: "Loss", keys: [["loss", ""]] },
   { title: "KL to the reference", keys: [["kl", ""]], zero: true },
   { title: "Gradient norm", keys: [["grad_norm", ""]], zero: true },
-  { title: "Drift of engine and trainer, nats a token", keys: [["adora/drift", ""]], zero: true },
+  { title: "Drift of engine and trainer, nats per token", keys: [["adora/drift", ""]], zero: true },
 ];
 const PHASES = ["rollout", "grading", "policy", "sync", "other"];
 const TABLE = [
   ["reward", "reward"], ["pass rate", "adora/pass_rate"], ["TDS share", "adora/tds_share"], ["mean weight", "adora/weight_mean"],
   ["length, right", "adora/length_correct"], ["length, wrong", "adora/length_wrong"], ["entropy", "entropy"], ["KL", "kl"],
-  ["gradient norm", "grad_norm"], ["drift, nats", "adora/drift"], ["seconds a step", "step_time"],
+  ["gradient norm", "grad_norm"], ["drift, nats", "adora/drift"], ["seconds per step", "step_time"],
 ];
 
 function pointsOf(run, key) {
@@ -37,7 +37,7 @@ function seriesOf(runs, keys, window) {
 
 function phaseCharts(runs) {
   return runs.map((run) => ({
-    title: runs.length > 1 ? `Seconds a step, ${run.name}` : "Seconds a step",
+    title: runs.length > 1 ? `Seconds per step, ${run.name}` : "Seconds per step",
     stack: true, format: figure,
     series: PHASES.map((phase) => ({ label: phase, css: `phase-${phase}`, points: pointsOf(run, `seconds/${phase}`) })).filter(({ points }) => points.length),
   }));

@@ -33,7 +33,7 @@ class ComparedFigure(NamedTuple):
         return f"{self.figure}, {self.at}"
 
 
-def helped_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]:
+def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]:
     """The comparison's lines. Raises `UserError`."""
     a, b = make_sides([read_compared(run) for run in first], [read_compared(run) for run in second])
     held_out, rest = held_out_rows(a, b), budget_rows(a, b)

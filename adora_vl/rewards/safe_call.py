@@ -103,7 +103,7 @@ class _Backstop:
 _backstop = _Backstop()
 
 
-def guarded(
+def safe_call(
     function: Callable[..., Any], name: str, timeout: float | None, failures: list[RewardFailure]
 ) -> Callable[..., Any]:
     """`function` as TRL calls it, sync or async as it is; what goes wrong is added to `failures`.

@@ -1,4 +1,4 @@
-"""One sentence on why a group has the weight that it has."""
+"""The sentence of the viewer that says why a group has its weight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def why(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """`group`: weight, tds, pass_rate, longest_right and mean_wrong as recorded, and `equal`: all rewards are the same.
     `settings`: the keys of the run, as the files of the record have them.
     """

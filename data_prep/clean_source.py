@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.clean import PixelLimits, RawProblem, RowError, to_row
+from data_prep.clean_row import PixelLimits, RawProblem, RowError, to_row
 from data_prep.images import png_bytes
 from data_prep.leakage import Fingerprint, LeakIndex, fingerprint
 from data_prep.quarantine import LEAK, Quarantine
