@@ -2,6 +2,9 @@
 
 Concurrent calls, attempts with growing waits, a cache on disk, and a budget. A call that fails raises `EndpointError`;
 it is never taken for an answer, and never stored. The key is read from an environment variable and is shown nowhere.
+
+The `openai` package is not used. Its retries count neither towards a budget nor for an answer of the wrong form, so the
+loop below would stay. It takes a second to import, and it sends to any address what OPENAI_CUSTOM_HEADERS holds.
 """
 
 from __future__ import annotations
@@ -44,12 +47,16 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """One answer. `finish_reason` is the server's; the tokens are 0 where it does not count them."""
+class Answer:
+    """One answer of a model, of an endpoint's or of a local one.
+
+    `finish_reason` is `stop` or `length`. `n_tokens` counts the end token; both numbers of tokens are 0 where a server
+    does not say them.
+    """
 
     text: str
-    finish_reason: str
     n_tokens: int
+    finish_reason: str
     n_prompt_tokens: int
 
 
@@ -99,10 +106,10 @@ class Client:
             self._cache.put(messages, answer)
         return answer
 
-    def chat(self, messages: Messages, **body: Any) -> Reply:
+    def chat(self, messages: Messages, **body: Any) -> Answer:
         """One answer with its counts, never from the cache. Raises `EndpointError`."""
-        reply: Reply = self._patiently(lambda: self._call(messages, body))
-        return reply
+        answer: Answer = self._patiently(lambda: self._call(messages, body))
+        return answer
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """`function` of each item, in order, as many at once as there are workers."""
@@ -121,17 +128,17 @@ class Client:
             wait *= 2
         raise AssertionError("at least one attempt")
 
-    def _call(self, messages: Messages, body: Mapping[str, Any]) -> Reply:
+    def _call(self, messages: Messages, body: Mapping[str, Any]) -> Answer:
         self._spend()
         content = json.dumps({"model": self.endpoint.model, "messages": list(messages), **body}).encode()
         try:
             found = json.loads(self._post(content))
             choice = found["choices"][0]
             text, usage = choice["message"]["content"], found.get("usage") or {}
-            return Reply(
+            return Answer(
                 text or "",
-                str(choice.get("finish_reason") or "stop"),
                 int(usage.get("completion_tokens") or 0),
+                "length" if choice.get("finish_reason") == "length" else "stop",
                 int(usage.get("prompt_tokens") or 0),
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -16,9 +16,9 @@ from typing import Any
 from PIL import Image
 
 from adora_vl.commands import amount
-from adora_vl.endpoint import Client, Endpoint, EndpointError, Messages, check_url
+from adora_vl.endpoint import Answer, Client, Endpoint, EndpointError, Messages, check_url
 from adora_vl.errors import UserError
-from eval.engines import AnswerEngineSettings, AnswerRequest, Generation
+from eval.engines import AnswerEngineSettings, AnswerRequest
 
 _BATCH = 64  # so many answers are on the disk at once
 _LOCAL = ("min_pixels", "max_pixels", "revision")
@@ -59,7 +59,7 @@ class EndpointEngine:
         self._client = Client(settings.endpoint)
         self._body = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation | None]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer | None]:
         """None for an answer that could not be had. Raises `UserError` where that is so of all of them."""
         found = self._client.each(self._answer, requests)
         failures = [str(each) for each in found if isinstance(each, EndpointError)]
@@ -72,13 +72,11 @@ class EndpointEngine:
             print(f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}", file=sys.stderr)
         return [None if isinstance(each, EndpointError) else each for each in found]
 
-    def _answer(self, request: AnswerRequest) -> Generation | EndpointError:
+    def _answer(self, request: AnswerRequest) -> Answer | EndpointError:
         try:
-            reply = self._client.chat(messages_of(request), seed=request.seed, **self._body)
+            return self._client.chat(messages_of(request), seed=request.seed, **self._body)
         except EndpointError as error:
             return error
-        end = "length" if reply.finish_reason == "length" else "stop"
-        return Generation(reply.text, reply.n_tokens, end, reply.n_prompt_tokens)
 
 
 def messages_of(request: AnswerRequest) -> Messages:

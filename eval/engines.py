@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 from PIL import Image
 
 from adora_vl.assets import resolve_model
-from adora_vl.endpoint import Endpoint
+from adora_vl.endpoint import Answer, Endpoint
 from adora_vl.errors import UserError
 from adora_vl.prompts import Message
 from eval.chat import ChatProcessor
@@ -36,22 +36,12 @@ class AnswerRequest(NamedTuple):
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Generation:
-    """One answer. `n_tokens` counts the end token; `finish_reason` is `stop` or `length`."""
-
-    text: str
-    n_tokens: int
-    finish_reason: str
-    n_prompt_tokens: int
-
-
 class AnswerEngine(Protocol):
     """Answers requests. `batch_size` is how many it should get at a time."""
 
     batch_size: int
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> Sequence[Generation | None]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> Sequence[Answer | None]:
         """One answer a request, in the order of the requests; None for one that could not be had this time."""
         ...
 
@@ -159,7 +149,7 @@ class VLLMEngine:
         engine.resolved = chat.resolved(settings.dtype)
         return engine
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         prompts: list[dict[str, Any]] = []
         for request in requests:
             prompt: dict[str, Any] = {"prompt": self._chat.render(request.messages)}
@@ -173,7 +163,7 @@ class VLLMEngine:
             completion = output.outputs[0]
             ids = list(completion.token_ids)
             generations.append(
-                Generation(self._chat.decode(ids), len(ids), completion.finish_reason, len(output.prompt_token_ids))
+                Answer(self._chat.decode(ids), len(ids), completion.finish_reason, len(output.prompt_token_ids))
             )
         return generations
 
@@ -206,7 +196,7 @@ class TransformersEngine:
             **(sampled if settings.temperature > 0 else {"do_sample": False}),
         )
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         import torch
 
         inputs = self._chat.encode([(request.messages, request.images) for request in requests]).to(self._device)
@@ -221,15 +211,14 @@ class TransformersEngine:
             sequences = self._model.generate(**inputs, max_new_tokens=room)
         prompt_lengths = inputs["attention_mask"].sum(dim=1).tolist()
         return [
-            self._generation(ids, length)
-            for ids, length in zip(sequences[:, width:].tolist(), prompt_lengths, strict=True)
+            self._answer(ids, length) for ids, length in zip(sequences[:, width:].tolist(), prompt_lengths, strict=True)
         ]
 
-    def _generation(self, ids: list[int], n_prompt_tokens: int) -> Generation:
+    def _answer(self, ids: list[int], n_prompt_tokens: int) -> Answer:
         """An answer up to and with its first end token. Without one it was cut off by the limit on its length."""
         end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
         kept = ids if end is None else ids[: end + 1]
-        return Generation(self._chat.decode(kept), len(kept), "length" if end is None else "stop", n_prompt_tokens)
+        return Answer(self._chat.decode(kept), len(kept), "length" if end is None else "stop", n_prompt_tokens)
 
 
 def _end_tokens(eos: int | list[int] | None) -> list[int]:

@@ -11,15 +11,16 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from adora_vl.endpoint import Answer
 from adora_vl.prompts import SYSTEM_PROMPT
 from eval.command import Benchmark
-from eval.engines import AnswerRequest, Generation
+from eval.engines import AnswerRequest
 from eval.options import score_defaults
 from eval.predictions import Prediction
 from eval.runner import Ask, Problem, answer
 from eval.scoring import Score
 
-Generate = Callable[[Sequence[AnswerRequest]], Sequence[Generation]]
+Generate = Callable[[Sequence[AnswerRequest]], Sequence[Answer]]
 
 
 @dataclass
@@ -29,7 +30,7 @@ class _Borrowed:
     batch_size: int
     call: Generate
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         return list(self.call(requests))
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from eval.engines import AnswerEngineSettings, AnswerRequest, Generation
+from adora_vl.endpoint import Answer
+from eval.engines import AnswerEngineSettings, AnswerRequest
 from eval.runner import Problem, infer
 
 PROBLEMS, SAMPLES = 200, 2
@@ -24,10 +25,10 @@ class Stub:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         time.sleep(self._seconds)
         return [
-            Generation(f"{request.messages[-1]['content'][-1]['text']} {request.seed} " + "x" * 500, 9, "stop", 3)
+            Answer(f"{request.messages[-1]['content'][-1]['text']} {request.seed} " + "x" * 500, 9, "stop", 3)
             for request in requests
         ]
 

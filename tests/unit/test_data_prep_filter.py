@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from adora_vl.endpoint import Answer
 from adora_vl.errors import UserError
 from data_prep import filtering
 from data_prep.cli import main
 from data_prep.filtering import Keep, Tally, filter_dataset, samples_folder, tallies
 from data_prep.storage import load_split, read_manifest
-from eval.engines import AnswerEngineSettings, AnswerRequest, Generation
+from eval.engines import AnswerEngineSettings, AnswerRequest
 
 RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows, with four samples
 
@@ -44,7 +45,7 @@ class Model:
         self.settings = settings
         return self
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         if self.dies_after is not None and self.asked.total() >= self.dies_after:
             raise RuntimeError("killed")
         answers = []
@@ -53,7 +54,7 @@ class Model:
             gold, rate = self.golds[question]
             right = self.asked[question] < 4 * rate
             self.asked[question] += 1
-            answers.append(Generation(rf"It is \boxed{{{gold}}}" if right else r"\boxed{-1}", 5, "stop", 9))
+            answers.append(Answer(rf"It is \boxed{{{gold}}}" if right else r"\boxed{-1}", 5, "stop", 9))
         return answers
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from adora_vl.endpoint import Answer
 from eval import command
-from eval.engines import AnswerRequest, Generation
+from eval.engines import AnswerRequest
 from eval.geometry3k.benchmark import BENCHMARK as GEOMETRY3K
 from eval.in_training import answer_all, figures
 from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
@@ -23,9 +24,9 @@ class Guess:
 
     batch_size = 4
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         return [
-            Generation(
+            Answer(
                 rf"wait, \boxed{{{request.seed % 90}}}",
                 7 + request.seed % 5,
                 "length" if request.seed % 3 else "stop",
@@ -46,7 +47,7 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     problems, _ = GEOMETRY3K.load(Namespace(data=str(data), split="test"))
     calls: list[int] = []
 
-    def generate(requests: Sequence[AnswerRequest]) -> list[Generation]:
+    def generate(requests: Sequence[AnswerRequest]) -> list[Answer]:
         calls.append(len(requests))
         return Guess().generate(requests)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from eval.engines import AnswerEngineSettings, AnswerRequest, Generation
+from adora_vl.endpoint import Answer
+from eval.engines import AnswerEngineSettings, AnswerRequest
 from eval.predictions import PredictionLog, part_path, read_predictions
 from eval.ranks import Alone, Ranks, ranks, take_gpu
 from eval.runner import Problem, Summary, infer
@@ -25,10 +26,10 @@ class Echo:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         texts = [f"{request.messages[-1]['content'][-1]['text']} {request.seed}" for request in requests]
         self.asked += texts
-        return [Generation(text, 3, "stop", 9) for text in texts]
+        return [Answer(text, 3, "stop", 9) for text in texts]
 
 
 @dataclass

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from adora_vl.endpoint import Answer
 from adora_vl.errors import UserError
 from data_prep.storage import load_split, write_split
 from data_prep.synthetic.generate import generate
-from eval.engines import AnswerEngine, AnswerEngineSettings, AnswerRequest, Generation
+from eval.engines import AnswerEngine, AnswerEngineSettings, AnswerRequest
 from eval.fingerprint import Fields, data_hash, model_hash
 from eval.geometry3k.benchmark import problems as geometry3k_problems
 from eval.predictions import IMAGE_FAILED, Prediction, PredictionLog, read_predictions
@@ -35,11 +36,11 @@ class Recorder:
         self.built.append(settings)
         return self
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Generation]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
         if self._dies_after is not None and len(self.requests) >= self._dies_after:
             raise RuntimeError("killed")
         self.requests += requests
-        return [Generation(request.messages[-1]["content"][-1]["text"], 3, "stop", 9) for request in requests]
+        return [Answer(request.messages[-1]["content"][-1]["text"], 3, "stop", 9) for request in requests]
 
 
 def problem(index: int) -> Problem:
