@@ -1,4 +1,4 @@
-"""The trainer's collaborators from its configuration, where that takes more than naming their arguments."""
+"""Makes the trainer's collaborators from its configuration."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from adora_vl.advantage.run import MethodRun
 from adora_vl.batch import LogFigure
 from adora_vl.batching.batcher import Batcher, Shape
 from adora_vl.batching.dynamic_sampling import DynamicSampling
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.noise import noise_settings
 from adora_vl.dedup.image_bank import ImageBanks
-from adora_vl.rollout.engine import EngineSettings
+from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.importance import ImportanceRatio, RatioSettings
+from adora_vl.rollout.noise import NoisyRollouts
 from adora_vl.rollout_log.metrics_file import MetricsFile
 from adora_vl.rollout_log.phases import PhaseClock, StepClock
 from adora_vl.rollout_log.progress import ProgressLine
@@ -29,7 +31,7 @@ _RECORDED_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_w
 
 
 def engine_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The engine's dtype; for `adora_vllm_dtype: auto` what the trainer computes in (None: the policy's own dtype).
+    """The engine's dtype. With `adora_vllm_dtype: auto` it is that of the trainer; None is the policy's own dtype.
 
     vLLM's own `auto` turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on average.
     """
@@ -117,6 +119,17 @@ def importance_ratio(args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFi
         clip_max=args.vllm_importance_sampling_clip_max,
     )
     return ImportanceRatio(settings, accelerator, log)
+
+
+def noisy_rollouts(
+    args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFigure, state: Callable[[], TrainerState]
+) -> NoisyRollouts:
+    """The rollouts that see a distorted image. `state`: the trainer's, which is made anew when the training begins."""
+
+    def progress() -> float:
+        return float(state().global_step / max(state().max_steps, 1))
+
+    return NoisyRollouts(noise_settings(args), accelerator, log, progress)
 
 
 def recorder(args: AdoraGRPOConfig, accelerator: Accelerator, shape: Shape) -> Recorder:

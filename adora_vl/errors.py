@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -26,6 +27,17 @@ def in_one_line(error: BaseException) -> str:
     """Type and first line of an error, as Python's own last line of a traceback."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def engine_call(name: str) -> Iterator[None]:
+    """Inside, whatever the engine raises becomes an `EngineError` with one line; what we raise ourselves stays."""
+    try:
+        yield
+    except (RolloutError, RunError, UserError):
+        raise
+    except Exception as error:
+        raise EngineError(f"the engine failed in {name} ({in_one_line(error)})") from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -31,7 +31,6 @@ from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
-from adora_vl.config.noise import noisy_rollouts
 from adora_vl.config.speed import regroup_obstacle, regroups
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.log_probabilities import LogProbabilities
@@ -111,7 +110,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
         self.log_probabilities = LogProbabilities(accelerator, args, images=self.images.shown)
         self.ratio = build.importance_ratio(args, accelerator, log)
-        self.noise = noisy_rollouts(args)
+        self.noise = build.noisy_rollouts(args, accelerator, log, lambda: self.state)
         self.recorder = build.recorder(args, accelerator, self.shape)
         self._buffered_inputs: list[Batch] | None = None  # the micro-batches of the present generation, as TRL has it
         self._ready: Batch | None = None  # the micro-batch that `training_step` has prepared
@@ -127,8 +126,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     # ------------------------------------------------------------------------------------------- 1. a generation
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Stock TRL shuffles the rows of a generation and cuts them into micro-batches, padded to the generation's
-        longest; ours keeps groups together, leaves out those without signal, and cuts padding off.
+        """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to the longest row of
+        the generation. Ours keeps groups together, leaves out those without signal, and removes padding.
         """
         if self._ready is not None:
             ready, self._ready = self._ready, None
@@ -142,8 +141,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return self._buffered_inputs[self._step % self.shape.steps]
 
     def _generate_and_score_completions(self, inputs: list[Row]) -> Any:
-        """Stock TRL processes the image of every copy twice, makes a pass for the old log-probabilities beside vLLM
-        always, and returns group-normalised advantages; ours does neither twice, and weighs the groups.
+        """Stock TRL processes the image of every copy of a row twice, makes a pass for the old log-probabilities
+        whenever vLLM samples, and returns group-normalised advantages. Ours processes each image once, makes that pass
+        only if it is needed, and weighs the groups.
         """
         return self._collect(inputs)
 
@@ -185,26 +185,25 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if self.use_vllm:
             where = f"{mode}/{self._place}{f'/{attempt}' if attempt else ''}"  # a resumed run arrives at it too
             position = (self.args.seed, where) if self.args.adora_seeded_rollouts else None
-            noise = self.noise.at(self._progress, f"{self.args.seed}/{where}") if mode == "train" else None
+            noise = self.noise.now(f"{self.args.seed}/{where}") if mode == "train" else None
             self.vllm_generation.prepare(position, self.images.cache, self.args.adora_group_requests, noise)
         with compat.PROMPT_GATHERING.replaced_by(gather_texts, on=grpo_trainer), mismatch_named(rows):
             batch = cast("Batch", super()._generate_and_score_completions(rows))
         if mode == "train" and self.use_vllm:
             self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
-            distorted = self.vllm_generation.distorted
-            self.noise.mark(batch, distorted, self._progress, self.accelerator, self.log_figure)
+            self.noise.mark(batch, self.vllm_generation.distorted)
         return batch
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Stock TRL processes the images, samples and decodes here, and times it for wandb alone; ours for the log."""
+        """Stock TRL processes images, samples and decodes here, timed for wandb alone; ours times it for the log."""
         with self.clock.phase("rollout"):
             return super()._generate(prompts)
 
     def _calculate_rewards(
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
     ) -> Tensor:
-        """Stock TRL returns the gathered rewards, (all ranks' B, functions), and dies on one rank where a function
-        does; ours keeps them and the lengths, times the functions, and stops on all ranks.
+        """Stock TRL returns the rewards gathered from all ranks, (B, functions), and if a function raises, only that
+        rank stops. Ours also keeps rewards and lengths, times the functions, and stops all ranks.
         """
         with self.clock.phase("grading"):
             rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -214,11 +213,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return rewards_BF
 
     @property
-    def _progress(self) -> float:
-        """The share of the run's optimizer steps that are done."""
-        return float(self.state.global_step / max(self.state.max_steps, 1))
-
-    @property
     def _place(self) -> str:
         """Where the run stands: the optimizer step and the micro-batch in it."""
         return f"{self.state.global_step}/{self._step % self.args.gradient_accumulation_steps}"
@@ -226,8 +220,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     # ------------------------------------------------------------------------------------------ 2. a micro-batch
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """Stock TRL runs every micro-batch forward and backward; ours passes over those that are empty, as they are on
-        all ranks.
+        """Stock TRL runs every micro-batch forward and backward; ours skips those that are empty, which they are on all
+        ranks alike.
         """
         started = time.perf_counter()
         model.train()
@@ -241,9 +235,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return torch.zeros((), device=self.args.device)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        """Stock TRL takes the ratio to the engine from a pass before, a mean over whatever rows a micro-batch has, and
-        clips the ratio of new to old policy on one side only; ours forms the first in the policy's own pass, weighs
-        a micro-batch by its rows, and skips a step whose ratio explodes.
+        """Stock TRL takes the ratio to the engine from an earlier pass, averages the loss over the rows of a
+        micro-batch, however many there are, and clips the ratio of new to old policy on one side only. Ours computes
+        the ratio to the engine in the policy's own pass, weighs a micro-batch by its rows, and skips a step in which
+        the ratio of new to old policy explodes.
         """
         micro = cast("Batch", {**inputs})
         logps: list[Tensor] = []
@@ -263,13 +258,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return self.batcher.scaled(loss, micro)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Stock TRL runs the prompt with every rollout, padded; ours once a group where that is less work, or rows
-        without padding where the attention takes them.
+        """Stock TRL computes the prompt again with every rollout, and pads rows to one length. Ours computes it once
+        per group and without padding where that is less work and the model's attention allows it.
         """
         return self.log_probabilities(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
-        """Inside, TRL makes no pass for old log-probabilities where the policy's own pass gives the same."""
+        """Inside, TRL makes no pass for the old log-probabilities if they equal those of the policy's own pass."""
         on_policy = self.shape.has_one_step and not has_dropout(self.model)
         if needed or not self.args.adora_skip_old_pass or not on_policy:
             return nullcontext()
@@ -278,8 +273,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     # ------------------------------------------------------------------------------------------ 3. a checkpoint
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash can leave a half
-        one, or none; ours lets it write beside, seals the result, renames it, and then deletes.
+        """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash can leave an
+        incomplete checkpoint, or none. Ours lets it write into another folder, seals the result, renames it, and then
+        deletes older ones.
         """
         stock = super()._save_checkpoint
 
@@ -291,13 +287,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.checkpoints.write(self.state.global_step, save)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Stock TRL answers `output_dir`; ours, while a checkpoint is being written, the folder beside its place."""
+        """Stock TRL returns `output_dir`; ours returns the checkpoint's staging folder while one is being written."""
         staging = self.checkpoints.staging
         return str(staging) if staging is not None else str(super()._get_output_dir(trial))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Stock TRL leaves this to Transformers 5.17, which loads by the names in the file. Qwen2.5-VL's modules have
-        other ones, and after a mere warning a resumed run would start from the weights of before the training.
+        """Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the file. Qwen2.5-VL's
+        modules have other names, so a resumed run would only print a warning and start from the untrained weights.
         """
         model = self.model if model is None else model
         if self._dist.is_fsdp or restores_by_name(model, Path(resume_from_checkpoint)):
@@ -306,9 +302,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             restore_weights(model, Path(resume_from_checkpoint))
 
     def begin_at(self, checkpoint: str) -> None:
-        """Take what a checkpoint knows besides weights and optimizer, which are up to `train`: what the methods
-        remember, the rollouts that are left to learn from, and the figures since the last log, so that the next one
-        averages what it would have.
+        """Restore what a checkpoint holds besides weights and optimizer, which `train` restores: what the methods
+        remember, the rollouts that are still to be learned from, and the figures since the last log.
         """
         facts = facts_of(Path(checkpoint))
         self.checkpoints.began_at = checkpoint
@@ -329,13 +324,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return {**self.run_facts, "methods": self.methods.state(), "metrics": self._metrics["train"]}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Stock TRL saves weights and processor; ours puts a card beside them, in checkpoints too, where one is set."""
+        """Stock TRL saves weights and processor; ours also writes the model card, in checkpoints too."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             self.card.write(Path(output_dir or self.args.output_dir), self.state)
 
     def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None) -> None:
-        """Stock TRL writes a card of its own into output_dir at every save, which would take the place of ours."""
+        """Stock TRL writes a card of its own into output_dir at every save, which would replace ours."""
         if self.card.text is None:
             super().create_model_card(model_name, dataset_name, tags)
 
@@ -350,20 +345,20 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        """Stock TRL reads and decodes every copy of a row; ours reads a row of a training batch once."""
+        """Stock TRL reads and decodes every copy of a row; ours reads each row of a training batch once."""
         if is_training and self.args.adora_cache_images and hasattr(dataset, "__len__"):
             dataset = DistinctRows(dataset)
         return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Stock TRL's sampler draws the epochs' orders one after the other; ours draws each from its number."""
+        """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the epoch's number."""
         return EpochRepeatSampler.like(super()._get_train_sampler(dataset))
 
     def log_figure(self, name: str, value: float) -> None:
-        """One value of this step for the next log, which averages; the same on every rank."""
+        """Add a value of this step to the next log, which averages them. It is the same on every rank."""
         self._metrics["train"][name].append(value)
 
     def close(self) -> None:
-        """Shut a colocated engine down while its process groups still exist. Generation is over after this."""
+        """Shut a colocated engine down while its process groups still exist. Nothing can be sampled after this."""
         if self.use_vllm and self.vllm_mode == "colocate":
             self.vllm_generation.llm.llm_engine.engine_core.shutdown()

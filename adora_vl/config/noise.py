@@ -7,7 +7,7 @@ from typing import Any
 
 from adora_vl.config.advantage import chosen_methods
 from adora_vl.errors import UserError
-from adora_vl.rollout.noise import KINDS, SCHEDULES, NoisyRollouts
+from adora_vl.rollout.noise import KINDS, SCHEDULES, NoiseSettings
 
 
 @dataclass
@@ -44,7 +44,7 @@ class NoiseOptions:
     )
 
 
-def noisy_rollouts(config: Any) -> NoisyRollouts:
+def noise_settings(config: Any) -> NoiseSettings:
     """The settings of a run. Raises `UserError` if the share does not give whole rollouts."""
     share, generations = config.adora_noisy_rollouts, config.num_generations
     count = share * generations
@@ -54,7 +54,7 @@ def noisy_rollouts(config: Any) -> NoisyRollouts:
             f"that gives a whole number, such as {max(1, generations // 2) / generations:g}"
         )
     strength = config.adora_noise_strength
-    return NoisyRollouts(
+    return NoiseSettings(
         count=round(count),
         generations=generations,
         kind=config.adora_noise_kind,
@@ -68,7 +68,7 @@ def noisy_rollouts(config: Any) -> NoisyRollouts:
 def check_noise(config: Any) -> None:
     """Check the keys against the others. Raises `UserError`."""
     share = config.adora_noisy_rollouts
-    settings = noisy_rollouts(config)
+    settings = noise_settings(config)
     if settings.kind == "gaussian" and settings.strength > 999:
         raise UserError(f"adora_noise_strength: {settings.strength:g} must be at most 999 diffusion steps")
     if settings.kind == "rotate" and settings.strength > 180:

@@ -1,10 +1,9 @@
-"""vLLM for images, right: TRL's generation class with corrected prompts, weight sync, caches and settings."""
+"""TRL's generation class for vLLM, with corrected prompts, weight sync, caches and settings for models with images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -13,8 +12,9 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl import compat
-from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line
+from adora_vl.errors import RolloutError, engine_call
 from adora_vl.models.components import component_of, trainable_components
+from adora_vl.rollout.engine_settings import EngineSettings, pixel_limits
 from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.lora import can_merge, merged_parameters
 from adora_vl.rollout.noise import Noise
@@ -30,39 +30,6 @@ from adora_vl.rollout.sync import (
 from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
 
 
-@contextmanager
-def engine_call(name: str) -> Iterator[None]:
-    """Inside, whatever the engine raises becomes an `EngineError` with one line; what we raise ourselves stays."""
-    try:
-        yield
-    except (RolloutError, RunError, UserError):
-        raise
-    except Exception as error:
-        raise EngineError(f"the engine failed in {name} ({in_one_line(error)})") from error
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What TRL has no field for."""
-
-    dtype: str | None = None  # None: the policy's own
-    revision: str | None = None  # TRL loads the policy at a revision, but the engine always at the newest
-    max_num_batched_tokens: int = 4096
-    keeps_images: bool = True  # vLLM's own store of processed images
-
-
-def pixel_limits(processing_class: Any) -> dict[str, int] | None:
-    """`min_pixels` and `max_pixels` of a processor, None for a tokenizer.
-
-    vLLM reads the limits of the model folder; sending it the trainer's own makes the two prompts agree.
-    """
-    image_processor = getattr(processing_class, "image_processor", None)
-    if image_processor is None:
-        return None
-    size = dict(image_processor.size)
-    return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
-
-
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
 
@@ -73,21 +40,21 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         timed_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
         **kwargs: Any,
     ) -> None:
-        """`timed_sync`: what a weight sync is done inside, to count its seconds."""
+        """`timed_sync`: makes the context in which a weight sync runs, which counts its seconds."""
         processing_class = kwargs["processing_class"]
         self.settings = settings
         self._timed_sync = timed_sync
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
         self.tensors_sent = 0  # by the last sync
-        self.bytes_sent = 0  # likewise
+        self.bytes_sent = 0  # by the last sync
         self.position: tuple[int, str] | None = None  # the run's seed and where it stands; None: the engine's own seed
         self.image_cache: ImageCache | None = None  # where the engine's processor takes its images from
         self.group_requests = True
         self.noise: Noise | None = None  # how some of the rollouts' images are distorted
         self.distorted: list[bool] = []  # which of the last rows were sampled on distorted images
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
-        self._bans_only = not generation_kwargs  # nothing of the user's changes what is sampled
+        self._bans_only = not generation_kwargs  # the user's settings do not change what is sampled
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
         if banned:
             generation_kwargs["logit_bias"] = {**(generation_kwargs.get("logit_bias") or {}), **banned}
@@ -97,9 +64,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         super().__init__(*args, **{**kwargs, "generation_kwargs": generation_kwargs})
 
     def _init_vllm(self) -> None:
-        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them to the same call.
-
-        Raises `UserError` for what the CPU engine cannot do.
+        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them to the same call. Raises
+        `UserError` for what the CPU engine cannot do.
         """
         if self.mode == "colocate":
             refuse_on_cpu(self.model.config, self.enable_sleep_mode)
@@ -107,7 +73,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             super()._init_vllm()
 
     def _build_llm(self, **kwargs: Any) -> Any:
-        from adora_vl.rollout.llm import GroupingLLM  # vLLM is imported where there is an engine alone
+        from adora_vl.rollout.llm import GroupingLLM  # imports vLLM, which only a colocated engine needs
 
         kwargs["dtype"] = self.settings.dtype or str(self.model.dtype).removeprefix("torch.")
         longest = kwargs.get("max_model_len") or self.model.config.get_text_config().max_position_embeddings
@@ -116,14 +82,15 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         kwargs["logprobs_mode"] = self._logprobs_mode()
         if self.image_token_id is not None:
             kwargs["mm_processor_kwargs"] = pixel_limits(self.processing_class)
-            kwargs["limit_mm_per_prompt"] = {"video": 0}  # else a video's worth of memory is set aside
+            kwargs["limit_mm_per_prompt"] = {"video": 0}  # otherwise vLLM reserves memory for a video
             if not self.settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         return GroupingLLM(**kwargs)
 
     def _logprobs_mode(self) -> str:
-        """Stock TRL asks for log-probabilities after temperature, filters and bans, which the trainer knows only the
-        first of. Where the bans are all there is, ours asks for them before: then they are the trainer's own.
+        """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the trainer applies only
+        the temperature. Where nothing but the bans changes the sampling, ours asks for those before the bans, which
+        are the same as the trainer's.
         """
         neutral = (self.temperature, self.top_p, self.repetition_penalty) == (1.0, 1.0, 1.0)
         unfiltered = not self.top_k or self.top_k < 0
@@ -133,9 +100,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears bfloat16 weights down.
 
-        Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a time.
-
-        The first sync sends everything, and so does every sync with sleep mode, whose level 2 discards the weights.
+        Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a time. The first sync
+        sends everything, and so does every sync with sleep mode, whose level 2 discards the weights.
         """
         trainable = trainable_components(self.model)
         everything = not self._engine_is_complete or self.enable_sleep_mode
@@ -144,7 +110,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             return everything or component_of(name) in trainable
 
         if is_peft_model(self.model) and not self._dist.is_fsdp and can_merge(self.model):
-            # A CPU engine wants the tensors of a layer together, so there whole components go.
+            # A CPU engine needs all tensors of a layer together, so it gets whole components.
             changed_only = not everything and not engine_runs_on_cpu()
             for name, tensor in merged_parameters(self.model, self._dist.gather_params, wanted, changed_only):
                 yield self._fix_param_name_to_vllm(name), tensor
@@ -194,17 +160,19 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         group_requests: bool,
         noise: Noise | None = None,
     ) -> None:
-        """For the next rollouts. `position`: the run's seed and where the run stands, None for the engine's own seed.
-        `images`: where the engine's image processor takes processed images from. `group_requests`: ask once per prompt.
-        `noise`: how the images of some rollouts are distorted.
+        """Say how the next rollouts are sampled.
+
+        `position`: the run's seed and where the run stands; None samples from the engine's own seed. `images`: the
+        cache from which the engine's image processor takes processed images. `group_requests`: whether a prompt is
+        one request. `noise`: how the images of some rollouts are distorted.
         """
         self.position, self.image_cache, self.group_requests, self.noise = position, images, group_requests, noise
 
     @contextmanager
     def lent(self) -> Iterator[Any]:
-        """The colocated `vllm.LLM` with the policy's present weights, for as long as the block lasts; on all ranks.
+        """Yields the colocated `vllm.LLM` with the policy's present weights. All ranks call it together.
 
-        The next rollouts are synced anew by TRL, as after every step.
+        TRL syncs the weights again before the next rollouts, as after every step.
         """
         self.sync_weights()
         if self.enable_sleep_mode:
@@ -216,7 +184,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 self.put_to_sleep()
 
     def put_to_sleep(self) -> None:
-        """As TRL does after a generation: the engine lets its weights go, and the next sync brings them back."""
+        """Free the engine's memory, as TRL does after a generation. The next sync sends all weights again."""
         self.llm.sleep(level=2)
         self._llm_weights_sleeping = True
 
@@ -229,7 +197,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         temperature: float | None = None,
         **further: Any,
     ) -> Iterator[None]:
-        """Inside, rollouts are sampled with these settings in place of the run's; None leaves one as it is.
+        """Inside, rollouts are sampled with these settings instead of those of the run. None leaves a setting as it is.
 
         `position` as in `prepare`. `further`: vLLM's sampling parameters, beside those of `generation_kwargs`.
         """
@@ -271,11 +239,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     ) -> tuple[Any, ...]:
         """Stock TRL sends colocated vLLM expanded image tokens beside the image, and vLLM expands them again.
 
-        Ours sends one token an image and checks that the engine arrives at the trainer's own ids. Server mode pairs
+        Ours sends one token per image and checks that the engine arrives at the trainer's own ids. Server mode pairs
         expanded ids with features that the server has made, so there the prompts stay as they are.
 
-        A rollout that is sampled on a distorted image has no log-probabilities on the trainer's, so it gets none: TRL
-        and ours leave such tokens (None, then NaN) out of the ratio and of the drift.
+        The engine's log-probabilities of a rollout on a distorted image do not belong to the trainer's image, so they
+        are replaced by None, which becomes NaN. TRL and ours leave such tokens out of the ratio and of the drift.
 
         Raises `PromptMismatchError` for the first row that differs, and `EngineError` where the engine fails.
         """
@@ -305,10 +273,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     @contextmanager
     def _asking_once(self, rows: int, num_generations: int) -> Iterator[None]:
         """Inside, the rollouts of a prompt are one request, and each is sampled from a seed of its own. Stock TRL sends
-        a request a rollout, and goes on from the random state of the process: a checkpoint restores that too, but then
-        a rollout depends on all that was drawn before it.
+        one request per rollout and samples from the random state of the process. A checkpoint restores that state
+        too, but a rollout then depends on everything that was drawn before it.
 
-        With tensor parallelism the ranks of a group must ask for the same, so there it is asked as by stock TRL.
+        With tensor parallelism the ranks of a group must send the same requests, so there stock TRL's way is kept.
         """
         if self.tensor_parallel_size > 1:
             yield

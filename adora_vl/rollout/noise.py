@@ -1,17 +1,18 @@
-"""Some rollouts of every group see a distorted image, while all of them are learned from on the clean one.
+"""Some rollouts of every group are sampled on a distorted image, and all of them are learned from on the clean image.
 
 Source: NoisyRollout (arXiv 2504.13055) and its repository (NUS-TRAIL/NoisyRollout, `verl/utils/image_aug.py` and
-`training_scripts/`): one distortion per prompt and generation, weaker as training goes on, advantages over the clean
-and the distorted rollouts together. As there, an image is first brought to the size that the model sees, because noise
-on a small drawing that is enlarged afterwards would be coarser. There rotation makes the image larger; ours does not,
-so that a prompt has the same image tokens in the engine and in the trainer.
+`training_scripts/`). There is one distortion per prompt and generation, it becomes weaker as training goes on, and the
+advantages are computed over the clean and the distorted rollouts together. As in the repository, an image is first
+resized to the size that the model sees, because noise on a small drawing that is enlarged afterwards would be coarser.
+The repository's rotation makes the image larger. Ours does not, so that a prompt has the same image tokens in the
+engine and in the trainer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from adora_vl.batch import Batch, LogFigure
 from adora_vl.rollout.image_cache import PASSING, can_cache
 
-KINDS = {"gaussian": 500.0, "rotate": 15.0}  # with the repository's strength: diffusion steps of 1,000, degrees
+KINDS = {"gaussian": 500.0, "rotate": 15.0}  # kind -> the repository's strength: diffusion steps of 1,000, degrees
 SCHEDULES = ("sigmoid", "constant")
 _DIFFUSION_STEPS = 1000
 
@@ -39,7 +40,7 @@ def sigmoid_annealing(progress: float, *, middle: float, steepness: float) -> fl
 
 
 def signal_share(step: int) -> float:
-    """How much of the image is left after `step` diffusion steps (0 to 999): the factor of the pixels, between 0 and 1.
+    """The factor of the pixels after `step` diffusion steps (0 to 999), between 0 and 1.
 
     The variance added in a step rises along a sigmoid from 1e-5 to 5e-3.
     """
@@ -48,7 +49,7 @@ def signal_share(step: int) -> float:
 
 
 def gaussian(image: Image.Image, step: int, generator: np.random.Generator) -> Image.Image:
-    """`a x + sqrt(1 - a^2) n` with the `signal_share` a, pixels x of 0 to 1 and standard normal noise n, cut off."""
+    """`a x + sqrt(1 - a^2) n`, clipped to 0 and 1. a is the `signal_share`, x the pixels, n standard normal noise."""
     share, pixels = signal_share(step), np.asarray(image, dtype=np.float32) / 255
     noise = generator.standard_normal(pixels.shape, dtype=np.float32)
     mixed = share * pixels + math.sqrt(1 - share**2) * noise
@@ -56,7 +57,7 @@ def gaussian(image: Image.Image, step: int, generator: np.random.Generator) -> I
 
 
 def as_seen(image: Image.Image, image_processor: Any) -> Image.Image:
-    """The image, RGB, at the size that Qwen's processor brings it to; with any other processor at its own size."""
+    """The image as RGB in the size to which Qwen's processor resizes it. With any other processor it keeps its size."""
     image = image.convert("RGB")
     if not can_cache(image_processor):
         return image
@@ -66,7 +67,9 @@ def as_seen(image: Image.Image, image_processor: Any) -> Image.Image:
 
 
 def distorted(image: Image.Image, kind: str, level: float, seed: int) -> Image.Image:
-    """A distorted copy of an RGB image, of the same size; the same for the same seed. `level`: in the kind's unit."""
+    """A distorted copy of an RGB image. It has the same size, and is the same for the same seed. `level`: the strength
+    in the unit of the kind.
+    """
     generator = np.random.default_rng(seed)
     if kind == "gaussian":
         noisy = gaussian(image, int(level), generator)
@@ -82,16 +85,17 @@ class Noise:
 
     kind: str
     level: float
-    key: str  # of the run and where it stands; the same in a run that resumes there
-    clean: int  # the first so many rollouts of every group see the image as it is
+    key: str  # the run's seed and position, which seed the noise; a resumed run has the same at the same position
+    clean: int  # how many rollouts of each group, the first ones, see the clean image
 
     def applied(
         self, images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any = None
     ) -> tuple[list[list[Any] | None], list[bool]]:
-        """The images that the rows are to see, and which rows see distorted ones.
+        """The images on which the rows are sampled, and for each row whether they are distorted.
 
-        `images`: of each row of this rank, None or empty for a row without. `first`: the number of the first row over
-        all ranks. `image_processor`: the trainer's. A group's rows get the same objects, and so stay one request.
+        `images`: the images of each row of this rank; None or empty for a row without images. `first`: the number of
+        this rank's first row, counted over all ranks. `image_processor`: the trainer's. The distorted rows of a group
+        get the same objects, so they stay one request.
         """
         made: dict[int, list[Any]] = {}
         seen: list[list[Any] | None] = []
@@ -115,7 +119,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class NoisyRollouts:
+class NoiseSettings:
     """The keys `adora_noisy_rollouts` and `adora_noise_*`."""
 
     count: int  # distorted rollouts per group
@@ -127,7 +131,7 @@ class NoisyRollouts:
     steepness: float
 
     def level(self, progress: float) -> float:
-        """The strength at this share of the run; whole steps for `gaussian`, as in the repository."""
+        """The strength at this share of the run; for `gaussian` rounded down to whole steps, as in the repository."""
         share = 1.0
         if self.schedule == "sigmoid":
             share = sigmoid_annealing(progress, middle=self.middle, steepness=self.steepness)
@@ -141,14 +145,26 @@ class NoisyRollouts:
             return None
         return Noise(self.kind, level, key, clean=self.generations - self.count)
 
-    def mark(
-        self, batch: Batch, distorted: Sequence[bool], progress: float, accelerator: Accelerator, log: LogFigure
+
+class NoisyRollouts:
+    """Chooses the distortion of each generation of a run, and marks the rollouts that were sampled with it."""
+
+    def __init__(
+        self, settings: NoiseSettings, accelerator: Accelerator, log: LogFigure, progress: Callable[[], float]
     ) -> None:
+        """`progress`: the share of the run's optimizer steps that are done."""
+        self.settings, self.accelerator, self.log, self.progress = settings, accelerator, log, progress
+
+    def now(self, key: str) -> Noise | None:
+        """The distortion of the present generation. `key` as in `Noise`."""
+        return self.settings.at(self.progress(), key)
+
+    def mark(self, batch: Batch, distorted: Sequence[bool]) -> None:
         """Put into the batch which of its rows were sampled on distorted images, and into the log their share of all
         ranks' rollouts and the strength. Nothing where `adora_noisy_rollouts` is 0.
         """
-        if not self.count:
+        if not self.settings.count:
             return
-        batch["distorted"] = torch.tensor(distorted, device=accelerator.device)
-        log("adora/noisy_share", accelerator.gather(batch["distorted"].float()).mean().item())
-        log("adora/noise_level", self.level(progress))
+        batch["distorted"] = torch.tensor(distorted, device=self.accelerator.device)
+        self.log("adora/noisy_share", self.accelerator.gather(batch["distorted"].float()).mean().item())
+        self.log("adora/noise_level", self.settings.level(self.progress()))

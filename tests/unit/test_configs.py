@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLConfig
 
 from adora_vl.config.arithmetic import plan_batches
 from adora_vl.config.command_line import parse, read_yaml
-from adora_vl.config.noise import noisy_rollouts
+from adora_vl.config.noise import noise_settings
 from adora_vl.config.run_checks import check_run
 from adora_vl.errors import UserError
 
@@ -69,7 +69,7 @@ def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps(name):
     plan = plan_batches(num_processes=8, **{key: content[key] for key in BATCH_KEYS})
     assert (plan.prompts_per_generation, plan.generation_batch, plan.optimizer_batch) == (128, 1024, 128)
     assert plan.updates_per_generation == 8
-    assert content["save_steps"] == 2101 // 128 * 8, "once an epoch"
+    assert content["save_steps"] == 2101 // 128 * 8, "once per epoch"
 
 
 @pytest.mark.parametrize("name", ["noisy_7b_geo3k", "best_7b_geo3k"])
@@ -78,9 +78,9 @@ def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_s
     content = read_yaml(CONFIGS / "train" / f"{name}.yaml")
     plan = plan_batches(num_processes=8, **{key: content[key] for key in BATCH_KEYS})
     assert (plan.prompts_per_generation, plan.optimizer_batch, plan.updates_per_generation) == (512, 128 * 12, 4)
-    assert content["save_steps"] == 2101 // 512 * 4, "once an epoch"
+    assert content["save_steps"] == 2101 // 512 * 4, "once per epoch"
     path = CONFIGS / "train" / f"{name}.yaml"
-    noise = noisy_rollouts(parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])[1])
+    noise = noise_settings(parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])[1])
     assert noise.count == 6 and noise.level(0) == 499
     assert [noise.level(generation / 60) for generation in (30, 40, 50)] == [496, 251, 3]
 

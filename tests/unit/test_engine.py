@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator
 
-from adora_vl.rollout.engine import AdoraVLLMGeneration, EngineSettings
+from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.environment import prepare_engine_environment
 
 prepare_engine_environment()

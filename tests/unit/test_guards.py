@@ -18,9 +18,8 @@ from trl import GRPOTrainer
 from adora_vl import train
 from adora_vl.checkpoint.store import STAGING, checkpoints
 from adora_vl.checkpoint.writer import CheckpointWriter
-from adora_vl.errors import EngineError, RolloutError, RunError, UserError
+from adora_vl.errors import EngineError, RolloutError, RunError, UserError, engine_call
 from adora_vl.guards import DeepSpeedSteps, RatioGuard, SkipBadSteps, largest_ratio, located
-from adora_vl.rollout.engine import engine_call
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.unreadable_images import hand_on_unreadable, unreadable_rows
 from data_prep.images import png_bytes

@@ -16,18 +16,26 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.batch import Batch, compared_mask
 from adora_vl.config.command_line import parse
-from adora_vl.config.noise import check_noise, noisy_rollouts
+from adora_vl.config.noise import check_noise, noise_settings
 from adora_vl.errors import UserError
 from adora_vl.guards import DriftGuard
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.image_cache import ImageCache, effective_settings
 from adora_vl.rollout.importance import ImportanceRatio, RatioSettings
-from adora_vl.rollout.noise import Noise, NoisyRollouts, as_seen, distorted, sigmoid_annealing, signal_share
+from adora_vl.rollout.noise import (
+    Noise,
+    NoiseSettings,
+    NoisyRollouts,
+    as_seen,
+    distorted,
+    sigmoid_annealing,
+    signal_share,
+)
 from adora_vl.rollout.requests import plan_requests
 
 NAN = float("nan")
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
-HALF = NoisyRollouts(4, 8, "gaussian", 500.0, "sigmoid", middle=2 / 3, steepness=30.0)
+HALF = NoiseSettings(4, 8, "gaussian", 500.0, "sigmoid", middle=2 / 3, steepness=30.0)
 
 
 def drawing(seed: int = 0, size: tuple[int, int] = (56, 28)) -> Image.Image:
@@ -126,7 +134,29 @@ def test_the_neutral_settings_distort_nothing():
     assert replace(HALF, count=0).at(0.0, "x") is None
     assert replace(HALF, strength=0.0).at(0.0, "x") is None
     assert HALF.at(1.0, "x") is None  # annealed away
-    assert noisy_rollouts(config()).count == 0
+    assert noise_settings(config()).count == 0
+
+
+def test_rollouts_are_marked_and_the_noise_follows_the_progress_of_the_run():
+    logged: dict[str, float] = {}
+    done = [0.0]
+
+    def rollouts(settings):
+        return NoisyRollouts(settings, Accelerator(cpu=True), logged.__setitem__, lambda: done[0])
+
+    batch: Batch = {}
+    noisy = rollouts(HALF)
+    noisy.mark(batch, [False, True, True, True])
+    assert batch["distorted"].tolist() == [False, True, True, True]
+    assert logged == {"adora/noisy_share": 0.75, "adora/noise_level": 499.0} and noisy.now("x").level == 499.0
+    done[0] = 40 / 60
+    noisy.mark(batch, [False] * 4)
+    assert logged == {"adora/noisy_share": 0.0, "adora/noise_level": 250.0} and noisy.now("x").level == 250.0
+    done[0] = 1.0
+    assert noisy.now("x") is None
+    plain: Batch = {}
+    rollouts(replace(HALF, count=0)).mark(plain, [False] * 4)
+    assert plain == {}  # no column, as without the feature
 
 
 class StubEngine(AdoraVLLMGeneration):
@@ -214,8 +244,8 @@ ENGINE = ["--use_vllm", "true", "--vllm_mode", "colocate", "--adora_noisy_rollou
 def test_keys_become_settings():
     ours = config(*ENGINE, "--adora_noise_kind", "rotate")
     check_noise(ours)
-    assert noisy_rollouts(ours) == NoisyRollouts(4, 8, "rotate", 15.0, "sigmoid", 0.667, 30.0)
-    assert noisy_rollouts(config(*ENGINE, "--adora_noise_strength", "450")).strength == 450
+    assert noise_settings(ours) == NoiseSettings(4, 8, "rotate", 15.0, "sigmoid", 0.667, 30.0)
+    assert noise_settings(config(*ENGINE, "--adora_noise_strength", "450")).strength == 450
 
 
 @pytest.mark.parametrize(
