@@ -14,6 +14,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from adora_vl.rollout.environment import prepare_engine_environment
 
@@ -153,9 +154,9 @@ def build(options: argparse.Namespace) -> Any:
     }
     given: dict[str, Any] = {"reward_funcs": reward, "train_dataset": problems(2 * options.groups, options.image)}
     if options.way == "ours":
-        our_module.AdoraVLLMGeneration = Recorded  # type: ignore[assignment,misc]
         args = AdoraGRPOConfig(**{**both, **pixels}, adora_mode="off", adora_max_drift=None)
-        return our_module.AdoraGRPOTrainer(model=model, args=args, processing_class=processor, **given)
+        with mock.patch.object(our_module, "AdoraVLLMGeneration", Recorded):
+            return our_module.AdoraGRPOTrainer(model=model, args=args, processing_class=processor, **given)
     stock_module.VLLMGeneration = Recorded
     if options.way == "stock, as on a card":
         trl_utils._use_triton = lambda device: True  # chooses the positions that are scored, not the kernel

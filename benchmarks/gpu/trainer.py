@@ -32,10 +32,11 @@ from adora_vl.memory.predict import CONTEXT, predict
 from adora_vl.memory.sharding import Sharding
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.trainer import AdoraGRPOTrainer
+from benchmarks.clock import Clock
 from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting
 from benchmarks.gpu.streaming import TARGETS
 from benchmarks.gpu.table import Line, at_most, holds, skipped
-from benchmarks.step_run import Clock, dataset, reward
+from benchmarks.step_run import dataset, reward
 
 ROWS = 8  # one group
 STEPS = 3  # of a turn; the first is not counted
@@ -88,7 +89,7 @@ def lora(setting: Setting) -> LoraConfig:
 
 
 def arguments(setting: Setting, way: str, side: int, completion: int, folder: Path) -> Any:
-    """One group of 8 a step, as `adora_3b_1gpu_lora.yaml` where it says something about a micro-batch."""
+    """One group of 8 per step, as `adora_3b_1gpu_lora.yaml` where it says something about a micro-batch."""
     keys: dict[str, Any] = {
         "output_dir": str(folder / way), "use_vllm": False, "use_cpu": not setting.on_gpu, "bf16": setting.on_gpu,
         "gradient_checkpointing": setting.on_gpu, "per_device_train_batch_size": ROWS, "num_generations": ROWS,

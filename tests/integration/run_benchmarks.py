@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from unittest import mock
 
 from eval import command
 from eval.engines import AnswerEngine, AnswerEngineSettings, build_engine
@@ -27,7 +28,7 @@ def shared(settings: AnswerEngineSettings) -> AnswerEngine:
 
 
 def main(model: str, folder: Path) -> int:
-    command.build_engine = shared
+    mock.patch.object(command, "build_engine", shared).start()
     for benchmark, name, more in (
         (GEOMETRY3K, "geometry3k", []),
         (MATHVISTA, "mathvista", ["--rules", "vlmevalkit"]),

@@ -9,6 +9,7 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from adora_vl.batch import Batch
 from adora_vl.rollout.environment import prepare_engine_environment
@@ -113,17 +114,21 @@ def last_table(folder: str) -> dict[str, list[Any]]:
 
 def sabotage(name: str) -> None:
     """Break one correction, to see that the tests notice."""
+
+    def put(what: str, instead: Any) -> None:
+        mock.patch.object(engine_module, what, instead).start()
+
     if name == "expanded":
-        engine_module.collapse_image_runs = lambda ids, image_token_id: list(ids)
-        engine_module.check_prompts = lambda *_: None
+        put("collapse_image_runs", lambda ids, image_token_id: list(ids))
+        put("check_prompts", lambda *_: None)
     elif name == "no_sync":
-        engine_module.push_weights = lambda llm, tensors: sum(1 for _ in tensors)
+        put("push_weights", lambda llm, tensors: sum(1 for _ in tensors))
     elif name == "stale_encoder_cache":
-        engine_module.reset_caches = lambda llm: llm.reset_prefix_cache()
+        put("reset_caches", lambda llm: llm.reset_prefix_cache())
     elif name == "stale_prefix_cache":
-        engine_module.reset_caches = lambda llm: llm.llm_engine.reset_encoder_cache()
+        put("reset_caches", lambda llm: llm.llm_engine.reset_encoder_cache())
     elif name == "pixel_limits":
-        engine_module.pixel_limits = lambda processing_class: {"min_pixels": 28 * 28, "max_pixels": 28 * 28}
+        put("pixel_limits", lambda processing_class: {"min_pixels": 28 * 28, "max_pixels": 28 * 28})
     elif name:
         raise SystemExit(f"unknown sabotage {name}")
 

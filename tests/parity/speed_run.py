@@ -17,6 +17,7 @@ from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from adora_vl.rollout.environment import prepare_engine_environment
 
@@ -33,7 +34,7 @@ from adora_vl.batching import batcher as batcher_module  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.config.speed import SWITCHES  # noqa: E402
 from adora_vl.dedup import packed_forward as packed_module  # noqa: E402
-from adora_vl.dedup.shared_prompt import sharing_pays  # noqa: E402
+from adora_vl.dedup.shared_prompt import pack, sharing_pays  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
@@ -123,7 +124,8 @@ class Switches(TrainerCallback):
         self.trainer.begun.append(self.trainer.passes)
         name = self.names[state.global_step]
         self.trainer.packed.append(self.trainer.log_probabilities.packed.passes)
-        packed_module.sharing_pays = (lambda *_: True) if name == "no padding" else sharing_pays
+        pays = (lambda *_: True) if name == "no padding" else sharing_pays
+        mock.patch.object(packed_module, "sharing_pays", pays).start()
         for switch in SWITCHES:
             setattr(args, switch, switch in STEPS[name])
         args.adora_dynamic_sampling = int(name == "refill")
@@ -170,16 +172,15 @@ def reward_without_signal(ids: set[str]) -> Any:
 def sabotage(names: str) -> None:
     """Break parts, comma-separated, to see that the tests notice."""
     if "positions" in names:  # every rollout one place further on
-        original = packed_module.pack
 
         def shifted(*args: Any) -> Any:
-            packed = original(*args)
+            packed = pack(*args)
             after_the_prompt = torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt
             return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
 
-        packed_module.pack = shifted  # type: ignore[assignment]
+        mock.patch.object(packed_module, "pack", shifted).start()
     if "rows" in names:  # micro-batches weigh alike however many rows they have
-        batcher_module.MEAN_OVER_ROWS = frozenset()
+        mock.patch.object(batcher_module, "MEAN_OVER_ROWS", frozenset()).start()
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
 
 
 def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
-    # 6 sequences a rank in groups of 4: the second group lies on both ranks. The projector is frozen.
+    # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is frozen.
     result = parity(tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze_projector=true")
     assert_parity(result)
     everything = sum(result["tensors"].values())

@@ -21,7 +21,7 @@ from data_prep.schema import FEATURES
 from data_prep.synthetic.generate import generate
 
 pytestmark = pytest.mark.slow
-GROUP, ROWS, ACCUMULATED, UPDATES = 4, 8, 2, 4  # 4 updates of 2 x 8 sequences a generation: 16 groups of 4
+GROUP, ROWS, ACCUMULATED, UPDATES = 4, 8, 2, 4  # 4 updates of 2 x 8 sequences per generation: 16 groups of 4
 SILENT = (0, 1, 2, 5, 6, 7, 8, 9, 12, 15)  # groups without signal, so that fewer live ones than updates x micro-batches
 
 

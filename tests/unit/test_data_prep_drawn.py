@@ -11,8 +11,9 @@ import pytest
 
 from adora_vl.rewards import canonical_gold
 from adora_vl.rewards.numbers import evaluate
+from data_prep.images import diagram_hash
 from data_prep.synthetic.canvas import STYLES, Canvas, Point
-from data_prep.synthetic.generate import KNOWN, LEVELS, diagram_hash
+from data_prep.synthetic.generate import KNOWN, LEVELS
 
 
 class _Drawn:

@@ -15,12 +15,13 @@ from PIL import Image
 from adora_vl.errors import UserError
 from adora_vl.rewards import canonical_gold, grade, verify_gold
 from data_prep.cli import main
+from data_prep.images import diagram_hash
 from data_prep.prepare import ensure_synthetic, prepare_synthetic
 from data_prep.schema import Row
 from data_prep.storage import read_manifest, stored_rows
 from data_prep.synthetic.canvas import STYLES
 from data_prep.synthetic.families import FAMILIES
-from data_prep.synthetic.generate import KNOWN, LEVELS, diagram_hash, generate, split_of
+from data_prep.synthetic.generate import KNOWN, LEVELS, generate, split_of
 from data_prep.synthetic.lettered import LETTERED
 
 ROWS, TEST_ROWS = 100, 40

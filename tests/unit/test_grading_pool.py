@@ -172,7 +172,7 @@ def test_a_worker_ends_itself_where_nobody_kills_it() -> None:
 
 @pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
 def test_a_worker_that_cannot_start_is_a_timeout_and_a_warning(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module.sys, "executable", python)
+    monkeypatch.setattr(sys, "executable", python)
     with pytest.warns(RuntimeWarning, match="is sympy installed"):
         found = grade(HONEST, GOLD)
     assert (found.verdict, found.reason) == ("timeout", "no_worker")

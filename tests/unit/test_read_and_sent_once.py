@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
+from accelerate.utils import gather_object
 from datasets import Image
 from PIL import Image as Pillow
 
@@ -22,7 +23,7 @@ PROBLEMS, STEPS = 8, 2  # of a generation, which is learned from in 8 micro-batc
 def run(tmp_path_factory) -> dict[str, Any]:
     """Two optimizer steps of eight micro-batches each: the images that were decoded, and what was gathered."""
     seen: dict[str, Any] = {"decoded": 0, "gathered": []}
-    decode, gather = Image.decode_example, texts.gather_object
+    decode, gather = Image.decode_example, gather_object
 
     def counted(self: Any, *arguments: Any, **keywords: Any) -> Any:
         seen["decoded"] += 1

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.checkpoint import launcher, stop
+from adora_vl.checkpoint import launcher
 from adora_vl.checkpoint.stop import REPEAT_S, StopOnSignal
 from adora_vl.errors import RunError
 
@@ -30,10 +31,10 @@ def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
     """A clock that stands until it is set, and the signals by which a run would have ended itself."""
     clock, kills = SimpleNamespace(now=0.0), []
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(stop.time, "monotonic", lambda: clock.now)
-        patches.setattr(stop.os, "kill", lambda pid, number: kills.append(number))
-        patches.setattr(stop.signal, "signal", lambda number, handler: None)
-        patches.setattr(stop.os, "write", lambda descriptor, words: len(words))
+        patches.setattr(time, "monotonic", lambda: clock.now)
+        patches.setattr(os, "kill", lambda pid, number: kills.append(number))
+        patches.setattr(signal, "signal", lambda number, handler: None)
+        patches.setattr(os, "write", lambda descriptor, words: len(words))
         yield clock, kills
 
 
