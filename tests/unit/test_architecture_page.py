@@ -49,6 +49,26 @@ def test_what_the_page_names_exists(span):
     assert _is_there(span), f"docs/architecture.md names `{span}`, which is nowhere"
 
 
+def test_every_room_is_on_the_page():
+    """A package or module of `adora_vl/` that the page leaves out is one that a newcomer does not find."""
+    rooms = {f"{path.name}/" for path in (ROOT / "adora_vl").iterdir() if (path / "__init__.py").exists()}
+    rooms |= {path.name for path in (ROOT / "adora_vl").glob("*.py") if path.name != "__init__.py"}
+    assert len(rooms) > 30 and rooms - set(SPANS) == set()
+
+
+def test_every_kind_of_thread_is_on_the_page():
+    starts = re.compile(r"\b(?:Thread|ThreadPoolExecutor)\(")
+    starters = {
+        str(path.relative_to(ROOT / "adora_vl"))
+        for path in (ROOT / "adora_vl").rglob("*.py")
+        if path.name != "worker.py" and starts.search(path.read_text())  # a grader worker is another process
+    }
+    listed = re.findall(
+        r"^\| [^|]+ \| `([\w/]+\.py)`", TEXT.partition("| thread |")[2].partition("\n\n")[0], re.MULTILINE
+    )
+    assert len(starters) > 3 and starters == set(listed)
+
+
 def test_what_the_figure_names_exists():
     (figure,) = re.findall(r"```mermaid(.*?)```", TEXT, flags=re.DOTALL)
     named = {*re.findall(r'\["([A-Z]\w+)(?=:)', figure), *re.findall(r"<br>(\w+)", figure)} - {"TRL"}
