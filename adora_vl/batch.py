@@ -1,4 +1,4 @@
-"""What travels through a training step: TRL's batches, with the columns that this package reads or adds."""
+"""The batch that a training step passes on: TRL's dictionary, with the columns that this package reads or adds."""
 
 from __future__ import annotations
 

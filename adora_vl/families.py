@@ -1,4 +1,4 @@
-"""What this project has to know of an architecture, one entry a family. Everything that depends on it reads it here.
+"""What this project has to know of an architecture, one entry per family. Everything that depends on it reads it here.
 
 A family is a `model_type` of Transformers. Each entry names the source of what it says; the paths are those of
 Transformers 5.17. CONTRIBUTING.md describes how to add one. This module imports nothing heavy, since data preparation

@@ -1,4 +1,4 @@
-"""Rows whose image cannot be read any more do not end a data loader somewhere: they are handed on, to be named."""
+"""Passes on rows whose image can no longer be read, so that the run can name them before it stops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adora_vl.errors import in_one_line
 
 @dataclass(frozen=True)
 class UnreadableImage:
-    """What stands in a row's `images` in place of one that cannot be decoded."""
+    """Takes the place of an image that cannot be decoded in a row's `images`."""
 
     reason: str
 

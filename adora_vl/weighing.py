@@ -1,5 +1,7 @@
-"""From what grading says of a generation to the advantages that the loss gets: judged once, for the loss, the metrics
-and the record alike. The mathematics is in `adora_vl.advantage`.
+"""Turns the grades of a generation into the advantages that the loss gets.
+
+Groups are judged once, and the loss, the metrics and the record all use that result. The mathematics is in
+`adora_vl.advantage`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Scores:
         cls, rewards_BF: Tensor, completions: Sequence[Sequence[int]], ends: Collection[int], accelerator: Accelerator
     ) -> Scores:
         """`rewards_BF` is of all ranks, as TRL gathers it; `completions` are this rank's token ids. A completion has
-        ended where its last token is one of `ends`, and an empty one has too.
+        ended if it is empty or its last token is one of `ends`.
         """
         facts_B2 = torch.tensor(
             [[len(ids), ids[-1] not in ends if ids else False] for ids in completions],
@@ -60,7 +62,7 @@ class Truncation:
     masked: bool  # TRL's mask_truncated_completions: the loss does not count unended rollouts
 
     def truncated(self, lengths_PG: Tensor, unended_PG: Tensor) -> Tensor:
-        """Bool, (P, G)."""
+        """Whether each rollout counts as truncated, bool, (P, G)."""
         return unended_PG if self.at is None else lengths_PG >= self.at
 
     def loss_tokens(self, lengths_PG: Tensor, unended_PG: Tensor) -> Tensor:
@@ -90,7 +92,9 @@ class Weigher:
         self.reward_weights_F, self.truncation, self.correct_above = reward_weights_F, truncation, correct_above
 
     def __call__(self, scores: Scores, batch: Batch, generations: int, step: int, *, training: bool) -> Weighed:
-        """`batch` is this rank's, with TRL's advantages. An evaluation is judged, but its advantages stay."""
+        """`batch` is this rank's, with TRL's advantages. In an evaluation the groups are judged, but the advantages are
+        left as TRL made them.
+        """
         groups = self._groups(scores, batch, generations, step)
         raw_PG = self.accelerator.gather(batch["advantages"]).view(-1, generations)
         if not training:
@@ -114,7 +118,9 @@ class Weigher:
         )
 
     def _surprisal(self, batch: Batch, generations: int) -> Tensor | None:
-        """Nats per token of each rollout, all ranks', (P, G); None where the engine gave no log-probabilities."""
+        """Mean surprisal of each rollout of all ranks in nats per token, (P, G). None without the engine's
+        log-probabilities.
+        """
         logps_BC = batch.get("sampling_per_token_logps")
         if logps_BC is None:
             return None

@@ -2,7 +2,8 @@
 
 The soak grades `--responses` mixed responses, 1 % of them attacks, on two threads, and prints throughput, the slowest
 percent, the verdicts and the memory of this process and its workers over time. The speed is measured on honest answers
-alone, in one process and on one thread, in alternation, as completions a second and their ratio. Needs the `dev` extra.
+alone, in one process and on one thread, in alternation, as completions per second and their ratio. Needs the
+`dev` extra.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def soak(count: int, seed: int) -> None:
                 times_ms["attacks" if case.kind == "attacks" else "honest"].append(found.ms)
             memory.append(f"{resident_mb([os.getpid()]):.0f}+{resident_mb(shared_pool().pids):.0f}")
     seconds = time.perf_counter() - began
-    print(f"soak: {count} responses, 1 % attacks, 2 threads: {seconds:.1f} s, {count / seconds:.0f} a second")
+    print(f"soak: {count} responses, 1 % attacks, 2 threads: {seconds:.1f} s, {count / seconds:.0f} per second")
     for name, times in {"all": times_ms["honest"] + times_ms["attacks"], **times_ms}.items():
         ordered = sorted(times)
         median, p99 = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
@@ -81,7 +82,7 @@ def soak(count: int, seed: int) -> None:
 
 
 def rate(grader: Callable[[Case], object], corpus: list[Case]) -> float:
-    """Cases a second."""
+    """Cases per second."""
     began = time.perf_counter()
     for case in corpus:
         grader(case)

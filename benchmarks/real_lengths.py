@@ -68,7 +68,7 @@ def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[
 
 
 def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
-    """One process of one way."""
+    """The figures of one process that computes one way."""
     file = output / "turn.json"
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment.setdefault("OMP_WAIT_POLICY", "passive")  # a waiting thread is not to count as work

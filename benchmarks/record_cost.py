@@ -84,7 +84,7 @@ def of_a_large_step(folder: Path, problems: int = 128, rollouts: int = 8) -> Non
         print(f"{count} rollouts, time {step}: {time.perf_counter() - began:.2f} s")
     size = sum(path.stat().st_size for path in record.folder.glob("*.parquet")) / 3
     pictures = sum(path.stat().st_size for path in (record.folder / "_images").glob("*"))
-    print(f"{size / 1e6:.1f} MB a step, {pictures / problems / 1e3:.1f} kB a diagram")
+    print(f"{size / 1e6:.1f} MB per step, {pictures / problems / 1e3:.1f} kB per diagram")
 
 
 def main() -> None:

@@ -28,12 +28,12 @@ from adora_vl.rollout.sync import prefill_options, reset_caches  # noqa: E402
 from adora_vl.rollout.tokens import collapse_image_runs, never_sampled_ids  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
-# name -> one request a prompt, seeds, text
+# name -> one request per prompt, seeds, text
 WAYS = {
     "as stock TRL": (False, False, True),
     "token ids alone": (False, False, False),
     "and seeds": (False, True, False),
-    "and one request a prompt": (True, True, False),
+    "and one request per prompt": (True, True, False),
     "one request, no seeds": (True, False, False),
 }
 

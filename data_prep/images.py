@@ -78,7 +78,7 @@ def _decoded(encoded: bytes) -> Image.Image:
 
 
 def _refuse_undecoded(image: Image.Image) -> None:
-    """What the header tells."""
+    """Refuse an image by its header, before it is decoded."""
     if image.width * image.height > MAX_DECODED_PIXELS:
         size = f"{image.width} x {image.height}"
         raise UnreadableImageError("image_too_large", f"{size} pixels are over the limit of {MAX_DECODED_PIXELS}")

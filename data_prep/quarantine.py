@@ -51,7 +51,7 @@ class Quarantine:
         return sum(self.kinds.values()) - self.kinds[LEAK]
 
     def summary(self) -> dict[str, Any]:
-        """For the manifest."""
+        """The counts of refused rows, as the manifest has them."""
         return {"rows": sum(self.kinds.values()), "reasons": dict(sorted(self.kinds.items()))}
 
     def check(self, rows: int, kept: int, allowed: float, report: Path) -> None:

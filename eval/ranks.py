@@ -28,7 +28,7 @@ class Ranks(Protocol):
 
 @dataclass
 class Alone:
-    """One process."""
+    """The place of a process that works alone."""
 
     rank: int = 0
     world: int = 1

@@ -160,7 +160,7 @@ def _from_table(table: pa.Table, image_columns: Sequence[str], data_hash: str, o
 
 
 def _from_json(path: Path, image_columns: Sequence[str]) -> LoadedRows:
-    """A list, an object of rows by id (as MathVista's own file), or an object a line."""
+    """A list, an object of rows by id (as MathVista's own file), or one object per line."""
     try:
         content = path.read_bytes()
         if path.suffix == ".jsonl":

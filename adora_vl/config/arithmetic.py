@@ -26,7 +26,7 @@ class BatchPlan:
 
     def describe(self) -> str:
         return (
-            f"{self.prompts_per_generation} prompts a generation ({self.generation_batch} rollouts), "
+            f"{self.prompts_per_generation} prompts per generation ({self.generation_batch} rollouts), "
             f"{self.optimizer_batch} sequences an optimizer step in micro-batches of {self.global_batch} over all "
             f"ranks, {self.updates_per_generation:g} optimizer steps a generation"
         )

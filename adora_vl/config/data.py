@@ -31,7 +31,7 @@ class DataOptions:
         default=None,
         metadata={
             "help": "The share of each of several data sets in dataset_name, such as [0.7, 0.3]; rows of a small one "
-            "are repeated. Null: every row once an epoch."
+            "are repeated. Null: every row once per epoch."
         },
     )
     adora_system_prompt_file: str | None = field(

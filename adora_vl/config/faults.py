@@ -1,4 +1,4 @@
-"""When a bad step is skipped, and when the run is stopped."""
+"""What a run does about steps and reward functions that go wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class FaultOptions:
-    """Limits on the faults that a run survives."""
+    """When a step is skipped, and when the run is stopped."""
 
     adora_max_bad_steps: int = field(
         default=3,

@@ -120,7 +120,7 @@ class AdoraGRPOConfig(OwnKeys, GRPOConfig):  # type: ignore[misc]  # TRL is unty
     adora_max_drift: float | None = field(
         default=0.3,
         metadata={
-            "help": "Stop when engine and trainer differ by more than this many nats a token on average. bf16 gives "
+            "help": "Stop when engine and trainer differ by more than this many nats per token on average. bf16 gives "
             "0.01 to 0.05, a fault 1 and more. null switches the guard off."
         },
     )

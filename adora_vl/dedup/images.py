@@ -44,7 +44,9 @@ class DistinctImages:
         return self._cache if self._switches.adora_cache_images else None
 
     def completed(self, batch: Batch) -> Batch:
-        """The batch, with columns of no images where its rows alone have none (`adora_vl.dedup.without_images`)."""
+        """The batch, with empty image columns if other rows have images but its own have none
+        (`adora_vl.dedup.without_images`).
+        """
         if not self.shown:
             return batch
         tokens_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)

@@ -21,12 +21,12 @@ Result = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def bound_of(dtype: torch.dtype) -> float:
-    """How far packed and separate log-probabilities may be apart on average, in nats: rounding in the model's dtype."""
+    """How far packed and separate log-probabilities may differ by rounding in this dtype, on average, in nats."""
     return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
 def packable(config: Any) -> bool:
-    """Whether the model's attention takes the layout, and every layer attends to everything."""
+    """Whether the model's attention can use the layout, and every layer has full attention."""
     attention = own_attention(config)
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
     return shares_prompts(config) and (flash or attention in ("sdpa", "eager"))
@@ -52,7 +52,7 @@ class PackedForward:
         inputs: dict[str, Any],
         separate: Callable[[], Result],
     ) -> Result | None:
-        """As TRL's `_get_per_token_logps_and_entropies`; None where separate rows are less work or the only way."""
+        """As TRL's `_get_per_token_logps_and_entropies`. None if separate rows are less work or the only way."""
         plain = accelerator.unwrap_model(model)
         config = plain.config
         if not packable(config):
@@ -95,7 +95,7 @@ class PackedForward:
         mask_BC: Tensor,
         pays: bool,
     ) -> None:
-        """Once, on every rank: where the two passes disagree, go on with separate rows and say so."""
+        """Compare both passes once, on every rank. If they disagree, go on with separate rows and say so."""
         if not accelerator.gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
             return  # nowhere to be used yet
         self._checked = True

@@ -57,7 +57,7 @@ class StepProcessor:
         keys = [(words, tuple(map(id, row or []))) for words, row in zip(text, images, strict=True)]
         rows, number = distinct_rows(keys)
         with self._referring():
-            shown = [image for row in rows for image in images[row] or []]  # of a row without images TRL gives None
+            shown = [image for row in rows for image in images[row] or []]  # TRL passes None for a row without images
             once = self._processor(images=shown, text=[text[row] for row in rows], **kwargs)
         return _expanded(once, number, [len(images[row] or []) for row in rows])
 
@@ -81,8 +81,8 @@ class StepProcessor:
 
 
 class FlatProcessor:
-    """Stands in for the trainer's processor where nothing is cached. Of a row without images TRL gives None, which
-    Transformers refuses; a flat list of all images is read in the order of the placeholders.
+    """Stands in for the trainer's processor if nothing is cached. For a row without images TRL passes None, which
+    Transformers refuses. So this passes one flat list of all images, which is read in the order of the placeholders.
     """
 
     def __init__(self, processor: Any) -> None:

@@ -30,9 +30,9 @@ WORTH = 0.97
 
 
 def sharing_pays(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> bool:
-    """Whether groups with each prompt once are less work than separate rows, which are padded to the longest.
+    """Whether sharing prompts is less work than separate rows, which are padded to the longest.
 
-    `prompts`: tokens of each group's prompt; `completions`: of each of its rollouts.
+    `prompts`: number of tokens of each group's prompt. `completions`: those of each of its rollouts.
     """
     rows = sum(len(group) for group in completions)
     longest = max(prompts) + max(max(group) for group in completions)
@@ -42,24 +42,24 @@ def sharing_pays(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -
 
 @dataclass(frozen=True)
 class Group:
-    """How many positions a prompt and each of its rollouts take in the sequence; rollouts longest first."""
+    """How many positions a prompt and each of its rollouts take in the sequence, the longest rollout first."""
 
     prompt: int
     rollouts: tuple[int, ...]
 
     @property
     def first(self) -> int:
-        """Positions of the prompt and its longest rollout, which are one span."""
+        """The number of positions of the first span, which is the prompt with its longest rollout."""
         return self.prompt + sum(self.rollouts[:1])
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The other rollouts, each a span."""
+        """The spans of the other rollouts."""
         return self.rollouts[1:]
 
     @property
     def batches(self) -> list[tuple[int, ...]]:
-        """The other rollouts by like lengths."""
+        """The other rollouts, divided into batches of similar lengths."""
         batches: list[list[int]] = []
         for length in self.others:
             if not batches or length < ALIKE * batches[-1][0]:
@@ -77,7 +77,7 @@ class SharedPrompts:
 
     @cached_property
     def spans(self) -> list[int]:
-        """Positions of each span, in the sequence's order."""
+        """The number of positions of each span, in the order of the sequence."""
         return [length for group in self.groups for length in (group.first, *group.others)]
 
     @cached_property

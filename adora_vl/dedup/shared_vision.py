@@ -102,8 +102,8 @@ class SharedVision:
         return _joined(BaseModelOutputWithPooling(), [bank.frozen_features[start] for start in starts])
 
     def _nothing(self, inner: Any, original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
-        """The features of no image. With several processes the tower is run all the same, whenever those that have
-        images run it: it gathers weights and reduces gradients, which are zero here.
+        """The features of no image. With several processes the tower still runs whenever others run it, because it
+        gathers weights and reduces gradients. The gradients are zero here.
         """
         config = inner.config
         width = config.get_text_config().hidden_size
@@ -130,7 +130,7 @@ def _is_frozen(inner: Any) -> bool:
 
 
 def _empty_picture(inner: Any, original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
-    """A vision pass over one image token of nothing."""
+    """The output of a vision pass over an empty picture of one image token."""
     vision = inner.config.vision_config
     side = vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)

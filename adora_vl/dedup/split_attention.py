@@ -41,7 +41,7 @@ def own_attention(config: Any) -> str:
 
 
 def prepared_mask(device: torch.device) -> Tensor:
-    """A mask that Transformers hands on as it is, instead of making one over all groups; `_attention` reads none."""
+    """A mask that Transformers passes on unchanged, so that it makes none over all groups. `_attention` ignores it."""
     return torch.empty(1, 1, 0, 0, device=device)
 
 
@@ -72,7 +72,9 @@ def _naming(config: Any, attention: str) -> Any:
 
 
 def _scored_positions(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """The LM head's positions: only those that predict a completion token, the prompt's last one once a rollout."""
+    """The positions for the LM head: those that predict a completion token. The prompt's last one is there once per
+    rollout.
+    """
     shared: SharedPrompts | None = kwargs.get(ARGUMENT)
     if shared is not None:
         output.last_hidden_state = output.last_hidden_state[:, shared.predicting_K]
@@ -157,8 +159,8 @@ def _by_parts(
 
 
 def _prompt_queries_pay(prompt: int, rollout: int, query: Tensor) -> bool:
-    """Whether attention is less work with the prompt's queries before those of a rollout, though their results are not
-    needed: then the mask is a plain causal one, of which kernels compute one half alone.
+    """Whether attention is less work if the prompt's queries are put before those of a rollout. Their results are not
+    needed, but the mask is then a plain causal one, of which kernels compute only one half.
     """
     if _knows_lower_right(query):
         return False
@@ -168,12 +170,12 @@ def _prompt_queries_pay(prompt: int, rollout: int, query: Tensor) -> bool:
 
 
 def _knows_lower_right(query: Tensor) -> bool:
-    """Whether there is a kernel that is causal to the lower right: flash attention's."""
+    """Whether the kernel can align a causal mask to the lower right, as flash attention's does."""
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
 
 
 def _blocks(queries: int, keys: int) -> list[tuple[int, int]]:
-    """Bounds of the queries that share a mask."""
+    """The bounds of the blocks of queries that share a mask."""
     block = max(_BLOCK, (keys - queries // 2) // 2)
     return [(start, min(start + block, queries)) for start in range(0, queries, block)]
 
@@ -212,5 +214,5 @@ def _eager(
 
 
 def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
-    """True where a query may see a key: the last query sees all."""
+    """True where a query may see a key. The last query sees all keys."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -12,7 +12,7 @@ from adora_vl.doctor.result import Check
 
 
 class Examined(Exception):  # noqa: N818  # no error: it ends a training that was never meant to begin
-    """The examination is over."""
+    """Raised when the examination is over."""
 
 
 class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

@@ -60,11 +60,11 @@ class Change:
         self._step = noise * (size if size > 0 else 1.0 / max(_shape(parameter)) ** 0.5)
 
     def scale(self, scale: float) -> None:
-        """Change it."""
+        """Add the noise to the weight, `scale` times."""
         self._set((self._original.float() + scale * self._step).to(self._original.dtype))
 
     def undo(self) -> None:
-        """As it was."""
+        """Put the original weight back."""
         self._set(self._original)
 
     def _set(self, values: Tensor) -> None:

@@ -70,7 +70,7 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
         if tokens != wanted:
             detail = f"{name}: {tokens} image tokens in the prompt, {wanted} features of its images"
             return failed(FEATURES, detail, f"the processor expands images in its own way; {PIXELS}")
-    return passed(FEATURES, f"{min(features)} to {max(features)} a prompt, in {len(features)} prompts")
+    return passed(FEATURES, f"{min(features)} to {max(features)} per prompt, in {len(features)} prompts")
 
 
 def check_read_prompts(prompts: Prompts, rollouts: Rollouts, image_token_id: int | None) -> Check:
@@ -88,7 +88,7 @@ def check_read_prompts(prompts: Prompts, rollouts: Rollouts, image_token_id: int
 
 def judge(name: str, drift: Drift, bound: float, remedy: str, more: str = "") -> Check:
     """A line from a difference in nats."""
-    detail = f"{drift.mean:.2g} nats a token, at most {drift.largest:.2g} (bound {bound:g}){more}"
+    detail = f"{drift.mean:.2g} nats per token, at most {drift.largest:.2g} (bound {bound:g}){more}"
     return passed(name, detail) if drift.mean <= bound else failed(name, detail, remedy)
 
 
@@ -189,7 +189,7 @@ class Examination:
         return judge(name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}")
 
     def _move(self, change: Change, rollouts: Rollouts) -> float:
-        """Change the weight until the policy moves by far more than the bound. Returns by how much, in nats a token."""
+        """Change the weight until the policy moves by far more than the bound. Returns by how many nats per token."""
         before_BC = score(self.trainer, self.prompts, rollouts)
         moved = 0.0
         for scale in SCALES:

@@ -30,17 +30,17 @@ class Check:
 
 
 def passed(name: str, detail: str) -> Check:
-    """As it should be."""
+    """A check that found everything in order."""
     return Check(name, Status.PASSED, detail)
 
 
 def skipped(name: str, why: str) -> Check:
-    """Not looked at."""
+    """A check that was not made, and why."""
     return Check(name, Status.SKIPPED, why)
 
 
 def failed(name: str, detail: str, remedy: str) -> Check:
-    """Not as it should be."""
+    """A check that found a fault, and its remedy."""
     return Check(name, Status.FAILED, detail, remedy)
 
 
@@ -48,7 +48,7 @@ _MARKS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FAIL"}
 
 
 def table(checks: Sequence[Check]) -> str:
-    """For a person: a line a check, the remedy below a failure, and how many there were of each kind."""
+    """The table for a person: one line per check, the remedy below a failure, and the number of checks of each kind."""
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:
@@ -60,7 +60,7 @@ def table(checks: Sequence[Check]) -> str:
 
 
 def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """For a program."""
+    """The same as objects for JSON."""
     return [asdict(check) for check in checks]
 
 

@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Lengths:
-    """One entry a row: tokens of the whole prompt, and those of its images."""
+    """One entry per row: tokens of the whole prompt, and those of its images."""
 
     prompt: list[int]
     image: list[int]
@@ -113,7 +113,7 @@ def joined(sets: Sequence[Lengths], names: Sequence[str], shares: Sequence[float
     return Lengths(
         [length for one in sets for length in one.prompt],
         [length for one in sets for length in one.image],
-        [*notes, f"{len(sets)} data sets are mixed into {rows} rows an epoch: {', '.join(parts)}"],
+        [*notes, f"{len(sets)} data sets are mixed into {rows} rows per epoch: {', '.join(parts)}"],
         rows,
     )
 
@@ -126,7 +126,7 @@ def _size(image: dict[str, Any]) -> tuple[int, int]:
 
 
 def _image_tokens(size: tuple[int, int], limits: Limits) -> int:
-    """By the processor's own rule."""
+    """The number of image tokens, by the processor's own rule."""
     width, height = model_size(*size, limits.unit, limits.low, limits.high)
     return width // limits.unit * (height // limits.unit)
 

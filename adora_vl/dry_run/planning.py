@@ -115,7 +115,7 @@ def _processor(name: str, revision: str, notes: list[str]) -> Any:
         return load_processor(name, revision)
     except (OSError, ValueError):
         notes.append(
-            f"the processor of {name} cannot be reached: text is estimated at 2.5 characters a token, images follow "
+            f"the processor of {name} cannot be reached: text is estimated at 2.5 characters per token, images follow "
             "the published rule"
         )
         return None

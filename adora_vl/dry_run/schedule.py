@@ -29,7 +29,7 @@ def learning_rates(config: Any, updates: int | None) -> dict[str, float] | None:
 
 
 def schedule_name(config: Any) -> str:
-    """As the config spells it."""
+    """The name of the schedule as the config spells it."""
     return str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
 
 

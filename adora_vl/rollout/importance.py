@@ -1,4 +1,4 @@
-"""How far the policy is from the engine that sampled for it: the truncated importance ratio of TRL, from any pass."""
+"""TRL's truncated importance ratio of the policy to the engine that sampled, computed from any forward pass."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def importance_ratio(
 ) -> Tensor:
     """exp(policy - engine), cut off: (B, C) for `token_*` modes, (B, 1) for `sequence_*`.
 
-    `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. A token that the engine gave no
-    log-probability (NaN) counts as equal. The definitions are TRL's (`vllm_importance_sampling_mode`), after Yao et
+    `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the engine gave no
+    log-probability (NaN), the ratio is 1. The definitions are TRL's (`vllm_importance_sampling_mode`), after Yao et
     al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
     """
     difference = torch.nan_to_num((logps_BC - sampling_BC) * mask_BC, nan=0.0)
@@ -42,7 +42,7 @@ def importance_ratio(
 def ratio_figures(
     ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor
 ) -> list[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
-    """TRL's metrics of the ratio: name, this rank's value, and how the ranks' values become one."""
+    """TRL's metrics of the ratio: name, value on this rank, and how the values of all ranks are combined."""
     seen = ratio.flatten() if ratio.size(1) == 1 else ratio[mask_BC.bool()]
     gap = (logps_BC - sampling_BC).abs()[mask_BC.bool()]
     gap = gap[~gap.isnan()]
@@ -67,13 +67,13 @@ class RatioSettings:
 
 
 class ImportanceRatio:
-    """Forms the ratio in the policy's own pass, where stock TRL makes a pass of its own for it."""
+    """Computes the ratio in the policy's own pass. Stock TRL makes a separate pass for it."""
 
     def __init__(self, settings: RatioSettings, accelerator: Accelerator, log: LogFigure) -> None:
         self.settings, self.accelerator, self.log = settings, accelerator, log
 
     def is_due(self, micro: Batch) -> bool:
-        """Whether the engine's log-probabilities are there and the ratio is not."""
+        """Whether the batch has the engine's log-probabilities but no ratio yet."""
         return "importance_sampling_ratio" not in micro and "sampling_per_token_logps" in micro
 
     def complete(self, micro: Batch, logps_BC: Tensor) -> None:
@@ -96,7 +96,7 @@ class ImportanceRatio:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether two passes over the same tokens differ."""
+    """Whether the model has active dropout, so that two passes over the same tokens differ."""
     config = getattr(model, "config", None)
     attention = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
     return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())

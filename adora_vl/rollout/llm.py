@@ -1,4 +1,4 @@
-"""vLLM's `LLM`, which can be told that some of its rows are rollouts of one prompt."""
+"""vLLM's `LLM`, extended so that it can be told which rows are rollouts of one prompt."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from adora_vl.rollout.requests import asking_once
 
 
 class GroupingLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """As `vllm.LLM`, except inside `asking`."""
+    """Like `vllm.LLM`, except inside `asking`."""
 
     _asking: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     @contextmanager
     def asking(self, groups: Sequence[int], seeds: Sequence[int] | None, together: bool) -> Iterator[None]:
-        """Inside, `generate` takes rows of these groups, asks as `asking_once` does, and returns an output per row."""
+        """Inside, `generate` takes rows of these groups, sends them by `asking_once`, and returns an output per row."""
         self._asking = partial(asking_once, groups=groups, seeds=seeds, together=together)
         try:
             yield

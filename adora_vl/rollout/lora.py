@@ -1,7 +1,7 @@
 """LoRA weights for the engine: merged copies, never a merge in place.
 
-Merging into bfloat16 weights and subtracting again does not give the same weights: after a few hundred syncs the frozen
-base has wandered, and the reference policy (the base without its adapter) with it.
+Merging an adapter into bfloat16 weights and subtracting it again does not give the same weights. After a few hundred
+syncs the frozen base has drifted, and with it the reference policy, which is the base without its adapter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _adapted_layers(model: Any) -> dict[str, Any]:
 
 
 def can_merge(model: Any) -> bool:
-    """Whether every adapter is plain LoRA, `W + B A`; DoRA and others are left to peft's own merging."""
+    """Whether every adapter is plain LoRA, `W + B A`. DoRA and other adapters are left to peft's own merging."""
     from peft.tuners.lora import LoraLayer
 
     return all(
@@ -34,11 +34,11 @@ def can_merge(model: Any) -> bool:
 def merged_parameters(
     model: Any, gather: Gather, wanted: Callable[[str], bool], changed_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """`(Transformers name, tensor)` of a `PeftModel`, adapters added in float32 to a copy, one tensor at a time.
+    """Yields `(Transformers name, tensor)` of a `PeftModel`, one tensor at a time. Adapters are added in float32 to a
+    copy, so the model itself is not changed.
 
-    `changed_only`: leave out what has no adapter and is not trained.
-
-    `gather` materialises sharded parameters; every rank has to iterate. The model itself is not changed.
+    `gather` makes sharded parameters whole, so every rank has to iterate. `changed_only`: leave out tensors that have
+    no adapter and are not trained.
     """
     layers = _adapted_layers(model)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""How rollouts are asked for: one request a prompt, with a seed for every rollout."""
+"""Sends the rollouts of a prompt to vLLM as one request, with a seed for each rollout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """Neighbouring rows that one request stands for."""
+    """One request, and the neighbouring rows that it is for."""
 
     first: int
     count: int
 
 
 def plan_requests(prompts: Sequence[Any], groups: Sequence[int], together: bool) -> list[Request]:
-    """Rows of one group with the same token ids and the very same images become one request. `groups`: of each row."""
+    """Rows of one group with the same token ids and the same image objects become one request.
+
+    `groups`: the group of each row.
+    """
     requests: list[Request] = []
     for row in range(len(prompts)):
         last = requests[-1] if requests else None
@@ -40,10 +43,10 @@ def _images(prompt: Any) -> list[int]:
 def asking_once(
     generate: Callable[..., Any], groups: Sequence[int], seeds: Sequence[int] | None, together: bool
 ) -> Callable[..., Any]:
-    """`LLM.generate` for rows: fewer requests inside, an output a row outside. `seeds`: of each row, or None.
+    """As `LLM.generate`, but rows of one prompt are sent as one request. Returns one output per row.
 
-    The rollouts of one request get its seed, the seed + 1, and so on (vLLM's `ParentRequest`), so those of a group have
-    to count up.
+    `seeds`: the seed of each row, or None. vLLM's `ParentRequest` gives the rollouts of one request its seed, the
+    seed + 1, and so on, so the seeds of a group have to be consecutive.
     """
 
     def generate_rows(prompts: Sequence[Any], sampling_params: Any, **kwargs: Any) -> list[Any]:

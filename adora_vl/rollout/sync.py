@@ -1,4 +1,4 @@
-"""Getting new weights into a colocated engine, and old results out of its caches."""
+"""Sends new weights to a colocated engine, and empties its caches of results of the old ones."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _model_runner(llm: Any) -> Any:
 def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Load `tensors` (Transformers names) into the engine. Returns how many there were.
 
-    They stream one by one, so that gathering a sharded model never holds more than one whole tensor. The CPU engine
-    repacks its linear layers after loading, and only `reload_weights` undoes that; it keeps a layer's tensors until
-    they are complete, so there each is a copy that outlives the gathering.
+    The tensors are streamed one by one, so that no more than one tensor of a sharded model is whole at a time. The CPU
+    engine repacks its linear layers after loading, which only `reload_weights` can handle. It keeps the tensors of a
+    layer until all have come, so each has to be a copy.
     """
     runner = _model_runner(llm)
     count = 0
@@ -40,7 +40,7 @@ def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def reset_caches(llm: Any) -> None:
-    """Forget prefixes and image features of the old weights. Raises `RolloutError` where the engine will not."""
+    """Empty the caches of prefixes and image features. Raises `RolloutError` if the engine refuses."""
     if not llm.reset_prefix_cache():
         raise RolloutError("the engine did not reset its prefix cache after a weight sync: requests are still running")
     llm.llm_engine.reset_encoder_cache()
@@ -64,10 +64,10 @@ def engine_runs_on_cpu() -> bool:
 
 
 def prefill_options(max_model_len: int | None, budget: int) -> dict[str, Any]:
-    """`LLM` arguments for the tokens of a step. `budget`: what is wanted; on a CPU at least one whole prompt.
+    """The `LLM` arguments for how many tokens the engine processes at once: `budget`, on a CPU at least a whole prompt.
 
-    A request with a seed of its own whose prompt is cut in two makes the engine rewind a generator, which only CUDA's
-    can do ("CPU Generator does not use offset"). So on a CPU no prompt is cut.
+    If the prompt of a request with a seed is processed in two parts, the engine rewinds a random generator. Only CUDA's
+    generators can do that ("CPU Generator does not use offset"), so on a CPU no prompt is processed in parts.
     """
     if not engine_runs_on_cpu():
         return {"max_num_batched_tokens": budget}

@@ -1,4 +1,4 @@
-"""Image tokens between the trainer and the engine: collapsed on the way in, checked on the way out, never sampled."""
+"""Image tokens: collapsed in prompts for the engine, checked in what the engine read, and never sampled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from adora_vl.errors import RolloutError
 
-# A sampled one of these has no image behind it, and the training forward stops on the mismatch (trl issue 3847).
+# If one of these is sampled, there is no image for it, and the training's forward pass raises (trl issue 3847).
 NEVER_SAMPLED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 
@@ -39,9 +39,9 @@ def never_sample(ids: Sequence[int], settings: dict[str, Any], config: Generatio
 
 
 def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
-    """Each run of image tokens becomes one: the form that the engine expands itself, once for each image.
+    """Replaces each run of image tokens by one image token, which the engine expands itself.
 
-    Two images never touch, their runs stand between vision-start and vision-end tokens.
+    The runs of two images never touch, because each stands between a vision-start and a vision-end token.
     """
     return [
         token

@@ -37,7 +37,7 @@ def run(setting: Setting) -> Iterator[Line]:
 
 
 def arguments(setting: Setting, dtype: str, folder: Path) -> list[str]:
-    """Of the training command."""
+    """The arguments of the training command."""
     half = dtype == "bfloat16"
     keys: dict[str, object] = {
         "config": REPOSITORY / "configs" / "train" / "smoke_cpu.yaml", "output_dir": folder / "run", "dtype": dtype,

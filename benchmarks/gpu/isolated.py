@@ -89,7 +89,7 @@ def guarded(check: GPUCheck, setting: Setting) -> Iterator[Line]:
 
 
 def main(place: str, size: str, results: str) -> int:
-    """In the child."""
+    """What the child process runs."""
     from adora_vl.rollout.environment import prepare_engine_environment
 
     prepare_engine_environment()  # before anything imports vLLM

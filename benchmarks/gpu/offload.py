@@ -60,7 +60,7 @@ def run(setting: Setting) -> Iterator[Line]:
     yield at_most("pinned, from unpinned: weights", gap, 1e-3, "", "the same steps; a GPU adds in any order")
     ratio = seconds["pinned"] / seconds["unpinned"]
     figure = f"{seconds['pinned']:.3g} and {seconds['unpinned']:.3g} s"
-    yield at_most("pinned, of unpinned's seconds a step", ratio, 1.1, "", f"else pinning has no use; {figure}")
+    yield at_most("pinned, of unpinned's seconds per step", ratio, 1.1, "", f"else pinning has no use; {figure}")
 
 
 def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:

@@ -1,4 +1,4 @@
-"""The policy's pass with each prompt once a group, with rows end to end, and with separate rows as stock TRL has it.
+"""The policy's pass with each prompt once per group, with rows end to end, and with separate rows as stock TRL has it.
 
 Language models of 3B's and 7B's widths with few layers. Shared prompts go through `LogProbabilities`, as in a training
 step, so its own rule says whether they are worth it; the check times both and says whether the rule was right.

@@ -77,7 +77,7 @@ def here(full: bool) -> Setting:
 
 
 def words(setting: Setting, rows: int, length: int, vocabulary: int) -> Tensor:
-    """Ordinary tokens."""
+    """Random ids of ordinary tokens, (rows, length)."""
     ids = torch.randint(1, min(vocabulary, 150_000), (rows, length), generator=torch.Generator().manual_seed(0))
     return ids.to(setting.device)
 

@@ -121,7 +121,7 @@ def _line(cells: Sequence[str]) -> bytes:
 
 
 def _json(path: Path) -> Records:
-    """A list of objects, or an object a line, whatever the file is called."""
+    """A list of objects, or one object per line, whatever the file is called."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if start == b"[" and path.suffix.lower() == ".json":

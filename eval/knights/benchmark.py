@@ -38,7 +38,7 @@ def _grade(row: Prediction) -> Graded:
 
 
 def _no_options(parser: ArgumentParser) -> None:
-    """Nothing to choose."""
+    """This benchmark's score has no options."""
 
 
 def _check(row: Prediction) -> str | None:

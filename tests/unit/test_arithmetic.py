@@ -23,7 +23,7 @@ def test_the_numbers_of_a_run():
     assert (numbers.global_batch, numbers.optimizer_batch, numbers.generation_batch) == (8, 32, 32)
     assert numbers.prompts_per_generation == 4
     assert numbers.cycle_micro_batches == 4
-    assert "4 prompts a generation (32 rollouts)" in numbers.describe()
+    assert "4 prompts per generation (32 rollouts)" in numbers.describe()
 
 
 def test_a_group_may_be_spread_over_ranks():

@@ -100,7 +100,7 @@ def test_a_command_that_fails_says_what_it_said(tmp_path):
 
 
 def test_every_method_gets_the_same_rollouts():
-    """128 a generation, and as many generations whether they are learned from in one update or in four."""
+    """128 per generation, and as many generations whether they are learned from in one update or in four."""
     from adora_vl.config.command_line import parse
 
     path = "configs/train/smoke_cpu.yaml"

@@ -270,13 +270,13 @@ def about_to_train(monkeypatch):
 
 
 def test_training_starts_where_engine_and_trainer_agree(about_to_train, capsys):
-    about_to_train([passed(PROMPTS, "2 prompts"), passed(COLD, "1e-06 nats a token")])
-    assert capsys.readouterr().out == "Self-check: engine and trainer differ by 1e-06 nats a token\n"
+    about_to_train([passed(PROMPTS, "2 prompts"), passed(COLD, "1e-06 nats per token")])
+    assert capsys.readouterr().out == "Self-check: engine and trainer differ by 1e-06 nats per token\n"
 
 
 def test_training_is_refused_where_they_do_not(about_to_train):
-    with pytest.raises(RolloutError, match=r"agreement, cold: 3 nats a token\. Mend it\..*--adora_self_check false"):
-        about_to_train([passed(PROMPTS, "2 prompts"), failed(COLD, "3 nats a token", "mend it")])
+    with pytest.raises(RolloutError, match=r"agreement, cold: 3 nats per token\. Mend it\..*--adora_self_check false"):
+        about_to_train([passed(PROMPTS, "2 prompts"), failed(COLD, "3 nats per token", "mend it")])
 
 
 @pytest.mark.parametrize("trainer", [{"use_vllm": False}, {"vllm_mode": "server"}])

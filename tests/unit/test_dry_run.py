@@ -82,7 +82,7 @@ def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine(pro
     plan = make_plan(words, DryRunOptions(80.0, CONFIGS / "accelerate" / "zero3_offload.yaml", processes))
     plan = replace(plan, lengths=replace(plan.lengths, rows=2101))  # Geometry3K's
     text = " ".join(batch_lines(plan))
-    assert f"8 rollouts of each: {generation} rollouts a generation" in text
+    assert f"8 rollouts of each: {generation} rollouts per generation" in text
     assert f"which are {update} sequences. Optimizer steps a generation: 8." in text
     another = "4: 512 rollouts and 64" if processes == 8 else "8: 1024 rollouts and 128"
     assert another in text and f"{processes}: " not in text.split("With another --num_processes")[1].split(".")[0]

@@ -133,7 +133,7 @@ Batch = dict[str, Any]
 
 
 def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
-    """Groups of a prompt's length and its rollouts' lengths, as TRL pads them; an image of 2 x 3 tokens a prompt."""
+    """Groups of a prompt's length and its rollouts' lengths, as TRL pads them; an image of 2 x 3 tokens per prompt."""
     generator = torch.Generator().manual_seed(1)
     longest = max(prompt for prompt, _ in lengths) + (8 if images else 0)
     completion = max(1, *(length for _, group in lengths for length in group))

@@ -27,7 +27,7 @@ SITE = "/site-packages/vllm/v1"
             f'  File "{SITE}/worker/cpu_worker.py", line 87, in init_device\nValueError: Available memory on node 0',
             False,
         ),
-        ("RolloutError: step 1: the engine's log-probabilities are 4 nats a token from the trainer's", False),
+        ("RolloutError: step 1: the engine's log-probabilities are 4 nats per token from the trainer's", False),
     ],
 )
 def test_lost_features_are_told_from_other_failures(output, expected):

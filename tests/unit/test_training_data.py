@@ -254,7 +254,7 @@ def test_a_dry_run_names_every_data_set(sets: list[Path], capsys: pytest.Capture
     assert train([*CPU, *words]) in (0, 1)
     said = capsys.readouterr().out
     rows = len(mixed_rows([24, 5], [0.6, 0.4], seed=42))
-    assert f"2 data sets are mixed into {rows} rows an epoch: large 24 rows at 60%, small 5 rows at 40%" in said
+    assert f"2 data sets are mixed into {rows} rows per epoch: large 24 rows at 60%, small 5 rows at 40%" in said
     assert f"{rows} rows make" in said
 
 

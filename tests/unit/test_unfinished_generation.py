@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 CYCLE, SAVED, STEPS = 4, 3, 7
 RUNS: dict[str, dict[str, Any]] = {
     "one optimizer step a micro-batch": {"per_device_train_batch_size": 8, "steps_per_generation": CYCLE},
-    # two micro-batches a step, every rollout twice, and features of a frozen tower that are kept for a generation
+    # two micro-batches per step, every rollout twice, and features of a frozen tower that are kept for a generation
     "rollouts learned from twice": {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4,
         "num_iterations": 2, "adora_freeze_vision_tower": "true", "adora_freeze_projector": "true",
