@@ -13,14 +13,24 @@ from datasets import disable_progress_bars
 from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_progress_bars
 
 from adora_vl.commands import MAX_SEED, Parser, amount, exit_code_of, number, optional, path, text, whole
+from adora_vl.errors import UserError
 from data_prep.convert import Conversion, convert
 from data_prep.filter_command import add_filter
 from data_prep.geometry3k import MAX_WORKERS, Options, prepare_geometry3k
 from data_prep.inspection import GALLERY_ROWS, survey
 from data_prep.knights import PEOPLE
+from data_prep.knights_table import QUESTIONS
 from data_prep.own.columns import columns_of_words
 from data_prep.pixels import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
-from data_prep.prepare import DEFAULT_SIZE, DEFAULT_TEST_ROWS, MAX_ROWS, SIZES, prepare_knights, prepare_synthetic
+from data_prep.prepare import (
+    DEFAULT_SIZE,
+    DEFAULT_TEST_ROWS,
+    MAX_ROWS,
+    SIZES,
+    prepare_knights,
+    prepare_knights_table,
+    prepare_synthetic,
+)
 from data_prep.quarantine import MAX_SHARE, QUARANTINE_NAME
 from data_prep.sources import DATASET_ID, DIAGRAMS, SOURCES
 from data_prep.storage import SPLITS, Manifest
@@ -60,9 +70,13 @@ def parser() -> Parser:
     puzzles = commands.add_parser(
         "knights", help="knights-and-knaves puzzles, text without images, each with one solution"
     )
-    _add_drawn(puzzles, _knights)
-    puzzles.add_argument(
-        "--people", type=_people, default=PEOPLE, metavar="A-B", help="per puzzle, default: {}-{}".format(*PEOPLE)
+    _add_drawn(puzzles, _knights, rows_required=False)
+    add = puzzles.add_argument
+    add("--people", type=optional(_people), metavar="A-B", help="per puzzle, default: {}-{}".format(*PEOPLE))
+    add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
+    add("--input", type=optional(path), metavar="PATH", help="parquet: the reference's data/kk, or a file of it")
+    add(
+        "--question", choices=QUESTIONS, help="parquet: ask for a box (the default), or leave that to the system prompt"
     )
 
     _add_geometry3k(commands)
@@ -87,13 +101,13 @@ def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace another prepared dataset there")
 
 
-def _add_drawn(command: argparse.ArgumentParser, run: Any) -> None:
+def _add_drawn(command: argparse.ArgumentParser, run: Any, *, rows_required: bool = True) -> None:
     """The options of what is drawn here."""
     _add_output(command)
     add = command.add_argument
-    add("--rows", type=whole(1, MAX_ROWS), required=True, metavar="N", help="training rows")
-    add("--test-rows", type=whole(0, MAX_ROWS), default=DEFAULT_TEST_ROWS, metavar="M", help="default: %(default)s")
-    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default: %(default)s")
+    add("--rows", type=whole(1, MAX_ROWS), required=rows_required, metavar="N", help="training rows")
+    add("--test-rows", type=whole(0, MAX_ROWS), metavar="M", help=f"default: {DEFAULT_TEST_ROWS}")
+    add("--seed", type=whole(0, MAX_SEED), metavar="S", help="default: 0")
     command.set_defaults(run=run)
 
 
@@ -190,24 +204,44 @@ def _people(word: str) -> tuple[int, int]:
     return fewest, most
 
 
+_DRAWN_ONLY, _PARQUET_ONLY = ("rows", "test_rows", "seed", "people"), ("input", "question")
+
+
 def _knights(arguments: argparse.Namespace) -> None:
-    manifest = prepare_knights(
-        arguments.output,
-        rows=arguments.rows,
-        test_rows=arguments.test_rows,
-        seed=arguments.seed,
-        people=arguments.people,
-        overwrite=arguments.overwrite,
-    )
+    drawn = arguments.source == "drawn"
+    needed, foreign = ("rows", _PARQUET_ONLY) if drawn else ("input", _DRAWN_ONLY)
+    for name in foreign:
+        if (value := getattr(arguments, name)) is not None:
+            raise UserError(f"{name}: {value} does not go with --source {arguments.source}; leave one of them out")
+    if getattr(arguments, needed) is None:
+        raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
+    if drawn:
+        manifest = prepare_knights(
+            arguments.output,
+            rows=arguments.rows,
+            test_rows=_or(arguments.test_rows, DEFAULT_TEST_ROWS),
+            seed=_or(arguments.seed, 0),
+            people=_or(arguments.people, PEOPLE),
+            overwrite=arguments.overwrite,
+        )
+    else:
+        question = _or(arguments.question, QUESTIONS[0])
+        manifest = prepare_knights_table(
+            arguments.output, arguments.input, question=question, overwrite=arguments.overwrite
+        )
     _report(arguments.output, manifest)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _synthetic(arguments: argparse.Namespace) -> None:
     manifest = prepare_synthetic(
         arguments.output,
         rows=arguments.rows,
-        test_rows=arguments.test_rows,
-        seed=arguments.seed,
+        test_rows=_or(arguments.test_rows, DEFAULT_TEST_ROWS),
+        seed=_or(arguments.seed, 0),
         size=arguments.size,
         families=arguments.families,
         level=arguments.level,

@@ -1,7 +1,8 @@
 """Knights and knaves: each person says one thing, knights tell the truth, knaves lie, and one reading alone fits.
 
-The text half of ADORA trains on such puzzles with 3 to 8 people (arXiv 2602.10019; kk_data of its repository). These
-are drawn here; the solution is found, and its uniqueness checked, by trying every assignment.
+The text half of ADORA trains on such puzzles with 3 to 7 people and tests on 2 to 8 (arXiv 2602.10019; `data/kk` of its
+repository, which `knights_table` reads). These are drawn here; the solution is found, and its uniqueness checked, by
+trying every assignment.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from adora_vl.errors import UserError
 from data_prep.schema import Row
 
-PEOPLE = (3, 8)  # fewest and most
+PEOPLE = (2, 8)  # fewest and most
 NAMES = (
     "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jane", "Kai", "Lea", "Max", "Nia", "Otto", "Pia",
 )  # fmt: skip
@@ -74,6 +75,8 @@ def _draw(people: int, rng: random.Random) -> tuple[tuple[Said, ...], int]:
         for speaker in range(people):
             statement = rng.choice(STATEMENTS)
             others = [person for person in range(people) if person != speaker]
+            if statement.people > len(others):  # of two people, a statement about two is about the speaker too
+                others.append(speaker)
             said.append((speaker, statement, tuple(rng.sample(others, statement.people))))
         found = solutions(people, tuple(said))
         if len(found) == 1:
@@ -93,13 +96,14 @@ def _row(names: tuple[str, ...], said: tuple[Said, ...], solution: int, row_id: 
     gold = assignment_text(names, solution)
     rng = random.Random(f"{row_id}/slip")
     wrong = solution ^ rng.randrange(1, 2 ** len(names))
+    hints = [f"{name} is a {role}" for name, role in zip(names[: len(names) - 1], ("knight", "knave"), strict=False)]
     return {
         "id": row_id,
         "images": [],
         "problem": QUESTION.format(
             people=", ".join(names[:-1]) + f" and {names[-1]}",
             statements=" ".join(lines),
-            example=f"{names[0]} is a knight, {names[1]} is a knave, ...",
+            example=", ".join([*hints, "..."]),
         ),
         "answer": gold,
         "answer_raw": gold,
@@ -119,7 +123,7 @@ def _row(names: tuple[str, ...], said: tuple[Said, ...], solution: int, row_id: 
 def generate(rows: int, *, split: str = "train", seed: int = 0, people: tuple[int, int] = PEOPLE) -> Iterator[Row]:
     """Yield `rows` puzzles of `split`, each once, with `people` (fewest, most) in turn; equal for equal arguments.
 
-    Raises `UserError` where `people` is not within 3 and 8.
+    Raises `UserError` where `people` is not within 2 and 8.
     """
     fewest, most = people
     if not PEOPLE[0] <= fewest <= most <= PEOPLE[1]:

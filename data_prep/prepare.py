@@ -16,6 +16,7 @@ from adora_vl.errors import UserError
 from data_prep import knights
 from data_prep.clean_row import checked_gold
 from data_prep.knights import PEOPLE
+from data_prep.knights_table import QUESTIONS, read_puzzles
 from data_prep.output import complete_or_absent
 from data_prep.schema import Row
 from data_prep.storage import Manifest, read_manifest, require, write_manifest, write_split
@@ -100,6 +101,26 @@ def prepare_knights(
     sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
     puzzles = {split: knights.generate(count, split=split, seed=seed, people=people) for split, count in sizes.items()}
     return _write(output, puzzles, sizes, _knights_description(rows, test_rows, seed, people), overwrite)
+
+
+def prepare_knights_table(
+    output: Path, location: Path, *, question: str = QUESTIONS[0], overwrite: bool = False
+) -> Manifest:
+    """Write the puzzles of the reference's Parquet file or folder `location`, under the splits that its rows name.
+
+    `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Returns the manifest. Raises
+    `UserError`.
+    """
+    puzzles = read_puzzles(location, question)
+    texts = "\n".join(f"{row['split']}\t{row['problem']}\t{row['answer']}" for rows in puzzles.values() for row in rows)
+    description = {
+        "source": "knights",
+        "input": str(location),
+        "revision": hashlib.sha256(texts.encode()).hexdigest(),
+        "arguments": {"source": "parquet", "question": question},
+    }
+    sizes = {split: len(rows) for split, rows in puzzles.items()}
+    return _write(output, puzzles, sizes, description, overwrite)
 
 
 def ensure_knights(folder: Path, *, rows: int, test_rows: int, seed: int = 0, people: tuple[int, int] = (3, 3)) -> Path:

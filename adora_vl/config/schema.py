@@ -41,9 +41,9 @@ class AdoraScriptArguments(DataOptions):
         default_factory=lambda: ["adora"],
         metadata={
             "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), format "
-            "(1 for a box), think_format, think_answer_format (1 for that form) or knights (1.0 / 0.1 / 0.0 on "
-            "puzzles); judge (a served model); or a function of your own, FILE.py:FUNCTION. Several are summed with "
-            "TRL's reward_weights."
+            "(1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 / 0.1 / 0.0 on "
+            "puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); judge (a served model); or a function of your own, "
+            "FILE.py:FUNCTION. Several are summed with TRL's reward_weights."
         },
     )
     adora_reward_options: dict[str, Any] | str | None = field(

@@ -154,8 +154,10 @@ def character_counter(system_prompt: str | None) -> TextTokens:
     return count
 
 
-def assumed(limits: Limits, why: str) -> Lengths:
-    """One row of the worst kind, where the dataset is not here: an image of `max_pixels`."""
+def assumed(limits: Limits, why: str, *, sees: bool) -> Lengths:
+    """One row of the worst kind, where the dataset is not here: an image of `max_pixels` where the policy sees any."""
+    if not sees:
+        return Lengths([TEXT_TOKENS], [0], [f"{why}; assumed: {TEXT_TOKENS} tokens in every prompt"], None)
     tokens = limits.high // limits.unit**2
     note = f"{why}; assumed: one image of {tokens} tokens and {TEXT_TOKENS} tokens of text in every prompt"
     return Lengths([tokens + TEXT_TOKENS], [tokens], [note], None)

@@ -75,7 +75,8 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     if processor is not None:
         limit_pixels(processor, config.min_pixels, config.max_pixels)
     limits = limits_of(processor, model_config, config.min_pixels, config.max_pixels)
-    lengths = _lengths(script, config, processor, limits, options)
+    sees = getattr(model_config, "vision_config", None) is not None
+    lengths = _lengths(script, config, processor, limits, options, sees=sees)
     batches = _checked(config, model, model_config, lengths, sharding, elsewhere)
     shape = describe(
         model_config, dtype=model.dtype, frozen=config.frozen_components, peft_config=get_peft_config(model)
@@ -122,12 +123,19 @@ def _processor(name: str, revision: str, notes: list[str]) -> Any:
 
 
 def _lengths(
-    script: AdoraScriptArguments, config: AdoraGRPOConfig, processor: Any, limits: Limits, options: DryRunOptions
+    script: AdoraScriptArguments,
+    config: AdoraGRPOConfig,
+    processor: Any,
+    limits: Limits,
+    options: DryRunOptions,
+    *,
+    sees: bool,
 ) -> Lengths:
     folders = [Path(folder) for folder in data_folders(script)]
     for name, folder in zip(script.dataset_name, folders, strict=True):
         if not folder.is_dir():  # no reason to refuse a dry run
-            return assumed(limits, f"the dataset {name!r} is not here, so rows and prompts are not known")
+            why = f"the dataset {name!r} is not here, so rows and prompts are not known"
+            return assumed(limits, why, sees=sees)
     counter = (
         tokenizer_counter(processor, script.adora_system_prompt)
         if processor is not None

@@ -9,7 +9,7 @@ from typing import Any
 from adora_vl.errors import UserError, nearest
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
-from adora_vl.rewards.knights import knights_reward
+from adora_vl.rewards.knights import knights_logic_rl_reward, knights_reward
 from adora_vl.rewards.thinking import think_answer_format_reward, think_format_reward
 
 RewardFunction = Callable[..., list[float]]
@@ -28,6 +28,7 @@ PRESETS: Mapping[str, tuple[float, float, float]] = {
 }
 OTHERS: Mapping[str, RewardFunction] = {  # these are not about one mathematical answer
     "knights": knights_reward,
+    "knights_logic_rl": knights_logic_rl_reward,
     "think_format": think_format_reward,
     "think_answer_format": think_answer_format_reward,
 }

@@ -1,4 +1,7 @@
-"""Knights and knaves as a benchmark: scored as the reward reads an answer, grouped by the number of people."""
+"""Knights and knaves as a benchmark: scored as the reward reads an answer, grouped by the number of people.
+
+The published table of ADORA (its repository's README) has the same groups: ID is 2 to 5 people, OOD 6 to 8.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,19 @@ def _grade(row: Prediction) -> Graded:
     """A row with its verdict, in the group of its number of people."""
     verdict, extracted = knights_verdict(row["response"], row["answer"])
     people = (row.get("metadata") or {}).get("family")
-    groups = {**({"people": [str(people)]} if people else {}), **common_groups(row)}
+    groups = {**_by_people(str(people or "")), **common_groups(row)}
     reason = {"correct": "everyone_right", "wrong": "someone_wrong"}.get(verdict, "no_whole_answer")
     return Graded(row["pid"], verdict, extracted, reason, row.get("n_tokens"), groups, row.get("sample", 0))
+
+
+def _by_people(family: str) -> dict[str, list[str]]:
+    """The groups of a puzzle such as `3 people`: by their number, and by the two halves of the published table, whose
+    model was trained on few people.
+    """
+    number, _, word = family.partition(" ")
+    if word != "people" or not number.isdecimal():
+        return {}
+    return {"people": [family], "half": ["2 to 5 people (ID)" if int(number) <= 5 else "6 to 8 people (OOD)"]}
 
 
 def _no_options(parser: ArgumentParser) -> None:

@@ -24,6 +24,7 @@ PAIRS = {
     "grpo_7b_geo3k": "zero3_offload",
     "noisy_7b_geo3k": "zero3_offload",
     "best_7b_geo3k": "zero3_offload",
+    "adora_llm_kk": "zero3",
     "adora_3b_1gpu_lora": "gpu1",
     "adora_qwen3_vl_2b_1gpu": "gpu1",
     "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
@@ -31,7 +32,7 @@ PAIRS = {
     "slice_7b_cpu": "cpu",
 }
 # The others have the 2,101 rows of Geometry3K.
-ROWS = {"smoke_cpu": 4096, "smoke_text_cpu": 4096, "annotated": 4096, "slice_7b_cpu": 8}
+ROWS = {"smoke_cpu": 4096, "smoke_text_cpu": 4096, "annotated": 4096, "slice_7b_cpu": 8, "adora_llm_kk": 4500}
 
 
 def test_every_shipped_config_is_in_the_pairs():

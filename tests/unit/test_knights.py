@@ -45,7 +45,7 @@ def _holds(words: str, knight: dict[str, bool]) -> bool:
     return first if words.endswith("knight") else not first
 
 
-@pytest.mark.parametrize("people", range(3, 9))
+@pytest.mark.parametrize("people", range(2, 9))
 def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(people):
     for row in generate(12, people=(people, people), seed=people):
         names, said = _reading(row["problem"])
@@ -70,15 +70,15 @@ def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
     assert list(generate(30, seed=4)) == list(generate(30, seed=4))
     train, test = ({row["problem"] for row in generate(200, split=split, people=(3, 4))} for split in ("train", "test"))
     assert len(train) == len(test) == 200 and not train & test
-    assert {row["meta"]["family"] for row in generate(12)} == {f"{n} people" for n in range(3, 9)}
+    assert {row["meta"]["family"] for row in generate(14)} == {f"{n} people" for n in range(2, 9)}
 
 
 def test_the_command_writes_a_dataset(tmp_path, capsys):
     assert main(["knights", "--output", str(tmp_path / "d"), "--rows", "6", "--test-rows", "2", "--people", "3-4"]) == 0
     rows = load_split(str(tmp_path / "d"), "train")
     assert len(rows) == 6 and rows[0]["images"] == []
-    assert main(["knights", "--output", str(tmp_path / "e"), "--rows", "6", "--people", "2-9"]) == 2
-    assert "argument --people: '2' is not a whole number from 3 to 8" in capsys.readouterr().err
+    assert main(["knights", "--output", str(tmp_path / "e"), "--rows", "6", "--people", "1-9"]) == 2
+    assert "argument --people: '1' is not a whole number from 2 to 8" in capsys.readouterr().err
 
 
 ANSWERS = {
@@ -93,6 +93,10 @@ ANSWERS = {
     "no box": (GOLD, 0.0),
     "an unclosed box": (rf"\boxed{{{GOLD}", 0.0),
     "nothing": ("", 0.0),
+    "the reference's form": ("<answer> (1) Ada is a knight\n(2) Ben is a knave\n(3) Cleo is a knight </answer>", 1.0),
+    "a box goes before a block": (rf"<answer>Ada is a knight</answer> \boxed{{{GOLD}}}", 1.0),
+    "the last block counts": (f"<answer>{GOLD}</answer> no <answer>{GOLD.replace('knight', 'knave')}</answer>", 0.1),
+    "an unclosed block": (f"<answer>{GOLD}", 0.0),
     "the question's example": (r"\boxed{Ada is a knight, Ben is a knave, ...}", 0.0),
 }
 
@@ -112,6 +116,25 @@ def test_the_reward(case):
     assert sum(metrics.values()) == 1.0
 
 
+THOUGHT = "<think>If Ada lies ...</think>"
+LOGIC_RL_REWARDS = {  # `verl/utils/reward_score/kk.py` there: 1 or -1 for the form; 2, -1.5 or -2 for the answer
+    "right": (f"{THOUGHT}<answer>{GOLD}</answer>", 3.0),
+    "wrong": (f"{THOUGHT}<answer>{GOLD.replace('Ben is a knave', 'Ben is a knight')}</answer>", -0.5),
+    "someone left out": (f"{THOUGHT}<answer>Ada is a knight</answer>", -1.0),
+    "words around the blocks": (f"So: {THOUGHT} hence <answer>{GOLD}</answer> !", 3.0),
+    "no thinking": (f"<answer>{GOLD}</answer>", -3.0),
+    "thinking twice": (f"{THOUGHT}{THOUGHT}<answer>{GOLD}</answer>", -3.0),
+    "the other order": (f"<answer>{GOLD}</answer>{THOUGHT}", -3.0),
+    "nothing": ("", -3.0),
+}
+
+
+@pytest.mark.parametrize("case", LOGIC_RL_REWARDS, ids=str)
+def test_the_references_reward(case):
+    text, expected = LOGIC_RL_REWARDS[case]
+    assert reward_function("knights_logic_rl")(completions=[text], answer=[GOLD]) == [expected]
+
+
 def test_the_benchmark_scores_by_number_of_people(tmp_path):
     main(["knights", "--output", str(tmp_path / "d"), "--rows", "2", "--test-rows", "4", "--people", "3-4"])
     problems, _ = BENCHMARK.load(Namespace(data=str(tmp_path / "d"), split="test"))
@@ -122,6 +145,7 @@ def test_the_benchmark_scores_by_number_of_people(tmp_path):
     score = BENCHMARK.score(rows, Namespace())
     assert (score["correct"], score["total"]) == (3, 4)
     assert score["groups"]["people"]["4 people"]["accuracy"] == 0.5
+    assert score["groups"]["half"]["2 to 5 people (ID)"]["total"] == 4
     assert [item["verdict"] for item in score["items"]] == ["correct", "unparseable", "correct", "correct"]
 
 

@@ -54,6 +54,12 @@ def test_the_shipped_shapes_have_the_published_number_of_parameters(name, total,
     assert shape.image_token_pixels == side * side and shape.patch_values == 3 * 2 * (side // 2) ** 2
 
 
+def test_the_language_model_of_the_puzzles_has_the_published_number_of_parameters():
+    config, note = config_for_planning("Qwen/Qwen2.5-7B-Instruct")
+    shape = describe(config)
+    assert (shape.total, shape.tied, shape.vision) == (7_615_616_512, False, None) and "ships here" in note
+
+
 def test_another_model_that_cannot_be_reached_is_named():
     with pytest.raises(UserError, match="nobody/nothing"):
         config_for_planning("nobody/nothing")
