@@ -21,7 +21,7 @@ from tests.report_support import ATTACK
         (r"so \(a\), \[b\] and $$c$$", [r"\(a\)", r"\[b\]", "$$c$$"]),
         (r"Answer: \boxed{\frac{\sqrt{3}}{2}}.", [r"\boxed{\frac{\sqrt{3}}{2}}"]),
         (r"\angle A B C is \overline { C H }", [r"\angle A B C", r"\overline { C H }"]),  # as Geometry3K writes it
-        ("It costs $5 and $6.", []),
+        ("It costs $5 and $6. $x$ and $ y $ do not.", ["$x$", "$ y $"]),
         (r"C:\Users\new, \n, \alph", []),
         (r"$\foo{x}$ $\begin{aligned}a&=b\end{aligned}$ $\cancel{x}$", []),  # not understood, so not changed
         (r"$\frac{1$ $ $ $$ \boxed{5", [r"$\frac{1$"]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from adora_vl.prepare import prepare
 from adora_vl.prompts import RESPONSE_FORMATS, SYSTEM_PROMPT, asks_for_answer_tags
 from adora_vl.rewards import grade, grade_batch, reward_functions
 from adora_vl.rewards.boxed import last_boxed
 from adora_vl.rewards.explain import main as explain
 from tests.grading_corpus import cases
+from tests.tiny_run import arguments
 
 BOX = "\\boxed{5}"
 CASES = [  # the text, right as `think`, right as `think_answer`
@@ -114,3 +116,11 @@ def test_explain_grades_them_too(capsys):
     words = ["--gold", "12", "--response", "<answer>12</answer>"]
     assert explain([*words, "--answer-tags"]) == 0 and "verdict    correct" in capsys.readouterr().out
     assert explain(words) == 0 and "verdict    unparseable" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "expected"), [("think_answer", [1.0]), ("think", [0.0])])
+def test_a_run_grades_the_tags_where_its_format_has_them(form, expected, tmp_path):
+    words = arguments(tmp_path / "run", adora_response_format=form, adora_reward="accuracy")
+    (function,) = prepare(words, to_train=False).rewards.functions
+    assert function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"]) == expected
