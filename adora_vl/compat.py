@@ -23,7 +23,6 @@ class Patch:
     upstream: str  # what the library does there, and why that is not enough
     until: str  # what has to happen for the patch to go
     issue: str = ""
-    optional: bool = False  # whether the library is none that we depend on
 
     @contextmanager
     def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
@@ -128,14 +127,6 @@ SHARDED_BUILD = Patch(
     upstream="Under ZeRO-3 every model is built in shards, also one on the meta device, whose parameters then have the "
     "shape (0,). The public way out, unset_hf_deepspeed_config, cannot be undone without the config object.",
     until="Transformers leaves models on the meta device whole.",
-)
-WANDB_TABLE = Patch(
-    owner="wandb",
-    name="Table",
-    upstream="GRPOTrainer.log hands wandb a table whose prompts are messages and whose images are lists. wandb gives a "
-    "column one type and refuses a message with an image and a text; of a list of images it keeps the word Image.",
-    until="GRPOTrainer.log hands wandb texts, and one image a cell.",
-    optional=True,
 )
 
 

@@ -48,7 +48,6 @@ from adora_vl.rollout_log import completions_table
 from adora_vl.rollout_log.figures import weighed_figures
 from adora_vl.rollout_log.phases import PhaseClock
 from adora_vl.rollout_log.texts import gather_texts
-from adora_vl.rollout_log.wandb_table import wandb_tables
 from adora_vl.weighing import Scores
 
 
@@ -170,7 +169,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         weighed = self.weigher(self._scores, batch, generations, self.state.global_step, training=training)
         for name, value in weighed_figures(weighed).items():
             self._metrics[mode][name].append(value)
-        completions_table.add_weighed(self._logs, weighed)
+        completions_table.add_weighed(self._logs, weighed, texts=build.logs_tables(self.args))
         if training:
             first = self.accelerator.process_index * len(rows)
             batch["advantages"] = weighed.advantages_PG.flatten()[first : first + len(rows)]
@@ -359,11 +358,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         """Stock TRL's sampler draws the epochs' orders one after the other; ours draws each from its number."""
         return EpochRepeatSampler.like(super()._get_train_sampler(dataset))
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Stock TRL's table of completions ends a run with images under wandb; ours is of a form that wandb takes."""
-        with wandb_tables(self.args.report_to):
-            super().log(logs, start_time)
 
     def log_figure(self, name: str, value: float) -> None:
         """One value of this step for the next log, which averages; the same on every rank."""

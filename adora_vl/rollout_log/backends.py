@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from adora_vl.errors import UserError
 
@@ -33,3 +34,5 @@ def prepare_trackers(
     if "wandb" in report_to:
         environment.setdefault("WANDB_MODE", "offline")
         environment.setdefault("WANDB_DIR", output_dir)
+        # what it keeps to be sent later, such as the images of tables; in the home folder by default
+        environment.setdefault("WANDB_DATA_DIR", str(Path(output_dir, "wandb").absolute()))

@@ -121,8 +121,6 @@ def test_no_function_of_ours_is_patched():
 def test_what_is_replaced_is_there_in_the_installed_version(name):
     patch = PATCHES[name]
     owner = pydoc.locate(patch.owner)
-    if owner is None and patch.optional:
-        pytest.skip(f"{patch.owner} is not installed")
     assert owner is not None, patch.owner
     if not hasattr(owner, patch.name):  # then a constructor sets it
         sources = "".join(inspect.getsource(cls) for cls in owner.__mro__[:-1]) if inspect.isclass(owner) else ""
@@ -141,7 +139,6 @@ def test_every_entry_says_what_upstream_does_and_when_it_can_go():
     for entry in entries:
         texts = dataclasses.asdict(entry)
         known = texts.pop("issue")
-        texts.pop("optional", None)  # no text
         assert all(text.strip() for text in texts.values()), entry
         for issue in known.split(", ") if known else []:
             repository, number = issue.split("#")

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,7 +155,12 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
         r"If $\frac{x}{2} < 5$ and \overline { C H }, what is $\foo$ for $5 and $6?",
         "so " * 400 + r"\(y_1\)",
     )
-    texts = {"problem": problem, "answer": r"2 \sqrt { 3 }", "extracted": r"\sqrt{12}", "completion": long}
+    texts: dict[str, Any] = {
+        "problem": problem,
+        "answer": r"2 \sqrt { 3 }",
+        "extracted": r"\sqrt{12}",
+        "completion": long,
+    }
     browser.look()
     browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **texts)))
     sources = "[...document.querySelectorAll('{} .formula')].map(node => node.title)"
@@ -184,7 +190,10 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
         r"$\def\a{\a\a}\a$", r"$\operatorname{<script>}$",
     ]  # fmt: skip
     text = " ".join(attacks)
-    fields = dict.fromkeys(("problem", "completion"), text) | {"answer": attacks[0][1:-1], "extracted": attacks[1]}
+    fields: dict[str, Any] = dict.fromkeys(("problem", "completion"), text) | {
+        "answer": attacks[0][1:-1],
+        "extracted": attacks[1],
+    }
     browser.look()
     browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **fields)))
     assert browser.js("document.querySelectorAll('.formula').length") > 4, "some of it is a formula, and harmless"
