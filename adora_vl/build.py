@@ -90,11 +90,16 @@ def dynamic_sampling(args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFi
     return DynamicSampling(accelerator, log, args, generations=args.num_generations, seed=args.seed, pad_id=pad_id)
 
 
+def logs_tables(args: AdoraGRPOConfig) -> bool:
+    """Whether a tracker gets TRL's table of completions; tensorboard has no tables."""
+    return bool(args.log_completions and {"wandb", "trackio"} & set(args.report_to))
+
+
 def logs_images(args: AdoraGRPOConfig) -> bool:
     """TRL's `log_multimodal`, where a tracker has a table for the images: stock TRL gathers all images of a generation
     on every rank even where there is none.
     """
-    return bool(args.log_multimodal and args.log_completions and {"wandb", "trackio"} & set(args.report_to))
+    return bool(args.log_multimodal and logs_tables(args))
 
 
 def weigher(args: AdoraGRPOConfig, accelerator: Accelerator, methods: MethodRun, reward_weights_F: Tensor) -> Weigher:

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.errors import UserError, nearest
+from adora_vl.prompts import asks_for_answer_tags
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
@@ -34,11 +35,12 @@ class Task:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What to evaluate, every how many optimizer steps, and whether before the first too."""
+    """What to evaluate, every how many optimizer steps, and whether before the first too. `prompt`: the template."""
 
     tasks: list[Task]
     every: int
     at_start: bool
+    prompt: str | None = None
 
 
 def take_evaluations(
@@ -56,7 +58,7 @@ def take_evaluations(
         return None
     entries = config.adora_eval or [f"{_benchmark_of(folder)}={folder}" for folder in folders]
     tasks = _told_apart([_load(entry, config.adora_eval_limit, prompt) for entry in entries], entries)
-    plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start))
+    plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
     config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
     return plan
 
@@ -126,10 +128,12 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         accelerator = self.trainer.accelerator
         with self.trainer.vllm_generation.lent() as llm:
             answered = [self._answer(task, llm) for task in self.plan.tasks]
+        tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt)
         for task, rows in zip(self.plan.tasks, answered, strict=True):
             everyone = gather_object(rows)
             if accelerator.is_main_process:
-                self._log(task.benchmark.name, step, figures(task.benchmark, everyone), len(everyone))
+                values = figures(task.benchmark, everyone, answer_tags=tags)
+                self._log(task.benchmark.name, step, values, len(everyone))
         accelerator.wait_for_everyone()
 
     def _answer(self, task: Task, llm: Any) -> list[dict[str, Any]]:

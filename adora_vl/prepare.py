@@ -83,6 +83,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.evaluation import take_evaluations
     from adora_vl.models.check import check_family, check_model
     from adora_vl.models.load import load_config
+    from adora_vl.prompts import asks_for_answer_tags
     from adora_vl.rewards import choose_rewards
     from adora_vl.rollout_log.backends import prepare_trackers
     from adora_vl.rows import has_images
@@ -95,7 +96,8 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
     folders = [*config_folder(arguments), Path.cwd()]
     rewards = choose_rewards(
-        script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding, folders=folders,
+        script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding,
+        answer_tags=asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt), folders=folders,
         output_dir=Path(config.output_dir),
     )  # fmt: skip
     weights = config.reward_weights

@@ -26,6 +26,11 @@ RESPONSE_FORMATS = {
 Message = dict[str, Any]
 
 
+def asks_for_answer_tags(*prompts: str | None) -> bool:
+    """Whether a system prompt or a template asks for `<answer> </answer>`, so that an answer may stand there alone."""
+    return any("<answer>" in (prompt or "") for prompt in prompts)
+
+
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
     """Messages without images; TRL puts the row's images before the text of the first user message.
 

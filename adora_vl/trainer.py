@@ -169,7 +169,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         weighed = self.weigher(self._scores, batch, generations, self.state.global_step, training=training)
         for name, value in weighed_figures(weighed).items():
             self._metrics[mode][name].append(value)
-        completions_table.add_weighed(self._logs, weighed)
+        completions_table.add_weighed(self._logs, weighed, texts=build.logs_tables(self.args))
         if training:
             first = self.accelerator.process_index * len(rows)
             batch["advantages"] = weighed.advantages_PG.flatten()[first : first + len(rows)]

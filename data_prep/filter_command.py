@@ -8,6 +8,7 @@ from typing import Any
 from adora_vl.commands import MAX_SEED, number, optional, path, text, whole
 from adora_vl.errors import UserError
 from data_prep.pixels import MAX_PIXELS, UNIT
+from eval.prompting import OF_THE_RUN, settle_prompts
 
 MAX_SAMPLES, MAX_TOKENS = 1024, 2**20
 
@@ -27,6 +28,15 @@ def add_filter(commands: Any) -> None:
     add(
         "--predictions", type=optional(path), metavar="FILE.jsonl",
         help="instead of --model: answers that `python -m eval.geometry3k infer --split train --samples N` made",
+    )  # fmt: skip
+    add(
+        "--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT",
+        help="or none; default: that of the model's own training, as its folder says, else the paper's",
+    )  # fmt: skip
+    add(
+        "--prompt", type=optional(text), default=OF_THE_RUN, metavar="TEMPLATE",
+        help="as adora_prompt of the training that the rows are for, such as '{problem} Choices: {choices}'; default: "
+        "that of the model's own training, else the problem alone",
     )  # fmt: skip
     add("--temperature", type=number(0.01, 100), default=1.0, metavar="T", help="default: %(default)s")
     add("--max-tokens", type=whole(1, MAX_TOKENS), default=2048, metavar="N", help="per answer, default: %(default)s")
@@ -54,7 +64,7 @@ def _rates(word: str) -> tuple[float, float]:
 
 
 def _filter(arguments: argparse.Namespace) -> None:
-    # `eval` and its engines are imported by this command alone
+    # the engines of `eval` are imported by this command alone
     from data_prep import filtering
     from data_prep.filtering import Keep
     from eval.engines import AnswerEngineSettings, check_model, default_engine
@@ -80,9 +90,19 @@ def _filter(arguments: argparse.Namespace) -> None:
             max_pixels=arguments.max_pixels,
             batch_size=arguments.batch_size,
         )
+        settle_prompts(arguments)
         folder = filtering.samples_folder(arguments.output)
-        predictions = filtering.sample(arguments.input, arguments.split, folder, settings, samples=arguments.samples)
+        predictions = filtering.sample(
+            arguments.input,
+            arguments.split,
+            folder,
+            settings,
+            samples=arguments.samples,
+            system_prompt=arguments.system_prompt,
+            prompt=arguments.prompt,
+        )
         facts = {"model": settings.model, "samples": arguments.samples, "temperature": settings.temperature}
+        facts |= {"prompt": arguments.prompt} if arguments.prompt else {}
     manifest = filtering.filter_dataset(
         arguments.input,
         arguments.output,

@@ -10,6 +10,7 @@ The answers come from the runner of `eval`, which asks for nothing twice, and st
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.errors import UserError
-from adora_vl.prompts import SYSTEM_PROMPT
+from adora_vl.prompts import SYSTEM_PROMPT, asks_for_answer_tags
 from data_prep.output import complete_or_absent, refuse_foreign
 from data_prep.schema import Row
 from data_prep.storage import (
@@ -32,8 +33,8 @@ from data_prep.storage import (
     write_split,
 )
 from eval.engines import AnswerEngine, AnswerEngineSettings, build_engine
-from eval.fingerprint import data_hash, digest, model_hash
-from eval.geometry3k.benchmark import problems
+from eval.fingerprint import FILE_NAME, data_hash, digest, model_hash, read
+from eval.geometry3k.benchmark import load
 from eval.geometry3k.scoring import grade_row
 from eval.predictions import PREDICTIONS, Prediction, read_predictions
 from eval.runner import infer
@@ -68,13 +69,13 @@ class Tally:
         return self.right / self.answers
 
 
-def tallies(rows: Sequence[Prediction], *, rounding: bool = False) -> dict[str, Tally]:
+def tallies(rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False) -> dict[str, Tally]:
     """The right answers and all answers of each problem by its id, graded as in training."""
     right: Counter[str] = Counter()
     answers: Counter[str] = Counter()
     for row in rows:
         answers[row["pid"]] += 1
-        right[row["pid"]] += grade_row(row, rounding=rounding).correct
+        right[row["pid"]] += grade_row(row, rounding=rounding, answer_tags=answer_tags).correct
     return {pid: Tally(right[pid], answers[pid]) for pid in answers}
 
 
@@ -92,23 +93,26 @@ def sample(
     *,
     samples: int,
     system_prompt: str | None = SYSTEM_PROMPT,
+    prompt: str | None = None,
     build: Callable[[AnswerEngineSettings], AnswerEngine] = build_engine,
 ) -> Path:
     """Get `samples` answers to every problem of the split, except those that `folder` has. Returns their file.
 
-    Raises `UserError` if `folder` has answers that were made with another model, other data or other settings.
+    `prompt`: the template of the text that is asked, as `adora_prompt`. Raises `UserError` if `folder` has answers that
+    were made with another model, other data or other settings, and for a template that does not fit the data.
     """
+    asked, hashed = load(Namespace(data=str(data), split=split, prompt=prompt))
     fingerprint = {
         "benchmark": "filter",
         "model": settings.model,
         "model_hash": model_hash(settings.model, settings.revision),
-        "data_hash": data_hash(data, split),
+        "data_hash": hashed,
         "split": split,
         "system_prompt": system_prompt,
+        "prompt": prompt,
     }
     names = ("engine", "dtype", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "batch_size")
     fingerprint |= {name: getattr(settings, name) for name in names}
-    asked = problems(load_split(data, split))
     infer(asked, folder, settings, fingerprint, system_prompt=system_prompt, build=build, samples=samples)
     return folder / PREDICTIONS
 
@@ -130,7 +134,8 @@ def filter_dataset(
     of this split, or no row is left.
     """
     check_input(data, split)
-    found = tallies(read_predictions(predictions), rounding=rounding)
+    tags = _answer_tags(predictions)
+    found = tallies(read_predictions(predictions), rounding=rounding, answer_tags=tags)
     _check_covered(found, data, split, predictions)
     kept = {pid for pid, tally in found.items() if tally.rate in keep}
     if not kept:
@@ -182,6 +187,13 @@ def check_output(data: Path, output: Path) -> None:
 
 def _chosen(rows: Iterator[Row], kept: set[str]) -> Iterator[Row]:
     return (row for row in rows if row["id"] in kept)
+
+
+def _answer_tags(predictions: Path) -> bool:
+    """Whether the prompts of these answers asked for `<answer> </answer>`, as the fingerprint beside them says."""
+    path = predictions.parent / FILE_NAME
+    fields = read(path)["fields"] if path.is_file() else {}
+    return asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
 
 
 def _summary(found: Mapping[str, Tally], keep: Keep) -> dict[str, int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from adora_vl.commands import amount, exit_code_of
 from adora_vl.errors import UserError
 from adora_vl.files import check_folder, make_folder, written_to
+from adora_vl.prompts import asks_for_answer_tags
 from eval.endpoint_engine import endpoint_of
 from eval.engines import AnswerEngineSettings, build_engine, check_model
 from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
@@ -166,11 +167,16 @@ def _refuse_foreign(output: Path) -> None:
 
 
 def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> Score:
-    """The score of a predictions file, with the fingerprint that lies beside it, or null if there is none."""
+    """The score of a predictions file, with the fingerprint that lies beside it, or null if there is none.
+
+    Where its prompts asked for `<answer> </answer>`, `options.answer_tags` says so to the benchmark.
+    """
     rows = read_predictions(predictions, benchmark.check)
     path = predictions.parent / FILE_NAME
     fingerprint = read(path) if path.is_file() else None
     asked = (fingerprint or {}).get("asked") or {}
+    fields = (fingerprint or {}).get("fields") or {}
+    vars(options)["answer_tags"] = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
     figures = benchmark.score(rows, options)
     items = figures.pop("items")
     return {

@@ -55,12 +55,17 @@ def answer_all(
     return rows
 
 
-def figures(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace | None = None) -> dict[str, float]:
+def figures(
+    benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace | None = None, *, answer_tags: bool = False
+) -> dict[str, float]:
     """The score of rows as flat numbers for a log: `mathvista_accuracy`, its interval, length, share cut off, ID, OOD.
 
-    `options` are those of the benchmark's `score` verb; its defaults where not given. At least one row.
+    `options` are those of the benchmark's `score` verb; its defaults where not given. `answer_tags`: the prompts asked
+    for `<answer> </answer>`. At least one row.
     """
-    score = benchmark.score(rows, options or score_defaults(benchmark.add_score_options))
+    options = options or score_defaults(benchmark.add_score_options)
+    vars(options)["answer_tags"] = answer_tags
+    score = benchmark.score(rows, options)
     return {f"{benchmark.name}_{name}": value for name, value in _flat(score).items()}
 
 

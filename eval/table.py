@@ -35,6 +35,7 @@ def made_with(score: Score) -> str:
     rules = score["rules"]
     if "rounding" in rules:
         by = "rounded decimals accepted" if rules["rounding"] else "exact answers"
+        by += ", in <answer> tags too" if rules.get("answer_tags") else ""
     else:
         by = f"rules {rules['rules']}" + (f", extraction {rules['extraction']}" if "extraction" in rules else "")
     fields = (score["fingerprint"] or {}).get("fields")

@@ -17,11 +17,12 @@ from typing import Any
 
 from adora_vl.errors import UserError
 from adora_vl.files import replace_file
+from adora_vl.report.formulas import FORMULA, formulas
 from adora_vl.report.run import ROLLOUT, RunView
 
 GENERATOR = "adora_vl report"  # marks a page that this module wrote
 _VIEWER = Path(__file__).with_name("viewer")
-_SCRIPTS = ("dom.js", "charts.js", "curves.js", "groups.js", "detail.js", "main.js")
+_SCRIPTS = ("dom.js", "formulas.js", "charts.js", "curves.js", "groups.js", "detail.js", "main.js")
 
 
 def _hash(text: str) -> str:
@@ -43,6 +44,13 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         }
         for view in views
     ]  # fmt: skip
+    problems = [problem for view in views for problem in view.problems.values()]
+    extracted = ROLLOUT.index("extracted")
+    rollouts = [one for view in views for group in view.groups for one in group["rollouts"]]
+    math = formulas(
+        [*(problem["problem"] for problem in problems), *(one[-1] for one in rollouts)],
+        [*(problem["answer"] for problem in problems), *(one[extracted] for one in rollouts)],
+    )
     completions = [[one[-1] for group in view.groups for one in group["rollouts"]] for view in views]
     style = (_VIEWER / "viewer.css").read_text(encoding="utf-8")
     script = "".join((_VIEWER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -55,8 +63,8 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         "POLICY": policy,
         "TITLE": escape(", ".join(view.name for view in views)),
         "STYLE": style,
-        "DATA": _packed({"runs": runs, "rollout": ROLLOUT[:-1]}),
-        "TEXTS": _packed({"completions": completions, "images": images}),
+        "DATA": _packed({"runs": runs, "rollout": ROLLOUT[:-1], "formula": FORMULA}),
+        "TEXTS": _packed({"completions": completions, "images": images, "math": math}),
         "SCRIPT": script,
     }
     page = (_VIEWER / "page.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-r"""Where the answer is: the last complete `\boxed{...}` or `\fbox{...}` of a response."""
+r"""Where the answer is: the last complete `\boxed{...}` or `\fbox{...}` of a response, or its `<answer>` block."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ MAX_CHARS = 1_100_000  # of the end of a response; one character is a few tenths
 # `\{`, `\}` and `\\` are skipped as pairs so that a set `\{1,2\}` does not count as braces. A `\\` before `boxed{` is
 # not a pair: models that escape twice write `\\boxed{5}`.
 _TOKEN = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\\\(?!(?:boxed|fbox)\s*\{)|\\[{}]|(?P<open>\{)|(?P<close>\})")
+
+_BEGIN, _END = "<answer>", "</answer>"
 
 
 class _Box(NamedTuple):
@@ -52,6 +54,22 @@ def last_boxed(response: str) -> str | None:
         return None
     box = _peel(response, complete)
     return response[box.content : box.end].strip()
+
+
+def last_answer(response: str) -> str | None:
+    r"""As `last_boxed`, where the prompt asked for `<answer> </answer>`: the last complete block or box counts.
+
+    `<answer>5</answer>` gives `5`, and so does `<answer>\boxed{5}</answer>`: a box in the block, or behind it, is what
+    the model gives as its answer. A box before the block, as in `<think>\boxed{4}? no</think><answer>5</answer>`, is
+    not.
+    """
+    response = response[-MAX_CHARS:]
+    begin = response.rfind(_BEGIN, 0, max(0, response.rfind(_END)))
+    if begin < 0:
+        return last_boxed(response)
+    block = response[begin + len(_BEGIN) :]
+    boxed = last_boxed(block)
+    return boxed if boxed is not None else block[: block.find(_END)].strip()
 
 
 def _peel(response: str, complete: list[_Box]) -> _Box:

@@ -43,12 +43,13 @@ def choose_rewards(
     options: object = None,
     *,
     rounding: bool = False,
+    answer_tags: bool = False,
     folders: Sequence[Path] = (),
     output_dir: Path | None = None,
 ) -> ChosenRewards:
     """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION` with the file in one of `folders`.
 
-    `output_dir`: where the judge keeps its answers.
+    `rounding`, `answer_tags`: what the presets accept, see `grade`. `output_dir`: where the judge keeps its answers.
 
     Raises `UserError` for an entry that does not exist, a name given twice, and options of no entry.
     """
@@ -57,7 +58,7 @@ def choose_rewards(
     for entry in presets:
         if entry not in _NAMES and ":" in entry:
             raise UserError(f"adora_reward: {entry!r} is neither a preset nor FILE.py:FUNCTION")
-    functions = reward_functions(presets, rounding) if presets or not entries else []
+    functions = reward_functions(presets, rounding, answer_tags) if presets or not entries else []
     made: dict[str, Callable[..., Any]] = dict(zip(presets, functions, strict=True))
     if judge.NAME in entries:
         made[judge.NAME] = judge.JudgeReward(options_by_entry.get(judge.NAME, {}), output_dir or Path.cwd())

@@ -13,7 +13,7 @@ from string import ascii_uppercase
 from typing import Any, NoReturn
 
 from adora_vl.errors import UserError
-from adora_vl.rewards.boxed import last_boxed
+from adora_vl.rewards.boxed import last_answer, last_boxed
 from adora_vl.rewards.forms import Form, read
 from adora_vl.rewards.grade import Grade, grade, verify_gold
 from adora_vl.rewards.own import is_own
@@ -61,16 +61,23 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def explanation(response: str, gold: str, choices: Sequence[str] | None = None, *, rounding: bool = False) -> list[str]:
+def explanation(
+    response: str,
+    gold: str,
+    choices: Sequence[str] | None = None,
+    *,
+    rounding: bool = False,
+    answer_tags: bool = False,
+) -> list[str]:
     """The lines of the explanation. Raises `UserError` for a gold that cannot be graded against."""
     reason = verify_gold(gold, choices)
     if reason:
         raise UserError(f"--gold: {gold!r} cannot be graded against ({reason}: {RULES.get(reason, '')})")
-    found = grade(response, gold, choices=choices, rounding=rounding)
+    found = grade(response, gold, choices=choices, rounding=rounding, answer_tags=answer_tags)
     lines = [f"extracted  {_shown(found.extracted) if found.extracted is not None else '(no complete box)'}"]
-    boxed = last_boxed(response)
-    if boxed is not None:
-        lines.append(f"answer     {_described(read(boxed))}")
+    given = last_answer(response) if answer_tags else last_boxed(response)
+    if given is not None:
+        lines.append(f"answer     {_described(read(given))}")
     lines.append(f"gold       {_described(read(gold))}")
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_described(read(value))}")
@@ -98,11 +105,13 @@ def _shown(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def tried(entries: Sequence[str], response: str, columns: Mapping[str, str], options: str | None) -> list[str]:
+def tried(
+    entries: Sequence[str], response: str, columns: Mapping[str, str], options: str | None, answer_tags: bool = False
+) -> list[str]:
     """What each reward of `entries` gives for a response, without a model. Raises `UserError` where one fails."""
     from adora_vl.rewards.chosen import call_once, choose_rewards
 
-    chosen = choose_rewards(entries, options)
+    chosen = choose_rewards(entries, options, answer_tags=answer_tags)
     chosen.check_columns(columns)
     noted: list[str] = []
     arguments: dict[str, Any] = {
@@ -139,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--response", required=True, help="the whole response; - reads it from standard input")
     parser.add_argument("--choices", nargs="+", metavar="VALUE", help="the values of A, B, C, ...")
     parser.add_argument("--rounding", action="store_true", help="also accept a decimal that is the gold rounded")
+    parser.add_argument("--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box")
     parser.add_argument("--reward", nargs="+", default=[], metavar="FILE.py:FUNCTION", help="as adora_reward")
     parser.add_argument("--reward-options", metavar="JSON", help="as adora_reward_options")
     parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row")
@@ -149,9 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         response = sys.stdin.read() if options.response == "-" else options.response
         lines = []
         if options.gold is not None and not (options.reward and all(map(is_own, options.reward))):
-            lines = explanation(response, options.gold, options.choices, rounding=options.rounding)
+            accepted = {"rounding": options.rounding, "answer_tags": options.answer_tags}
+            lines = explanation(response, options.gold, options.choices, **accepted)
         if options.reward:
-            lines += tried(options.reward, response, _columns(options), options.reward_options)
+            columns = _columns(options)
+            lines += tried(options.reward, response, columns, options.reward_options, options.answer_tags)
         print("\n".join(lines))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

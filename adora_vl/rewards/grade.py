@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from adora_vl.rewards.boxed import last_boxed
+from adora_vl.rewards.boxed import last_answer, last_boxed
 from adora_vl.rewards.canonical import canonical_gold
 from adora_vl.rewards.decide import Decision, Outcome, Pending, Verdict, decide
 from adora_vl.rewards.forms import read
@@ -27,7 +27,8 @@ _SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every 
 class Grade:
     """The verdict on one response.
 
-    `extracted`: what stands in the last complete box (cut to 200 characters), None when there is no complete box.
+    `extracted`: what stands in the last complete box, or with `answer_tags` in an `<answer>` block (cut to 200
+    characters), None when there is neither.
     `reason`: the rule that decided, a short stable string such as `same_number`, `enumeration` or `no_box`.
     `symbolic`, `ms`: whether sympy was asked, and what it all took; they take no part in comparisons.
     """
@@ -45,18 +46,21 @@ def grade(
     *,
     choices: Sequence[str] | None = None,
     rounding: bool = False,
+    answer_tags: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> Grade:
     r"""Whether the last complete `\boxed{}` of `response` holds the gold. Never raises, for any two strings.
 
     `gold`: a number, a closed form, a text, or with `choices` also a letter. `choices`: the values of A, B, C, ...
     `rounding`: also accept a decimal with at least one decimal place that is the gold (a value, not a letter) rounded
-    to that many places. `deadline_s`: after so many seconds the verdict is `timeout`; the first start of a worker
-    process, half a second, is not counted. A gold that cannot be used is `wrong` with a reason that starts with
-    `gold_`; `verify_gold` finds such golds beforehand. Safe in any thread. Source: the grading policy.
+    to that many places. `answer_tags`: for a prompt that asks for `<answer> </answer>`; what stands there counts as
+    what stands in a box, and `last_answer` says which of several does. `deadline_s`: after so many seconds the verdict
+    is `timeout`; the first start of a worker process, half a second, is not counted. A gold that cannot be used is
+    `wrong` with a reason that starts with `gold_`; `verify_gold` finds such golds beforehand. Safe in any thread.
+    Source: the grading policy.
     """
     began = time.perf_counter()
-    decision, extracted = _decided(response, gold, choices, rounding)
+    decision, extracted = _decided(response, gold, choices, rounding, answer_tags)
     if not isinstance(decision, Pending):
         return _grade(decision, extracted, began)
     left = deadline_s - (time.perf_counter() - began)
@@ -70,6 +74,7 @@ def grade_batch(
     *,
     choices: Sequence[Sequence[str] | None] | None = None,
     rounding: bool = False,
+    answer_tags: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> list[Grade]:
     """As `grade` for each response with its gold and its choices; what needs sympy is spread over the workers.
@@ -82,7 +87,7 @@ def grade_batch(
     pending: list[tuple[int, Pending]] = []
     for row, (response, gold, row_choices) in enumerate(zip(responses, golds, options, strict=True)):
         began = time.perf_counter()
-        decision, extracted = _decided(response, gold, row_choices, rounding)
+        decision, extracted = _decided(response, gold, row_choices, rounding, answer_tags)
         if isinstance(decision, Pending):
             pending.append((row, decision))
             decision = decision.different
@@ -106,12 +111,14 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     return None if canonical_gold(stored) == stored else "unstable"
 
 
-def _decided(response: str, gold: str, choices: Sequence[str] | None, rounding: bool) -> tuple[Decision, str | None]:
-    """The decision and the content of the box."""
-    boxed = last_boxed(response)
-    if boxed is None:
+def _decided(
+    response: str, gold: str, choices: Sequence[str] | None, rounding: bool, answer_tags: bool
+) -> tuple[Decision, str | None]:
+    """The decision and the answer that the response gives."""
+    given = last_answer(response) if answer_tags else last_boxed(response)
+    if given is None:
         return ("unparseable", "no_box"), None
-    return decide(read(boxed), read(gold), choices or (), rounding), boxed
+    return decide(read(given), read(gold), choices or (), rounding), given
 
 
 def _grade(outcome: Outcome, extracted: str | None, began: float, *, symbolic: bool = False) -> Grade:

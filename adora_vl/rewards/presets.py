@@ -40,18 +40,19 @@ def reward(grade: Grade, preset: str) -> float:
     return correct if grade.verdict == "correct" else none if grade.extracted is None else boxed
 
 
-def reward_function(preset: str, rounding: bool = False) -> RewardFunction:
+def reward_function(preset: str, rounding: bool = False, answer_tags: bool = False) -> RewardFunction:
     """The TRL reward function of one preset; see `reward_functions`."""
-    return reward_functions([preset], rounding)[0]
+    return reward_functions([preset], rounding, answer_tags)[0]
 
 
-def reward_functions(presets: Sequence[str], rounding: bool = False) -> list[RewardFunction]:
+def reward_functions(presets: Sequence[str], rounding: bool = False, answer_tags: bool = False) -> list[RewardFunction]:
     """The TRL reward functions of some presets, named `<preset>_reward`; TRL's `reward_weights` weigh their sum.
 
     Each takes TRL's keyword arguments and returns one float per completion. The dataset columns it reads are `answer`
     (a canonical gold) and, where there is one, `choices` (a list of strings or None). The first adds `verdict`,
     `extracted` and `reason` to TRL's completions table and logs, for its batch, the shares `grading/<verdict>` and
     `grading/symbolic` (sympy was asked) and the milliseconds per completion `grading/ms_median` and `grading/ms_p99`.
+    `rounding` and `answer_tags` are those of `grade`; with the latter, an `<answer>` block is as good as a box.
 
     Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
     gold, since a reward of zero for every answer to a problem would never be noticed.
@@ -65,7 +66,7 @@ def reward_functions(presets: Sequence[str], rounding: bool = False) -> list[Rew
             raise UserError(f"reward preset '{preset}' is unknown, use one of {known}{nearest(preset, names)}")
         if preset in presets[:index]:
             raise UserError(f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead")
-    grader = _Grader(rounding)
+    grader = _Grader(rounding, answer_tags)
     return [
         OTHERS.get(preset) or _reward_function(preset, grader, logs=index == 0) for index, preset in enumerate(presets)
     ]
@@ -74,16 +75,17 @@ def reward_functions(presets: Sequence[str], rounding: bool = False) -> list[Rew
 class _Grader:
     """Grades a batch, and remembers the last one for the functions that ask for the same batch next."""
 
-    def __init__(self, rounding: bool) -> None:
-        self._rounding = rounding
+    def __init__(self, rounding: bool, answer_tags: bool) -> None:
+        self._rounding, self._answer_tags = rounding, answer_tags
         self._last: tuple[list[str], _Golds] = ([], [])
         self._grades: list[Grade] = []
 
     def __call__(self, texts: list[str], golds: _Golds) -> list[Grade]:
         if (texts, golds) != self._last:
             answers = [gold for gold, _ in golds]
+            choices = [options for _, options in golds]
             self._grades = grade_batch(
-                texts, answers, choices=[options for _, options in golds], rounding=self._rounding
+                texts, answers, choices=choices, rounding=self._rounding, answer_tags=self._answer_tags
             )
             self._last = (texts, golds)
         return self._grades

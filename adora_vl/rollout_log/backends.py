@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from adora_vl.errors import UserError
 
-_MODULES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
+# The packages that Transformers' trackers need, one of each; it says so only after the weights are loaded.
+_PACKAGES = {
+    "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",), "dvclive": ("dvclive",), "flyte": ("flytekit",), "mlflow": ("mlflow",),
+    "neptune": ("neptune",), "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",), "wandb": ("wandb",),
+}  # fmt: skip
 
 
 def prepare_trackers(
@@ -18,12 +25,14 @@ def prepare_trackers(
     WANDB_MODE is set; tensorboard and trackio are local by themselves (trackio_space_id sends it elsewhere).
     """
     for name in report_to:
-        modules = _MODULES.get(name, ())
-        if modules and not any(find_spec(module) for module in modules):
+        packages = _PACKAGES.get(name, ())
+        if packages and not any(find_spec(package) for package in packages):
             raise UserError(
-                f"report_to: '{name}' is not installed; pip install {name}, or leave it out (metrics.jsonl is always "
-                "written)"
+                f"report_to: '{name}' is not installed; pip install {packages[0]}, or leave it out (metrics.jsonl is "
+                "always written)"
             )
     if "wandb" in report_to:
         environment.setdefault("WANDB_MODE", "offline")
         environment.setdefault("WANDB_DIR", output_dir)
+        # what it keeps to be sent later, such as the images of tables; in the home folder by default
+        environment.setdefault("WANDB_DATA_DIR", str(Path(output_dir, "wandb").absolute()))

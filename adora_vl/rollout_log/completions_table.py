@@ -14,8 +14,9 @@ _COLUMNS = ("prompt", "completion", "advantages")  # one deque each in TRL's `_l
 _GROUPS = ("rewards", "extra")  # a deque per reward function, per column of the user's
 
 
-def add_weighed(table: Mapping[str, Any], weighed: Weighed) -> None:
-    """Put the advantages as the loss gets them into `table`, which is the trainer's `_logs`.
+def add_weighed(table: Mapping[str, Any], weighed: Weighed, *, texts: bool = False) -> None:
+    """Put the advantages as the loss gets them into `table`, which is the trainer's `_logs`. `texts`: and make texts of
+    its prompts, for trackers. wandb gives a column one type, and refuses messages with a text and an image in them.
 
     TRL has filled in its own advantages, which become the column `advantage_raw`. The table keeps the rollouts of the
     newest generation batch alone, so it may have fewer rows than this generation.
@@ -30,6 +31,23 @@ def add_weighed(table: Mapping[str, Any], weighed: Weighed) -> None:
     columns = {"adora_weight": weights_B, "adora_tds": tds_B, "adora_length": weighed.groups.lengths_PG.flatten()}
     for name, column_B in columns.items():
         extra[name].extend(column_B[-count:].tolist())
+    if texts:
+        prompts = [conversation_text(prompt) for prompt in table["prompt"]]
+        table["prompt"].clear()
+        table["prompt"].extend(prompts)
+
+
+def conversation_text(messages: Any) -> str:
+    """A prompt as one text, with the role before each message and `<image>` for an image; a text stays as it is."""
+    if isinstance(messages, str):
+        return messages
+    return "\n\n".join(f"{message['role']}: {_content(message.get('content'))}" for message in messages)
+
+
+def _content(content: Any) -> str:
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join("<image>" if part.get("type") == "image" else part.get("text") or "" for part in content)
 
 
 def to_json(logs: Mapping[str, Any]) -> str:

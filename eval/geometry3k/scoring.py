@@ -22,13 +22,16 @@ _METADATA_GROUPS = ("goal", "shapes", "family")  # of `meta`: what is asked for,
 
 
 def score(rows: Sequence[Prediction], options: Namespace) -> Score:
-    """The score of predictions. `options.rounding`: also accept a decimal that is the gold rounded."""
-    graded = [grade_row(row, rounding=options.rounding) for row in rows]
+    """The score of predictions. `options.rounding`: also accept a decimal that is the gold rounded.
+    `options.answer_tags`, where it is there: also accept an answer in `<answer> </answer>`, without a box.
+    """
+    tags = bool(getattr(options, "answer_tags", False))
+    graded = [grade_row(row, rounding=options.rounding, answer_tags=tags) for row in rows]
     return {
         **aggregate(graded),
         **answers(rows, graded),
         "unusable_golds": sum(item.reason.startswith("gold_") for item in graded),
-        "rules": {"rounding": options.rounding},
+        "rules": {"rounding": options.rounding, **({"answer_tags": True} if tags else {})},
         "items": [
             {
                 "pid": item.pid,
@@ -42,13 +45,15 @@ def score(rows: Sequence[Prediction], options: Namespace) -> Score:
     }
 
 
-def grade_row(row: Prediction, *, rounding: bool = False) -> Graded:
+def grade_row(row: Prediction, *, rounding: bool = False, answer_tags: bool = False) -> Graded:
     """The verdict on one predictions row, and the groups that it counts for."""
     groups = _groups(row)
     failed = failed_image(row, groups)
     if failed:
         return failed
-    result = grade(row["response"], row["answer"], choices=row.get("choices"), rounding=rounding)
+    result = grade(
+        row["response"], row["answer"], choices=row.get("choices"), rounding=rounding, answer_tags=answer_tags
+    )
     return Graded(
         row["pid"],
         result.verdict,

@@ -22,15 +22,19 @@ from adora_vl.export import main as export
 from adora_vl.models.tiny.build import PRETRAINED
 from benchmarks.kill_and_resume import settings
 from tests.integration.support import REPOSITORY, processes_with, run
+from tests.unit.own_data_support import convert, jsonl
 
 pytestmark = pytest.mark.slow
 KILLS = [sys.executable, "benchmarks/kill_and_resume.py", "--steps", "6"]
 
 
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
-    """Under DARO, whose learned weights have to be in the checkpoint too, and with half of the rollouts on distorted
-    images, which have to be distorted alike.
+    """Under DARO, whose learned weights have to be in the checkpoint too, with half of the rollouts on distorted
+    images, which have to be distorted alike, and on a mixture of two data sets.
     """
+    rows = [{"q": f"How long is side {number}?", "a": number, "image": f"pics/{number % 4}.png"} for number in range(9)]
+    columns = ("problem=q", "answer=a", "images=image")
+    assert convert(jsonl(tmp_path, rows), tmp_path / "own", "--name", "own", columns=columns) == 0
     done = run(
         [
             *KILLS,
@@ -43,6 +47,12 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
             "daro+adora",
             "--adora_noisy_rollouts",
             "0.5",
+            "--dataset_name",
+            "synthetic",
+            str(tmp_path / "own"),
+            "--adora_mixture",
+            "0.6",
+            "0.4",
         ]
     )
     assert "checkpoint-3" in done.stdout
@@ -50,6 +60,8 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     rollouts = pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))
     assert rollouts["distorted"].mean() == 0.5 and rollouts[rollouts["distorted"]]["drift"].isna().all()
     assert 0 < rollouts["drift"].max() < 1e-4, "the others are as close to the engine as ever"
+    for steps in (rollouts["step"] <= 3, rollouts["step"] > 3):  # before and after the checkpoint
+        assert 0.1 < rollouts[steps]["id"].str.startswith("own/").mean() < 0.8
 
 
 @pytest.fixture(scope="module")

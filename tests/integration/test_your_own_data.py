@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from adora_vl.report.__main__ import main as report
+from adora_vl.rewards.explain import main as explain
 from adora_vl.train import main as train
 from data_prep.cli import main as data_prep
 from data_prep.synthetic.generate import generate
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 PAGE = (REPOSITORY / "docs" / "your-own-data.md").read_text()
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "data_prep": data_prep,
+    "adora_vl.rewards.explain": explain,
     "adora_vl.train": train,
     "adora_vl.report": report,
     "eval.geometry3k": lambda words: evaluate(BENCHMARK, words),
@@ -34,9 +36,9 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
     """In its order, in this process, with 2 steps in place of 20."""
     monkeypatch.chdir(tmp_path)
-    first = re.search(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
-    config = re.search(r"Save this as `(\w+\.yaml)`.*?```yaml\n(.*?)```", PAGE, re.DOTALL)
-    for name, content in (first.groups(), config.groups()):
+    files = re.findall(r"Save this as `(\w+\.(?:py|yaml))`.*?```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL)
+    assert [name for name, _ in files] == ["make_rows.py", "my_rewards.py", "mine.yaml"]
+    for name, content in files:
         Path(name).write_text(content)
     ran = []
     for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL):
@@ -49,12 +51,16 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
             more = ["--max_steps", "2"] if words[2] == "adora_vl.train" else []
             ran.append(words[2])
             assert not COMMANDS[words[2]]([*words[3:], *more]), f"{line}\n{capsys.readouterr().err}"
-    assert ran == ["data_prep"] * 2 + ["adora_vl.train"] * 2 + ["adora_vl.report", "eval.geometry3k"]
-    assert "train 8 rows, test 2 rows" in capsys.readouterr().out
+    assert ran == [
+        *["data_prep"] * 2, "adora_vl.rewards.explain", *["adora_vl.train"] * 2, "adora_vl.report", "eval.geometry3k"
+    ]  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "train 8 rows, test 2 rows" in printed and "reward     my_rewards.py:short 1\n" in printed
     assert len(list(Path("runs/mine").glob("*.html"))) == 1 and Path("data/mine.html").is_file()
     assert json.loads(Path("runs/mine/eval/score.json").read_text())["total"] == 2
     manifest = json.loads(Path("runs/mine/manifest.json").read_text())
     assert manifest["status"] == "finished" and manifest["data"]["source"] == "own/jsonl"
+    assert pd.read_parquet("runs/mine/rollouts")["reward/short"].between(0, 1).all()
 
 
 def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path):

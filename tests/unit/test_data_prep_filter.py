@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,38 @@ def test_a_run_that_was_killed_asks_for_the_rest_alone(data, model, tmp_path, mo
     assert not output.exists() and model.asked.total() == 12
     model.dies_after = None
     assert run(data, output) == 0 and model.asked.total() == 24
+
+
+def test_questions_are_asked_and_answers_read_as_in_the_training(data, model, tmp_path, monkeypatch, capsys):
+    """With the template and the system prompt of the options, or of the run that the model comes from."""
+    generate = model.generate
+    asked: list[list] = []
+
+    def tagged(requests):
+        asked.extend([message["role"], message["content"]] for request in requests for message in request.messages)
+        for request in requests:
+            part = request.messages[-1]["content"][-1]
+            part["text"] = part["text"].removeprefix("Look: ")
+        answers = generate(requests)
+        return [replace(one, text=re.sub(r"\\boxed\{(.*)\}", r"<answer>\1</answer>", one.text)) for one in answers]
+
+    monkeypatch.setattr(model, "generate", tagged)
+    words = ["--prompt", "Look: {problem}", "--system-prompt", "Put it in <answer> </answer>."]
+    assert run(data, tmp_path / "given", *words) == 0
+    assert ["system", [{"type": "text", "text": "Put it in <answer> </answer>."}]] in asked or [
+        "system", "Put it in <answer> </answer>."
+    ] in asked  # fmt: skip
+    assert model.asked.total() == 24 and len(rows_of(tmp_path / "given")) == 4, "0.1:0.9, as with boxes"
+    manifest = read_manifest(tmp_path / "given")
+    assert manifest is not None and manifest["arguments"]["prompt"] == "Look: {problem}"
+    assert run(data, tmp_path / "given", *words[2:], "--overwrite") == 2
+    assert "prompt: the predictions in" in capsys.readouterr().err, "of another prompt"
+    assert run(data, tmp_path / "typo", "--prompt", "{problm}") == 2
+    assert "adora_prompt: 'problm' is no column" in capsys.readouterr().err
+    trained = {"adora_prompt": "Look: {problem}", "adora_system_prompt": "Put it in <answer> </answer>."}
+    monkeypatch.setattr("eval.prompting.trained_with", lambda model: trained)
+    model.asked.clear()
+    assert run(data, tmp_path / "trained") == 0 and rows_of(tmp_path / "trained") == rows_of(tmp_path / "given")
 
 
 def test_answers_of_another_model_are_not_mixed_in(data, model, tmp_path, capsys):

@@ -60,6 +60,9 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert logged["geometry3k_truncated"] == score["truncated"]["share"]
     assert logged["geometry3k_reflective"] == 1.0
     assert all(isinstance(value, float | int) for value in logged.values())
+    tagged = [{**row, "response": f"<answer>{row['answer']}</answer>"} for row in rows]
+    both = [figures(GEOMETRY3K, tagged, answer_tags=asked)["geometry3k_accuracy"] for asked in (True, False)]
+    assert both == [1.0, 0.0]
 
 
 def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:

@@ -50,6 +50,17 @@ def test_wilson_interval_is_exact_at_the_ends_and_symmetric() -> None:
     assert wilson(7, 10) == pytest.approx((1 - high, 1 - low))
 
 
+@pytest.mark.parametrize("where", ["system_prompt", "prompt"])
+def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(where: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "predictions.jsonl", [prediction("1", "<answer>5</answer>"), prediction("2", r"\boxed{5}")])
+    score = score_file(BENCHMARK, file, Namespace(rounding=False))
+    assert score["correct"] == 1 and score["rules"] == {"rounding": False}
+    fields = {"split": "test", "model": "m", "engine": "vllm", where: "{problem} Put it in <answer> </answer>."}
+    (tmp_path / "fingerprint.json").write_text(json.dumps({"fields": fields}))
+    score = score_file(BENCHMARK, file, Namespace(rounding=False))
+    assert score["correct"] == 2 and score["rules"]["answer_tags"] and "in <answer> tags too" in table(score)
+
+
 def test_aggregation_counted_by_hand() -> None:
     graded = [
         Graded("a", "correct", "5", "same_number", 10, {"goal": ["Angle"], "family": ["circle"]}),

@@ -154,7 +154,8 @@ def test_trackers_are_offline_and_installed(monkeypatch):
     environment: dict[str, str] = {}
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
     prepare_trackers(["wandb", "trackio"], "out", environment)
-    assert environment == {"WANDB_MODE": "offline", "WANDB_DIR": "out"}
+    kept = str(Path.cwd() / "out" / "wandb")
+    assert environment == {"WANDB_MODE": "offline", "WANDB_DIR": "out", "WANDB_DATA_DIR": kept}
     environment = {"WANDB_MODE": "online"}
     prepare_trackers(["wandb"], "out", environment)
     assert environment["WANDB_MODE"] == "online"

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,64 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
     assert browser.js("document.querySelectorAll('#charts figure:first-child path.faint').length") == 1
     browser.put("#smoothing", "1")
     assert browser.js("document.querySelectorAll('#charts path.faint').length") == 0
+
+
+def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path):
+    problem, long = (
+        r"If $\frac{x}{2} < 5$ and \overline { C H }, what is $\foo$ for $5 and $6?",
+        "so " * 400 + r"\(y_1\)",
+    )
+    texts: dict[str, Any] = {
+        "problem": problem,
+        "answer": r"2 \sqrt { 3 }",
+        "extracted": r"\sqrt{12}",
+        "completion": long,
+    }
+    browser.look()
+    browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **texts)))
+    sources = "[...document.querySelectorAll('{} .formula')].map(node => node.title)"
+    assert browser.js(sources.format(".problem .text")) == [r"$\frac{x}{2} < 5$", r"\overline { C H }"]
+    assert browser.js(sources.format(".gold")) == [r"2 \sqrt { 3 }"]
+    assert set(browser.js(sources.format(".rollout"))) == {r"\sqrt{12}"}
+    above, below = browser.js(
+        "[...document.querySelector('mfrac').children].map(n => n.getBoundingClientRect()).map(r => [r.top, r.bottom])"
+    )
+    assert above[0] < above[1] <= below[0] < below[1], "the browser lays it out as a fraction"
+    assert browser.text(".problem .text").endswith(r", what is $\foo$ for $5 and $6?"), "what is not understood stays"
+    browser.click(".rollout button")  # the rest of a long text
+    assert browser.js("document.querySelectorAll('.rollout msub').length") == 1
+    browser.click("#source")
+    assert browser.text(".problem .text") == problem and browser.text(".gold") == texts["answer"]
+    assert browser.js("document.querySelectorAll('math').length") == 0
+    assert browser.js("document.activeElement.id + document.activeElement.getAttribute('aria-pressed')") == "sourcetrue"
+    browser.press("Enter")
+    assert browser.js("document.querySelectorAll('.problem math').length") == 3 and browser.errors == []
+
+
+def test_formulas_of_a_model_do_nothing(browser, tmp_path):
+    script = "document.title='owned'"
+    attacks = [
+        rf"$\href{{javascript:{script}}}{{CLICK}}$", rf"$\text{{{ATTACK}}}$", rf"\boxed{{{ATTACK}}}",
+        r"$\style{background:url(http://127.0.0.1:9/x)}{x}$", rf"\(\class{{skip}}{{x}}\) \[\mbox{{{ATTACK}}}\]",
+        r"$\def\a{\a\a}\a$", r"$\operatorname{<script>}$",
+    ]  # fmt: skip
+    text = " ".join(attacks)
+    fields: dict[str, Any] = dict.fromkeys(("problem", "completion"), text) | {
+        "answer": attacks[0][1:-1],
+        "extracted": attacks[1],
+    }
+    browser.look()
+    browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **fields)))
+    assert browser.js("document.querySelectorAll('.formula').length") > 4, "some of it is a formula, and harmless"
+    browser.click(".problem math mi")
+    inside = (
+        "document.querySelectorAll('.formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])')"
+    )
+    assert browser.js(f"{inside}.length") == 0
+    assert "training report" in browser.js("document.title") and browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))] == []
+    browser.click("#source")
+    assert browser.text(".problem .text") == text == browser.text(".rollout .text")
 
 
 def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page):

@@ -2,6 +2,7 @@
 
 function detailOf(groups, group) {
   const { facts, run } = group;
+  const { formulas } = groups;
   const images = groups.images ? facts.images.map((name) => groups.images[name]).filter(Boolean) : [];
   const at = groups.found.indexOf(group);
   const missing = groups.images && facts.images.length > images.length ? el("p", { class: "hint" }, "The diagram is not in this page.") : null;
@@ -12,15 +13,16 @@ function detailOf(groups, group) {
       el("span", { class: "buttons" },
         el("button", { type: "button", disabled: at <= 0, onclick: () => groups.move(-1) }, "Previous"),
         el("button", { type: "button", disabled: at >= groups.found.length - 1, onclick: () => groups.move(1) }, "Next"),
+        el("button", { type: "button", id: "source", "aria-pressed": String(formulas.source), onclick: () => groups.toggleSource() }, "LaTeX source"),
         el("button", { type: "button", id: "follow", onclick: () => groups.follow(group.id) }, "Follow this problem"))),
     el("div", { class: "problem" },
       images.map((source) => diagramOf(source, `Diagram of ${group.id}`)), missing,
       el("div", {},
-        el("p", { class: "text" }, facts.problem || ""),
-        facts.answer ? el("p", {}, "Right answer: ", el("code", { class: "gold" }, facts.answer)) : null,
+        el("p", { class: "text" }, formulas.partsOf(facts.problem || "")),
+        facts.answer ? el("p", {}, "Right answer: ", el("code", { class: "gold" }, formulas.whole(facts.answer))) : null,
         el("p", { id: "why", class: "why" }, group.why),
         el("dl", { class: "facts" }, criteriaOf(group)))),
-    el("ol", { class: "rollouts" }, group.rollouts.map((rollout, index) => rolloutOf(rollout, index, largestAdvantage(group)))),
+    el("ol", { class: "rollouts" }, group.rollouts.map((rollout, index) => rolloutOf(rollout, index, largestAdvantage(group), formulas))),
     followed(groups, group),
   ];
 }
@@ -63,10 +65,10 @@ function scored(value) {
   return isNumber(value) ? figure(value) : "not scored";
 }
 
-function rolloutOf(rollout, index, largest) {
+function rolloutOf(rollout, index, largest, formulas) {
   const [sign, word] = verdictOf(rollout);
   const facts = [
-    ...(rollout.verdict ? [["answer", rollout.extracted === null ? "no box" : el("code", {}, rollout.extracted)]] : []),
+    ...(rollout.verdict ? [["answer", rollout.extracted === null ? "no box" : el("code", {}, formulas.whole(rollout.extracted))]] : []),
     ["reward", scored(rollout.reward)],
     ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, scored(value)]),
     ["advantage", [figure(rollout.advantage_raw), " → ", el("strong", {}, figure(rollout.advantage)), bars(rollout, largest)]],
@@ -77,15 +79,16 @@ function rolloutOf(rollout, index, largest) {
   return el("li", { class: `rollout ${rollout.verdict || ""}` },
     el("div", { class: "head" }, el("span", { class: "number" }, `#${index + 1}`), el("span", { class: `verdict ${rollout.verdict || ""}` }, el("span", { "aria-hidden": "true" }, `${sign} `), word)),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", { class: name === "advantage" ? "wide" : null }, el("dt", {}, name), el("dd", {}, value)))),
-    rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || ""));
+    rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || "", formulas));
 }
 
-function textOf(text) {
-  if (text.length <= LONG) return el("p", { class: "text" }, text);
-  const shown = el("p", { class: "text" }, `${text.slice(0, LONG)}…`);
+function textOf(text, formulas) {
+  if (text.length <= LONG) return el("p", { class: "text" }, formulas.partsOf(text));
+  const start = () => [...formulas.partsOf(text.slice(0, LONG)), "…"];
+  const shown = el("p", { class: "text" }, start());
   const toggle = () => {
     const open = more.getAttribute("aria-expanded") === "true";
-    shown.textContent = open ? `${text.slice(0, LONG)}…` : text;
+    shown.replaceChildren(...(open ? start() : formulas.partsOf(text)));
     more.setAttribute("aria-expanded", String(!open));
     more.textContent = open ? `Show all ${text.length.toLocaleString("en")} characters` : "Show less";
   };

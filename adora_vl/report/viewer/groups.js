@@ -73,6 +73,7 @@ class Groups {
     this.data = data;
     this.all = allGroups(data);
     this.images = null;
+    this.formulas = new Formulas(data.formula);
     this.exact = null;
     this.selected = null;
     const options = (id, entries) => byId(id).append(...entries.map(([value, label]) => el("option", { value }, label)));
@@ -124,11 +125,19 @@ class Groups {
   }
 
   /** The completions and diagrams, which come after the rest. */
-  complete({ completions, images }) {
+  complete({ completions, images, math }) {
     this.images = images;
+    this.formulas.trees = math;
     this.data.runs.forEach((run, index) => run.rollouts.forEach((rollout, i) => { rollout.completion = completions[index][i]; }));
     if (byId("filter-text").value) this.filter();
     else this.show(this.selected);
+  }
+
+  /** The formulas as they are written, or as they are printed. */
+  toggleSource() {
+    this.formulas.source = !this.formulas.source;
+    this.show(this.selected);
+    byId("source").focus();
   }
 
   /** A group that the filters may hide. */
