@@ -74,7 +74,7 @@ def test_rows_become_problems_that_ask_for_a_box_or_for_nothing(tmp_path):
     assert read_manifest(tmp_path / "out")["source"] == "knights", "which evaluation belongs to it"
 
 
-BROKEN = {
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "another solution": ({"solution": [False, False]}, "is not the only one that fits"),
     "no claim": ({"statements": "(('lying', 1), ('maybe', 0))"}, "is no claim about"),
     "code": ({"statements": "__import__('os').getcwd()"}, "ValueError: malformed node"),
