@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
@@ -14,17 +15,22 @@ from adora_vl.advantage.run import MethodRun
 from adora_vl.batch import LogFigure
 from adora_vl.batching.batcher import Batcher, Shape
 from adora_vl.batching.dynamic_sampling import DynamicSampling
+from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.noise import noise_settings
 from adora_vl.dedup.image_bank import ImageBanks
+from adora_vl.dedup.images import DistinctImages
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.importance import ImportanceRatio, RatioSettings
 from adora_vl.rollout.noise import NoisyRollouts
+from adora_vl.rollout.prefetch import ImagePrefetch, NoPrefetch
+from adora_vl.rollout.rows import DistinctRows
 from adora_vl.rollout_log.metrics_file import MetricsFile
 from adora_vl.rollout_log.phases import PhaseClock, StepClock
 from adora_vl.rollout_log.progress import ProgressLine
 from adora_vl.rollout_log.recorder import KeepRecord, Recorder
 from adora_vl.rollout_log.rollouts import Record
+from adora_vl.unreadable_images import only_decodes
 from adora_vl.weighing import Truncation, Weigher
 
 _RECORDED_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")  # beside our own keys
@@ -83,6 +89,23 @@ def batcher(
         loss_type=args.loss_type,
         every_row_counts=every_row_counts,
     )
+
+
+def prefetch(
+    args: AdoraGRPOConfig, images: DistinctImages, rows: DistinctRows, order: EpochRepeatSampler, dataset: Any
+) -> NoPrefetch:
+    """What reads and processes the next generation's images. `dataset`: what `rows` reads from.
+
+    Nothing, where a worker of the loader reads ahead, or where reading a row may draw a random number.
+    """
+    wanted = args.adora_prefetch_images
+    if wanted is None:
+        wanted = args.device.type != "cpu"  # there the policy needs the processor itself
+    if not wanted or images.cache is None or not images.shown:
+        return NoPrefetch()
+    if args.dataloader_num_workers or not only_decodes(dataset):
+        return NoPrefetch()
+    return ImagePrefetch(rows, order, images.process, images.cache.limit_bytes)
 
 
 def dynamic_sampling(args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFigure, pad_id: int) -> DynamicSampling:

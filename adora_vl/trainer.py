@@ -41,6 +41,7 @@ from adora_vl.models.precision import restore_buffers
 from adora_vl.report.card import CardWriter
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.importance import has_dropout
+from adora_vl.rollout.prefetch import NoPrefetch
 from adora_vl.rollout.rows import DistinctRows
 from adora_vl.rollout.tokens import mismatch_named, never_sample, never_sampled_ids
 from adora_vl.rollout_log import completions_table
@@ -106,6 +107,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.ratio_guard = RatioGuard(accelerator, args.adora_max_ratio, args.importance_sampling_level, log)
         self.resample = build.dynamic_sampling(args, accelerator, log, pad_id)
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
+        self.prefetch = NoPrefetch()  # until there is a loader
         self.batcher = build.batcher(args, accelerator, log, self.shape, self.images.banks, pad_id, counts_all)
         self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
         self.log_probabilities = LogProbabilities(accelerator, args, images=self.images.shown)
@@ -152,6 +154,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         generation it is, 0 for the first.
         """
         training, mode = self.model.training, "train" if self.model.training else "eval"
+        self.prefetch.finish()
         self.row_guard.check(rows, self.state.global_step)
         if not attempt:
             self.reward_guard.begin()
@@ -178,6 +181,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 self.recorder.add(
                     rows, batch, self._scores, weighed, self._logs, self.reward_func_names, self.state.global_step
                 )
+            self.prefetch.start()
         return batch
 
     def _sample_and_grade(self, rows: list[Row], mode: str, attempt: int) -> Batch:
@@ -345,14 +349,20 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        """Stock TRL reads and decodes every copy of a row; ours reads each row of a training batch once."""
-        if is_training and self.args.adora_cache_images and hasattr(dataset, "__len__"):
-            dataset = DistinctRows(dataset)
-        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        """Stock TRL reads and decodes every copy of a row; ours reads each row of a training batch once, if possible
+        while the policy learns from the batch before.
+        """
+        if not is_training or not self.args.adora_cache_images or not hasattr(dataset, "__len__"):
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        rows = DistinctRows(dataset)
+        loader = super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, dataloader_key)
+        self.prefetch = build.prefetch(self.args, self.images, rows, self._row_order, dataset)
+        return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the epoch's number."""
-        return EpochRepeatSampler.like(super()._get_train_sampler(dataset))
+        self._row_order = EpochRepeatSampler.like(super()._get_train_sampler(dataset))
+        return self._row_order
 
     def log_figure(self, name: str, value: float) -> None:
         """Add a value of this step to the next log, which averages them. It is the same on every rank."""
@@ -360,5 +370,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def close(self) -> None:
         """Shut a colocated engine down while its process groups still exist. Nothing can be sampled after this."""
+        self.prefetch.finish()
         if self.use_vllm and self.vllm_mode == "colocate":
             self.vllm_generation.llm.llm_engine.engine_core.shutdown()

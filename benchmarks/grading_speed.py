@@ -4,6 +4,8 @@ The soak grades `--responses` mixed responses, 1 % of them attacks, on two threa
 percent, the verdicts and the memory of this process and its workers over time. The speed is measured on honest answers
 alone, in one process and on one thread, in alternation, as completions per second and their ratio. Needs the
 `dev` extra.
+
+With `--generations N` it measures instead how long a training step waits for the grades of 128 rollouts, N times.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from adora_vl.rewards import Grade, grade
+from adora_vl.rewards.grade import grade_batch
 from adora_vl.rewards.pool import shared_pool
 from tests.grading_corpus import Case, cases
 
@@ -81,6 +85,34 @@ def soak(count: int, seed: int) -> None:
     print(f"  resident MB, this process + workers, at {CHECKPOINTS} points: {', '.join(memory)}")
 
 
+def worker_seconds() -> float:
+    """The processor's seconds of the workers that there are now."""
+    ticks = 0
+    for pid in shared_pool().pids:
+        with suppress(OSError):
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def generations(count: int, seed: int) -> None:
+    """What grading could save at most if it were done while others are still sampled: all that it takes."""
+    names = ("waited", "this process", "workers")
+    found: dict[str, list[tuple[float, float, float]]] = {"honest": [], "one attack": []}
+    for warm in range(2):  # the workers start
+        grade_batch([rf"\boxed{{\sin({30 + warm})}}"] * 8, ["x"] * 8)
+    for number in range(count):
+        drawn = mixed(128, seed + number)
+        for name, batch in (("honest", [case for case in drawn if case.kind != "attacks"]), ("one attack", drawn)):
+            before = time.perf_counter(), time.process_time(), worker_seconds()
+            grade_batch([case.response for case in batch], [case.gold for case in batch])
+            after = time.perf_counter(), time.process_time(), worker_seconds()
+            found[name].append(tuple(b - a for a, b in zip(before, after, strict=True)))  # type: ignore[arg-type]
+    for name, each in found.items():
+        medians = [sorted(column)[len(column) // 2] for column in zip(*each, strict=True)]
+        said = ", ".join(f"{what} {seconds:.3f} s" for what, seconds in zip(names, medians, strict=True))
+        print(f"128 rollouts, {name}: medians of {count}: {said}; longest wait {max(each)[0]:.3f} s")
+
+
 def rate(grader: Callable[[Case], object], corpus: list[Case]) -> float:
     """Cases per second."""
     began = time.perf_counter()
@@ -115,7 +147,11 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3, help="of the comparison of speeds; 0 leaves it out")
+    parser.add_argument("--generations", type=int, default=0)
     options = parser.parse_args()
+    if options.generations:
+        generations(options.generations, options.seed)
+        return
     soak(options.responses, options.seed)
     if options.rounds:
         speed(options.rounds)

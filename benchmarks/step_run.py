@@ -1,6 +1,7 @@
 """One case of `benchmarks.step`, under `accelerate launch`: stock's way and ours by turns, in one run.
 
-Turns are two steps long and the first of each is not counted: the loader reads one batch ahead.
+Turns are two steps long and the first of each is not counted: the loader reads one batch ahead. With `--prefetch` they
+are three steps long, and the last of each is counted, because the thread reads one batch further.
 """
 
 from __future__ import annotations
@@ -27,29 +28,33 @@ from adora_vl.dedup import processor as step_processor  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
 from adora_vl.rollout import image_cache  # noqa: E402
+from adora_vl.rollout.prefetch import NoPrefetch  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from benchmarks.clock import Clock, PeakMemory  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
-TURN = 2  # steps
+AHEAD = "reading ahead"
 
 
 class Turns(TrainerCallback):
     """Switches between stock's way and ours, and writes down what each step took."""
 
-    def __init__(self, clock: Clock, distinct: int, ways: dict[str, list[str]]) -> None:
-        self.clock, self.distinct, self.ways = clock, distinct, ways
+    def __init__(self, clock: Clock, distinct: int, ways: dict[str, list[str]], length: int = 2) -> None:
+        """`length`: of a turn, in steps."""
+        self.clock, self.distinct, self.ways, self.length = clock, distinct, ways, length
         self.memory = PeakMemory()
         self.steps: list[dict[str, Any]] = []
         self.processed = 0
         self.trainer: Any = None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.way = list(self.ways)[state.global_step // TURN % len(self.ways)]
+        self.way = list(self.ways)[state.global_step // self.length % len(self.ways)]
         for name in SWITCHES:
             setattr(args, name, name in self.ways[self.way])
         self.trainer.rows.share = args.adora_cache_images
+        self.trainer.prefetch.finish()
+        self.trainer.prefetch = self.trainer.ahead if self.way == AHEAD else NoPrefetch()
 
     def begin(self) -> None:
         self.clock.seconds.clear()
@@ -62,7 +67,7 @@ class Turns(TrainerCallback):
         self.steps.append(
             {
                 "way": self.way,
-                "counted": (state.global_step - 1) % TURN == TURN - 1,
+                "counted": state.global_step % self.length == 0,
                 "seconds": total,
                 "phases": {**phases, "other": total - sum(phases.values())},
                 "peak_bytes": max(0, self.memory.peak - self.resting),
@@ -79,7 +84,7 @@ class Timed(AdoraGRPOTrainer):
     def get_train_dataloader(self) -> Any:
         self.args.adora_cache_images = True
         loader = super().get_train_dataloader()
-        self.rows = loader.dataset
+        self.rows, self.ahead = loader.dataset, self.prefetch
         return loader
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +144,8 @@ def build(options: argparse.Namespace, turns: Turns) -> Timed:
         per_device_train_batch_size=4 * options.generations,
         num_generations=options.generations,
         max_completion_length=40,
-        max_steps=len(turns.ways) * TURN * options.turns,
+        max_steps=len(turns.ways) * turns.length * options.turns,
+        adora_prefetch_images=options.prefetch,
         adora_cache_images=False,  # so vLLM keeps processed images itself, as it does for stock
         learning_rate=1e-6,
         adora_mode="off",
@@ -165,13 +171,16 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--silent", type=float, default=0.0)
     parser.add_argument("--ablate", action="store_true", help="also switch off each switch alone")
+    parser.add_argument("--prefetch", action="store_true", help="ours beside ours with images read ahead")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     clock = Clock()
     ways = {"stock": [], "ours": list(SWITCHES)}
     if options.ablate:
         ways |= {f"without {name}": [other for other in SWITCHES if other != name] for name in SWITCHES}
-    turns = Turns(clock, 4, ways)
+    if options.prefetch:
+        ways = {"ours": list(SWITCHES), AHEAD: list(SWITCHES)}
+    turns = Turns(clock, 4, ways, length=3 if options.prefetch else 2)
     trainer = build(options, turns)
     turns.trainer, trainer.stopwatch = trainer, clock
     count_images(turns, clock)

@@ -18,6 +18,7 @@ _FREE_KEYS = {
     "adora_max_drift", "adora_self_check", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
     "adora_columns", "adora_system_prompt_file", "adora_response_format",  # what they stand for is in what was read
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
+    "adora_prefetch_images",
     "adora_max_bad_steps", "adora_reward_timeout", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")

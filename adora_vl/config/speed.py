@@ -23,6 +23,13 @@ class SpeedOptions:
     adora_image_cache_mb: int = field(
         default=1024, metadata={"help": "Cache of processed images, kept over steps and epochs, in MB per process."}
     )
+    adora_prefetch_images: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Read and process the next generation's images on a thread while the policy learns; null: where "
+            "the policy is on a GPU."
+        },
+    )
     adora_group_requests: bool = field(
         default=True, metadata={"help": "Send one request per prompt to vLLM, instead of one per rollout."}
     )

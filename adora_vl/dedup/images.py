@@ -15,7 +15,7 @@ from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.processor import FlatProcessor, StepProcessor
 from adora_vl.dedup.shared_vision import SharedVision
 from adora_vl.dedup.without_images import has_images, with_image_columns
-from adora_vl.rollout.image_cache import ImageCache, can_cache
+from adora_vl.rollout.image_cache import ImageCache, can_cache, effective_settings
 
 
 class DistinctImages:
@@ -35,13 +35,22 @@ class DistinctImages:
         self._device, self._switches = device, switches
         takes_references = [self.vision.install(model) for model in models]  # a list, so that every model is tried
         self.shown = all(takes_references) and has_images(dataset)  # whether rows of the run have images
-        able = all(takes_references) and can_cache(getattr(processor, "image_processor", None))
+        self._image_processor: Any = getattr(processor, "image_processor", None)
+        able = all(takes_references) and can_cache(self._image_processor)
         self._cache = ImageCache(switches.adora_image_cache_mb * 2**20) if able else None
 
     @property
     def cache(self) -> ImageCache | None:
         """The cache of processed images, which the engine uses too. None if sharing is impossible or switched off."""
         return self._cache if self._switches.adora_cache_images else None
+
+    def process(self, row: Row) -> int:
+        """Put the images of a row into the cache, for a generation to come. Returns the bytes that they take there."""
+        cache, processor = self.cache, self._image_processor
+        assert cache is not None
+        settings, preprocess = effective_settings(processor, {}), type(processor).preprocess.__get__(processor)
+        entries = [cache.get(processor, preprocess, image, settings) for image in row.get("images") or []]
+        return sum(entry.patches_RD.nbytes for entry in entries)
 
     def completed(self, batch: Batch) -> Batch:
         """The batch, with empty image columns if other rows have images but its own have none

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.feature_extraction_utils import BatchFeature
 
 from adora_vl import compat
 from adora_vl.dedup.image_bank import ImageBank
 from adora_vl.rollout.image_cache import ImageCache, effective_settings, flat, normalized
+
+_NEUTRAL = ("continue_final_message", False)  # TRL says so in the second of its two calls alone
 
 
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
@@ -24,42 +28,101 @@ def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     return rows, [number[key] for key in keys]
 
 
+@dataclass(frozen=True)
+class PromptParts:
+    """What the processor makes of one prompt with its images."""
+
+    tokens: dict[str, list[int]]  # `input_ids`, `attention_mask`, `mm_token_type_ids`: a value for each token
+    images: list[Any]  # held, so that their identities are not given to others
+    references: Tensor  # (R, 1), see `adora_vl.dedup.image_bank`
+    grids: Tensor  # (N, 3)
+
+
+def joined(prompts: Sequence[PromptParts], tokenizer: Any = None) -> BatchFeature:
+    """The prompts as one output of the processor: lists, or with a tokenizer tensors that are padded as it pads."""
+    values: dict[str, Any] = {name: [prompt.tokens[name] for prompt in prompts] for name in prompts[0].tokens}
+    if tokenizer is not None:
+        fills = {"input_ids": tokenizer.pad_token_id}
+        values = {name: _padded(rows, fills.get(name, 0), tokenizer.padding_side) for name, rows in values.items()}
+    if any(prompt.images for prompt in prompts):
+        values["pixel_values"] = torch.cat([prompt.references for prompt in prompts])
+        values["image_grid_thw"] = torch.cat([prompt.grids for prompt in prompts])
+    return BatchFeature(values)
+
+
+def _padded(rows: Sequence[list[int]], fill: int, side: str) -> Tensor:
+    longest = max(map(len, rows))
+    spare = [[fill] * (longest - len(row)) for row in rows]
+    pairs = zip(rows, spare, strict=True)
+    return torch.tensor([pad + row if side == "left" else row + pad for row, pad in pairs])
+
+
 class StepProcessor:
     """Stands in for the trainer's processor while TRL prepares a batch. It replaces `apply_chat_template` and the call;
     everything else is passed on.
+
+    TRL asks twice: it tokenizes the conversations for the engine, then renders each row once more, and processes the
+    texts with their images for the policy. Here the second answer is taken from the first: each distinct prompt is
+    rendered, tokenized and matched with its images once.
     """
 
     def __init__(self, processor: Any, cache: ImageCache, bank: ImageBank, device: torch.device) -> None:
         self._processor = processor
         self._cache, self._bank, self._device = cache, bank, device
+        self._texts: dict[str, str] = {}  # of the conversations that were rendered
+        self._prompts: dict[Hashable, PromptParts] = {}  # by text and identity of the images
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._processor, name)
 
     def apply_chat_template(self, conversation: Any, tokenize: bool = False, **kwargs: Any) -> Any:
         """Like the processor's, but equal conversations with identical images are processed once."""
-        if not tokenize or not kwargs.get("return_dict"):
+        batched = bool(conversation) and isinstance(conversation[0], list)
+        if not tokenize and not batched:
+            return self._text(conversation, kwargs)
+        if not tokenize or not batched or not kwargs.get("return_dict"):
             return self._processor.apply_chat_template(conversation, tokenize=tokenize, **kwargs)
-        if not conversation or not isinstance(conversation[0], list):
-            return self._processor.apply_chat_template(conversation, tokenize=tokenize, **kwargs)
-        keys = [repr(_described(messages)) for messages in conversation]
-        rows, number = distinct_rows(keys)
-        with self._referring():
-            once = self._processor.apply_chat_template([conversation[row] for row in rows], tokenize=True, **kwargs)
-        images = [_count_images(conversation[row]) for row in rows]
-        return _expanded(once, number, images)
+        rendering = {name: value for name, value in kwargs.items() if name != "return_dict"}
+        texts = [self._text(messages, rendering) for messages in conversation]
+        return self(images=[_images_of(messages) for messages in conversation], text=texts)
 
     def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
         """Like the processor's, but `pixel_values` are references (`adora_vl.dedup.image_bank`)."""
         if images is None:
             output: BatchFeature = self._processor(text=text, **kwargs)
             return output
-        keys = [(words, tuple(map(id, row or []))) for words, row in zip(text, images, strict=True)]
+        assert kwargs in ({}, {"padding": True, "return_tensors": "pt"}), f"TRL asks for something else: {kwargs}"
+        shown = [row or [] for row in images]  # of a row without images TRL gives None
+        keys = [(words, tuple(map(id, row))) for words, row in zip(text, shown, strict=True)]
         rows, number = distinct_rows(keys)
+        new = [row for row in rows if keys[row] not in self._prompts]
+        if new:
+            parts = self._processed([text[row] for row in new], [shown[row] for row in new])
+            self._prompts |= {keys[row]: part for row, part in zip(new, parts, strict=True)}
+        distinct = [self._prompts[keys[row]] for row in rows]
+        return joined([distinct[n] for n in number], self._processor.tokenizer if kwargs else None)
+
+    def _text(self, messages: Any, kwargs: dict[str, Any]) -> str:
+        """The rendered conversation; equal ones with the same images are rendered once."""
+        said = {name: value for name, value in kwargs.items() if value is not None and (name, value) != _NEUTRAL}
+        key = repr((_described(messages), _described(said)))
+        if key not in self._texts:
+            self._texts[key] = self._processor.apply_chat_template(messages, tokenize=False, **kwargs)
+        return self._texts[key]
+
+    def _processed(self, texts: list[str], images: list[list[Any]]) -> list[PromptParts]:
         with self._referring():
-            shown = [image for row in rows for image in images[row] or []]  # TRL passes None for a row without images
-            once = self._processor(images=shown, text=[text[row] for row in rows], **kwargs)
-        return _expanded(once, number, [len(images[row] or []) for row in rows])
+            once = self._processor(images=[one for row in images for one in row] or None, text=texts)
+        values = dict(once)
+        counts = [len(row) for row in images]
+        grids = torch.as_tensor(values.pop("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)))
+        references = values.pop("pixel_values", torch.zeros(0, 1, dtype=torch.long))
+        grids_of = torch.split(grids, counts)
+        references_of = torch.split(references, [int(grid.prod(dim=-1).sum()) for grid in grids_of])
+        return [
+            PromptParts({name: list(value[row]) for name, value in values.items()}, images[row], references, grids)
+            for row, (references, grids) in enumerate(zip(references_of, grids_of, strict=True))
+        ]
 
     def _referring(self) -> Any:
         """Inside this context the image processor returns references into the bank instead of pixels."""
@@ -107,23 +170,6 @@ def _described(messages: Any) -> Any:
     return messages if isinstance(messages, (str, int, float, bool, type(None))) else id(messages)
 
 
-def _count_images(messages: Any) -> int:
+def _images_of(messages: Any) -> list[Any]:
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    return sum(part["type"] == "image" for part in parts)
-
-
-def _expanded(once: Any, number: list[int], images: list[int]) -> BatchFeature:
-    """Repeat the output for the distinct rows for all rows. `images`: number of images in each distinct row."""
-    values: dict[str, Any] = dict(once)
-    grids, references = values.get("image_grid_thw"), values.get("pixel_values")
-    if grids is not None and references is not None:
-        grids_of = torch.split(torch.as_tensor(grids), images)
-        sizes = [int(grid.prod(dim=-1).sum()) for grid in grids_of]
-        references_of = torch.split(references, sizes)
-        values["image_grid_thw"] = torch.cat([grids_of[n] for n in number])
-        values["pixel_values"] = torch.cat([references_of[n] for n in number])
-    for name, value in values.items():
-        if name in ("image_grid_thw", "pixel_values"):
-            continue
-        values[name] = value[number] if isinstance(value, torch.Tensor) else [value[n] for n in number]
-    return BatchFeature(values)
+    return [part["image"] for part in parts if part["type"] == "image"]

@@ -16,6 +16,8 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_utils import make_flat_list_of_images
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
+from adora_vl.rollout.rows import KeptImage, content_digest
+
 Preprocess = Callable[..., BatchFeature]
 PASSING = "adora_passing"  # in the `info` of an image that will not be seen again
 
@@ -104,7 +106,8 @@ class ImageCache:
         def cached(images: Any, **overrides: Any) -> BatchFeature:
             settings = effective_settings(image_processor, overrides)
             entries = [self.get(image_processor, original, image, settings) for image in flat(images)]
-            pixels = torch.cat([entry.patches_RD for entry in entries])
+            patches = [entry.patches_RD for entry in entries]
+            pixels = torch.cat(patches) if len(patches) > 1 else patches[0]  # one image is handed on without a copy
             if settings["do_rescale"] or settings["do_normalize"]:
                 pixels = normalized(image_processor, pixels, settings)
             grids = torch.stack([entry.grid_3 for entry in entries])
@@ -124,11 +127,10 @@ def flat(images: Any) -> Sequence[Any]:
 def _key(image: Any, settings: dict[str, Any]) -> str:
     shape = {name: settings[name] for name in ("size", "resample", "patch_size", "temporal_patch_size", "merge_size")}
     digest = hashlib.blake2b(json.dumps(shape, sort_keys=True, default=str).encode(), digest_size=16)
-    if isinstance(image, Image.Image):
-        digest.update(f"{image.mode} {image.size}".encode())
-        digest.update(image.tobytes())
-        if image.mode == "P":
-            digest.update(bytes(image.getpalette() or []))
+    if isinstance(image, KeptImage):
+        digest.update(image.digest.encode())
+    elif isinstance(image, Image.Image):
+        digest.update(content_digest(image).encode())
     else:
         array = torch.as_tensor(image).contiguous()
         digest.update(f"{array.dtype} {tuple(array.shape)}".encode())

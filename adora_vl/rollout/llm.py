@@ -8,8 +8,27 @@ from functools import partial
 from typing import Any
 
 from vllm import LLM
+from vllm.multimodal.media import MediaWithBytes
 
 from adora_vl.rollout.requests import asking_once
+from adora_vl.rollout.rows import KeptImage
+
+
+def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
+    """The prompt as vLLM takes it without copying and hashing its images: each inside vLLM's own wrapper, which its
+    parser hands on as it is, with the digest that is known already as its identity (`multi_modal_uuids`).
+
+    For images that are kept (`adora_vl.rollout.rows`). Others stay as they are, because they may yet be drawn on.
+    """
+    images = prompt.get("multi_modal_data", {}).get("image", [])
+    images = images if isinstance(images, list) else [images]
+    if not images or not all(isinstance(image, KeptImage) for image in images):
+        return prompt
+    return {
+        **prompt,
+        "multi_modal_data": {"image": [MediaWithBytes(image, b"") for image in images]},
+        "multi_modal_uuids": {"image": [image.digest for image in images]},
+    }
 
 
 class GroupingLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -29,5 +48,9 @@ class GroupingLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Stock vLLM makes a request for each prompt in the list, with the sampling parameters that it is given."""
         generate = super().generate
-        outputs: list[Any] = (self._asking(generate) if self._asking is not None else generate)(*args, **kwargs)
+
+        def known(prompts: Sequence[Any], **further: Any) -> Any:
+            return generate([with_known_images(prompt) for prompt in prompts], **further)
+
+        outputs: list[Any] = (generate if self._asking is None else self._asking(known))(*args, **kwargs)
         return outputs

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from accelerate import Accelerator
+from PIL import Image
 
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.environment import prepare_engine_environment
+from adora_vl.rollout.rows import kept
 
 prepare_engine_environment()
 
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.multimodal.hasher import MultiModalHasher  # noqa: E402
+from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids  # noqa: E402
+from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
 
-from adora_vl.rollout.llm import GroupingLLM  # noqa: E402
+from adora_vl.rollout.llm import GroupingLLM, with_known_images  # noqa: E402
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
@@ -97,3 +103,35 @@ def test_the_engine_asks_once_per_prompt_only_while_it_is_told_to(monkeypatch):
         raise RuntimeError
     assert len(outputs) == 4 and [(p.n, p.seed) for p in asked[0][1]] == [(2, 5), (2, 8)]
     assert len(llm.generate(rows, sampling_params=params)) == 4 and asked[1] == (rows, params), "as vLLM's own"
+
+
+def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypatch):
+    def parsed(prompt):
+        items = MultiModalDataParser().parse_mm_data(prompt["multi_modal_data"])
+        uuids = parse_mm_uuids(prompt.get("multi_modal_uuids"))
+        return items["image"].get(0), ProcessorInputs([1], items, uuids).get_mm_hashes("model", "blake3")
+
+    image = kept(Image.new("RGB", (8, 6), (1, 2, 3)))
+    row = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
+    assert parsed(row)[0] is not image, "vLLM still copies: without this there is nothing to save"
+    monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)
+    taken, hashes = parsed(with_known_images(row))
+    assert taken is image and hashes == {"image": [image.digest]}
+    two = {"prompt_token_ids": [1], "multi_modal_data": {"image": [image, image]}}
+    assert parsed(with_known_images(two))[1] == {"image": [image.digest] * 2}
+
+
+def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
+    plain = Image.new("RGB", (8, 6))
+    rows: list[dict[str, Any]] = [
+        {"prompt_token_ids": [1]},
+        {"prompt_token_ids": [1], "multi_modal_data": {"image": plain}},
+    ]
+    rows.append({"prompt_token_ids": [1], "multi_modal_data": {"image": [kept(Image.new("RGB", (8, 6))), plain]}})
+    assert [with_known_images(row) for row in rows] == rows
+
+
+def test_other_pixels_another_mode_or_another_size_is_another_image():
+    images = [Image.new("RGB", (8, 6)), Image.new("RGB", (6, 8)), Image.new("L", (8, 18)), Image.new("RGB", (8, 6), 1)]
+    assert len({kept(image).digest for image in images}) == 4
+    assert kept(Image.new("RGB", (8, 6))).digest == kept(Image.new("RGB", (8, 6))).digest

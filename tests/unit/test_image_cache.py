@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import processing_utils
+from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 
 from adora_vl import compat
 from adora_vl.dedup.image_bank import ImageBank
@@ -18,10 +20,11 @@ from adora_vl.models.load import load_processor
 from adora_vl.models.tiny.architecture import TINY_FAMILIES
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.models.tiny.processor import processor_around
-from adora_vl.prompts import conversation_with_images
+from adora_vl.prompts import conversation, conversation_with_images
+from adora_vl.rollout import rows as rows_module
 from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.requests import Request, asking_once, plan_requests
-from adora_vl.rollout.rows import DistinctRows
+from adora_vl.rollout.rows import DistinctRows, kept
 
 
 def picture(seed: int, size: tuple[int, int] = (70, 45), mode: str = "RGB") -> Image.Image:
@@ -115,6 +118,54 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, family)
     for row, text, ids, mask in zip(images, texts, ours["input_ids"], ours["attention_mask"], strict=True):
         alone = processor(images=row, text=[text], return_tensors="pt")["input_ids"][0]
         assert torch.equal(ids[mask.bool()], alone)
+
+
+def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, monkeypatch):
+    """As TRL asks: tokens for the engine, each row's text, the policy's tensors; then the engine's turn."""
+    counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
+
+    def counted(owner: Any, name: str, what: str, number: Any) -> None:
+        original = getattr(owner, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[what] += number(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    problems, rollouts = 2, 3
+    shown = [kept(picture(seed)) for seed in range(problems)]
+    prompts = [prepare_multimodal_messages(conversation("find x"), [image]) for image in shown]
+    prompts = [prompt for prompt in prompts for _ in range(rollouts)]
+    images = [[image] for image in shown for _ in range(rollouts)]
+    texts = [apply_chat_template({"prompt": prompt}, processor)["prompt"] for prompt in prompts]
+    stock = processor(images=images, text=texts, padding=True, return_tensors="pt")
+    counted(processing_utils, "render_jinja_template", "rendered", lambda conversations, **_: len(conversations))
+    counted(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
+    counted(rows_module, "content_digest", "hashed", lambda _: 1)
+
+    cache, bank = ImageCache(2**20), ImageBank(0)
+    step = StepProcessor(processor, cache, bank, torch.device("cpu"))
+    tokens = step.apply_chat_template(
+        conversation=copy.deepcopy(prompts), tools=None, chat_template=None, add_generation_prompt=True, tokenize=True,
+        return_dict=True,
+    )  # fmt: skip
+    assert [apply_chat_template({"prompt": prompt}, step)["prompt"] for prompt in prompts] == texts
+    output = step(images=images, text=texts, padding=True, return_tensors="pt")
+    for image in shown:
+        cache.preprocess(processor.image_processor)([image])
+    assert counts == dict.fromkeys(counts, problems) and cache.processed == problems
+    assert tokens["input_ids"] == stock["input_ids"].tolist()
+    for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
+        assert torch.equal(output[name], stock[name]), name
+
+
+def test_a_template_with_other_arguments_is_rendered_anew(processor):
+    step = StepProcessor(processor, ImageCache(2**20), ImageBank(0), torch.device("cpu"))
+    messages = conversation_with_images("a", 0)
+    with_turn, without = (step.apply_chat_template(messages, add_generation_prompt=add) for add in (True, False))
+    assert with_turn != without and with_turn.startswith(without)
+    assert step.apply_chat_template(messages, chat_template="{{ messages | length }}") == str(len(messages))
 
 
 def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_never_copied():
