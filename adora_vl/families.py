@@ -41,7 +41,8 @@ class Family:
     """One architecture. `vision` is None for a family that reads text only.
 
     `sharable`: the kinds of layers (`layer_types` of its config; a config without them has full attention alone) in
-    which the rollouts of a group can share their prompt. `note`: what a user should know before a run.
+    which the rollouts of a group can share their prompt. `head_norms`: the language model's attention normalises
+    queries and keys, which keeps more for the backward pass. `note`: what a user should know before a run.
     """
 
     name: str

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlavaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    InternVLConfig,
+    LlamaConfig,
+    LlavaConfig,
+)
 from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
@@ -16,8 +24,11 @@ from adora_vl.errors import UserError
 from adora_vl.families import DEEPSTACK, FAMILIES, shares_prompts
 from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.components import COMPONENTS, component_of
+from adora_vl.models.load import load_config
+from adora_vl.train import main
 from data_prep import pixels
-from tests.tiny_run import train
+from eval.chat import ChatProcessor
+from tests.tiny_run import arguments, train
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +108,31 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
         check(LlavaConfig(), adora_freeze_projector=True, **OFF)
     (line,) = check(LlavaConfig(), **OFF)
     assert "the way of stock TRL" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("config", [LlavaConfig(), InternVLConfig()], ids=lambda config: config.model_type)
+def test_the_command_refuses_it_before_it_looks_for_weights(config, tmp_path, capsys):
+    """The folder holds nothing but a config."""
+    config.save_pretrained(tmp_path / "model")
+    words = arguments(tmp_path / "run", model_name_or_path=tmp_path / "model")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1 and error.splitlines()[-1].startswith("error: model_name_or_path: ")
+    assert f"has model_type {config.model_type}, which" in error and "the way of stock TRL" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
+    """As the first releases of InternVL have it: Transformers would ask whether to run the code beside the config."""
+    own = {"model_type": "internvl_chat", "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "configuration.py").write_text("raise SystemExit('run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (lambda: load_config(str(tmp_path)), lambda: ChatProcessor(str(tmp_path))):
+        with pytest.raises(UserError) as caught:
+            load()
+        assert "model_type internvl_chat, which Transformers" in str(caught.value)
+        assert "qwen3_vl" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
