@@ -63,10 +63,18 @@ def restores_by_name(model: Any, folder: Path) -> bool:
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:
-    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it."""
-    return AutoProcessor.from_pretrained(
-        model, revision=revision, truncation_side="left", padding_side="left", local_files_only=only_here(model)
-    )
+    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it.
+
+    Raises `UserError` where the model has none that Transformers can load.
+    """
+    try:
+        return AutoProcessor.from_pretrained(
+            model, revision=revision, truncation_side="left", padding_side="left", local_files_only=only_here(model),
+            trust_remote_code=False,
+        )  # fmt: skip
+    except (OSError, ValueError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"model_name_or_path: the processor of {model!r} cannot be loaded ({reason})") from error
 
 
 def pixel_limits(image_processor: Any) -> dict[str, int] | None:

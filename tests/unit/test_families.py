@@ -101,6 +101,21 @@ def test_a_known_family_says_nothing_but_what_is_off():
     assert "linear attention" in line and "adora_share_prompt" in line
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_a_config_that_the_engine_would_run_otherwise_is_refused(kind):
+    """Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03 nats."""
+    config = AutoConfig.for_model(kind)
+    assert check(config, use_vllm=False) == check(AutoConfig.for_model(kind))
+    with pytest.raises(UserError, match=r"mrope_interleaved in the rope_parameters .* set it to true"):
+        check(config, use_vllm=True)
+    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+    if kind == "qwen3_5":
+        with pytest.raises(UserError, match="use_vllm: true, but on a CPU vLLM computes the linear attention"):
+            check(config, use_vllm=True)
+    else:
+        assert check(config, use_vllm=True) == []
+
+
 def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*adora_share_vision.*CONTRIB"):
         check(LlavaConfig())
