@@ -8,10 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from adora_vl.models.tiny.build import PRETRAINED
 from benchmarks.kill_and_resume import facts
 from data_prep.storage import write_split
 from data_prep.synthetic.generate import generate
@@ -23,8 +20,8 @@ RUN = {
     "config": "configs/train/smoke_cpu.yaml", "use_vllm": "false", "logging_steps": 1, "save_total_limit": 9,
     "num_generations": 4, "max_completion_length": 16, "learning_rate": 1e-3, "shuffle_dataset": "false", **STEPS,
 }  # fmt: skip
-# Images of the problems of the one generation, four a rank. The second rank has none, and runs a vision tower whose
-# weights and gradients it shares with the first.
+# Images of the problems of the one generation, four a rank. The second rank has none, and takes part in the vision
+# passes of the first, whose sharded weights it helps to gather.
 SHOWN = [1, 2, 1, 0, 0, 0, 0, 0]
 
 
@@ -48,8 +45,6 @@ def test_each_rank_goes_on_with_its_own_rollouts(tmp_path, data):
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
         "generation-00000.pt", "generation-00001.pt"
     }  # fmt: skip
-    before, after = (load_file(folder / "model.safetensors") for folder in (PRETRAINED, tmp_path / "run"))
-    assert any("visual" in name and not torch.equal(before[name], after[name]) for name in after)
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = train(tmp_path / "run", data)
     assert list(whole["steps"]) == [1, 2, 3] and len(whole["rollouts"]) == 3
