@@ -52,7 +52,7 @@ def test_a_checkpoint_without_a_table_changes_nothing():
 
 def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_path):
     """pandas cannot write texts and lists into one column, and two ranks send just that."""
-    prompts = deque(
+    prompts: deque[Any] = deque(
         [
             [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is x?"}]}],
             [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}],
@@ -65,7 +65,7 @@ def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_pa
     pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "table.parquet")
     assert prompts[0] == before[0]
     assert [message["content"][0]["text"] for message in prompts[1]] == ["Be brief.", "What is 2 + 2?"]
-    plain = [before[1], "text", ["a", "b"]]
-    alone = deque(plain)
+    plain: list[Any] = [before[1], "text", ["a", "b"]]
+    alone: deque[Any] = deque(plain)
     in_one_form(alone)
     assert list(alone) == plain, "without an image all are texts already"
