@@ -41,7 +41,10 @@ class Family:
     """One architecture. `vision` is None for a family that reads text only.
 
     `sharable`: the kinds of layers (`layer_types` of its config; a config without them has full attention alone) in
-    which the rollouts of a group can share their prompt. `note`: what a user should know before a run.
+    which the rollouts of a group can share their prompt. `head_norms`: the language model's attention normalises
+    queries and keys, which keeps more for the backward pass. `interleaved`: the rotary embedding interleaves the three
+    kinds of positions, in Transformers always and in vLLM only where the config has `mrope_interleaved`. `note`: what a
+    user should know before a run.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Family:
     sharable: frozenset[str]
     source: str
     head_norms: bool = False
+    interleaved: bool = False
     note: str = ""
 
 
@@ -82,6 +86,7 @@ FAMILIES: dict[str, Family] = {
         "models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the published "
         "preprocessor_config.json",
         head_norms=True,
+        interleaved=True,
     ),
     "qwen3_5": Family(
         "Qwen3.5",
@@ -89,6 +94,7 @@ FAMILIES: dict[str, Family] = {
         FULL,
         "models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
         head_norms=True,
+        interleaved=True,
         note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group cannot share: "
         "adora_share_prompt is off by itself, everything else is shared",
     ),

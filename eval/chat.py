@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from adora_vl.errors import UserError
+from adora_vl.families import known
 from adora_vl.prompts import Message
 
 if TYPE_CHECKING:
@@ -29,21 +30,29 @@ class ChatProcessor:
         self, model: str, min_pixels: int | None = None, max_pixels: int | None = None, revision: str | None = None
     ) -> None:
         # Here and not above: scoring, which loads no model, should not wait for them.
-        from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+        from transformers import AutoProcessor, AutoTokenizer
 
         from adora_vl.hub import only_here
+        from adora_vl.models.load import pixel_limits, read_config
         from adora_vl.rollout.tokens import never_sampled_ids
 
         here = only_here(model)
         try:
-            self._config: Any = AutoConfig.from_pretrained(model, revision=revision, local_files_only=here)
+            self._config: Any = read_config("model", model, revision)
             self.text_only = getattr(self._config, "vision_config", None) is None
             kind: Any = AutoTokenizer if self.text_only else AutoProcessor
             self._processor: Any = kind.from_pretrained(model, revision=revision, local_files_only=here)
             self._image_processor: Any = None if self.text_only else self._processor.image_processor
+        except UserError:
+            raise
         except (OSError, ValueError, AttributeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
+        if not self.text_only and pixel_limits(self._image_processor) is None:
+            raise UserError(
+                f"model: {model!r} has model_type {self._config.model_type}, whose image processor has no limits in "
+                f"pixels; serve it and use --engine openai, or name a model of the families {known()}"
+            )
         self.pixel_limits, self._max_pixels = self._limits(min_pixels, max_pixels)
         self._tokenizer = self._processor if self.text_only else self._processor.tokenizer
         self._tokenizer.padding_side = "left"

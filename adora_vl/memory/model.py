@@ -86,7 +86,8 @@ def describe(
 ) -> ModelShape:
     """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`.
 
-    The modules are built on torch's meta device, so names and numbers are the real ones and nothing is allocated.
+    The modules are built on torch's meta device, so names and numbers are the real ones and nothing is allocated. A
+    family that is not in the table has no vision tower here: all of its parameters are in the language model.
     """
     model = _on_meta(config)
     if peft_config is not None:
@@ -100,7 +101,8 @@ def describe(
         counts[component_of(name)] += parameter.numel()
         trained[component_of(name)] += parameter.numel() * parameter.requires_grad
     head = model.get_output_embeddings().weight
-    vision, family = getattr(config, "vision_config", None), family_of(config)
+    family = family_of(config)
+    vision = getattr(config, "vision_config", None) if family is not None else None  # else its fields are not known
     return ModelShape(
         parameters=counts,
         trainable=trained,

@@ -10,7 +10,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.errors import UserError
-from adora_vl.families import family_of, known
+from adora_vl.families import Family, family_of, known
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
@@ -25,6 +25,8 @@ class FamilyKeys(Protocol):
     adora_cache_images: bool
     adora_share_vision: bool
     adora_share_prompt: bool
+    use_vllm: bool
+    use_cpu: bool
 
     @property
     def frozen_components(self) -> list[str]: ...
@@ -34,10 +36,12 @@ def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) 
     """What a user should know of this model's family before the run: no line or one. No weight is loaded.
 
     Raises `UserError` for a model with images whose family is not in `adora_vl.families`, unless everything
-    that needs to know it is off.
+    that needs to know it is off, and for one that vLLM would run otherwise than Transformers.
     """
     name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
     if family is not None:
+        if run.use_vllm:
+            _check_engine(str(name), family, config.get_text_config(), on_cpu=run.use_cpu)
         return [f"{name}: {family.note}"] if family.note else []
     if not hasattr(config, "vision_config"):
         return [
@@ -52,6 +56,20 @@ def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) 
         f"{', '.join([*NEEDS_FAMILY, *parts])} to false to train it the way of stock TRL, or add the family as "
         "CONTRIBUTING.md describes"
     )
+
+
+def _check_engine(name: str, family: Family, text: Any, *, on_cpu: bool) -> None:
+    rotary = getattr(text, "rope_parameters", None) or {}
+    if family.interleaved and not rotary.get("mrope_interleaved"):
+        raise UserError(
+            f"model_name_or_path: {name!r} has no mrope_interleaved in the rope_parameters of its text_config; set it "
+            "to true: Transformers interleaves the positions of images either way, vLLM only then"
+        )
+    if on_cpu and "linear_attention" in (getattr(text, "layer_types", None) or ()):
+        raise UserError(
+            f"use_vllm: true, but on a CPU vLLM computes the linear attention of {family.name} in bfloat16 alone, and "
+            "training there is in float32; set it to false"
+        )
 
 
 def check_model(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:

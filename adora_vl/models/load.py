@@ -6,18 +6,39 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from transformers import AutoConfig, AutoProcessor, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoProcessor, PretrainedConfig, __version__
 
 from adora_vl.errors import UserError
+from adora_vl.families import known
 from adora_vl.hub import only_here
 
 
+def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
+    """The config of a model folder or hub id. Code that comes with a model is never run.
+
+    Raises `UserError`, which begins with `key`, for a kind that Transformers does not have; what Transformers raises
+    where there is no config.
+    """
+    where: dict[str, Any] = {"revision": revision, "local_files_only": only_here(model)}
+    kind = PretrainedConfig.get_config_dict(model, **where)[0].get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING:
+        raise UserError(
+            f"{key}: {model!r} has model_type {kind}, which Transformers {__version__} does not have, and code that "
+            f"comes with a model is not run here; name a model of the families {known()}, or another of Transformers"
+        )
+    return AutoConfig.from_pretrained(model, trust_remote_code=False, **where)
+
+
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
-    """The model's config alone. Raises `UserError` where `model` is neither a model folder nor a reachable hub id."""
+    """The model's config alone. Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or
+    is of a kind that Transformers does not have.
+    """
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise UserError(f"model_name_or_path: {model!r} is a folder without a config.json; name a saved model")
     try:
-        return AutoConfig.from_pretrained(model, revision=revision, local_files_only=only_here(model))
+        return read_config("model_name_or_path", model, revision)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -42,25 +63,43 @@ def restores_by_name(model: Any, folder: Path) -> bool:
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:
-    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it."""
-    return AutoProcessor.from_pretrained(
-        model, revision=revision, truncation_side="left", padding_side="left", local_files_only=only_here(model)
-    )
+    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it.
+
+    Raises `UserError` where the model has none that Transformers can load.
+    """
+    try:
+        return AutoProcessor.from_pretrained(
+            model, revision=revision, truncation_side="left", padding_side="left", local_files_only=only_here(model),
+            trust_remote_code=False,
+        )  # fmt: skip
+    except (OSError, ValueError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"model_name_or_path: the processor of {model!r} cannot be loaded ({reason})") from error
+
+
+def pixel_limits(image_processor: Any) -> dict[str, int] | None:
+    """`min_pixels` and `max_pixels` of an image processor. None without one, and for one that sizes in another way."""
+    size = dict(getattr(image_processor, "size", None) or {})
+    if not {"shortest_edge", "longest_edge"} <= size.keys():
+        return None
+    return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
 
 
 def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
     """Set the limits that are given on the processor's images, in pixels; None keeps the processor's own.
 
-    Raises `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given for a model without images.
+    Raises `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given for a model that has none.
     """
     if min_pixels is None and max_pixels is None:
         return
     image_processor = getattr(processor, "image_processor", None)
     if image_processor is None:
         raise UserError("min_pixels/max_pixels: this model has no image processor; remove the keys")
-    size = dict(image_processor.size)
-    low = size["shortest_edge"] if min_pixels is None else min_pixels
-    high = size["longest_edge"] if max_pixels is None else max_pixels
+    own = pixel_limits(image_processor)
+    if own is None:
+        raise UserError("min_pixels/max_pixels: this model's image processor has no limits in pixels; remove the keys")
+    low = own["min_pixels"] if min_pixels is None else min_pixels
+    high = own["max_pixels"] if max_pixels is None else max_pixels
     if not 0 < low <= high:
         raise UserError(f"min_pixels: {low} must be above 0 and at most max_pixels: {high}")
     image_processor.size = {"shortest_edge": low, "longest_edge": high}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from adora_vl.models.load import pixel_limits as limits_of
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -17,12 +19,8 @@ class EngineSettings:
 
 
 def pixel_limits(processing_class: Any) -> dict[str, int] | None:
-    """`min_pixels` and `max_pixels` of a processor, None for a tokenizer.
+    """`min_pixels` and `max_pixels` of a processor, None for a tokenizer and for other ways of sizing an image.
 
-    vLLM reads the limits in the model's folder. It is sent the trainer's own, so that both make the same image tokens.
+    vLLM reads the limits of the model folder; sending it the trainer's own makes the two prompts agree.
     """
-    image_processor = getattr(processing_class, "image_processor", None)
-    if image_processor is None:
-        return None
-    size = dict(image_processor.size)
-    return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    return limits_of(getattr(processing_class, "image_processor", None))

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from adora_vl.rollout_log.texts import is_conversation
 from adora_vl.weighing import Weighed
 
 _COLUMNS = ("prompt", "completion", "advantages")  # one deque each in TRL's `_logs`
@@ -22,6 +23,7 @@ def add_weighed(table: Mapping[str, Any], weighed: Weighed, *, texts: bool = Fal
     newest generation batch alone, so it may have fewer rows than this generation.
     """
     advantages_B, generations = weighed.advantages_PG.flatten(), weighed.raw_PG.shape[1]
+    in_one_form(table["prompt"])
     shown, extra = table["advantages"], table["extra"]
     count = min(len(advantages_B), len(shown))
     extra["advantage_raw"].extend([shown.pop() for _ in range(count)][::-1])
@@ -48,6 +50,24 @@ def _content(content: Any) -> str:
     if not isinstance(content, list):
         return str(content or "")
     return "".join("<image>" if part.get("type") == "image" else part.get("text") or "" for part in content)
+
+
+def in_one_form(prompts: Any) -> None:
+    """Write the texts of all prompts as parts where those of some are: a column of a table has one type.
+
+    TRL takes a prompt's texts apart where a row of the same rank and batch has an image, and else leaves them alone.
+    """
+    conversations = [prompt for prompt in prompts if is_conversation(prompt)]
+    if not any(isinstance(message.get("content"), list) for prompt in conversations for message in prompt):
+        return
+    alike = [[_with_parts(message) for message in prompt] if is_conversation(prompt) else prompt for prompt in prompts]
+    prompts.clear()
+    prompts.extend(alike)
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def to_json(logs: Mapping[str, Any]) -> str:

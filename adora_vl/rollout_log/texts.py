@@ -10,9 +10,10 @@ from trl.trainer.utils import strip_images_from_messages
 
 def gather_texts(values: list[Any]) -> list[Any]:
     """Like accelerate's `gather_object`, but images in conversations are replaced by `{"type": "image"}`."""
-    gathered: list[Any] = gather_object([strip_images_from_messages(v) if _is_conversation(v) else v for v in values])
+    gathered: list[Any] = gather_object([strip_images_from_messages(v) if is_conversation(v) else v for v in values])
     return gathered
 
 
-def _is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> bool:
+    """Whether this is a list of messages."""
     return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)

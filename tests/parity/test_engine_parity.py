@@ -13,7 +13,8 @@ import torch
 
 from adora_vl.advantage import adora_weights
 from adora_vl.config.speed import SWITCHES
-from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.tiny.build import PRETRAINED, build_tiny_model
+from adora_vl.models.tiny.warm_start import WarmStart
 from tests.integration.support import launch, lost_image_features
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,16 @@ def test_one_process(tmp_path, words):
     assert_parity(result)
     assert result["vision_moved"] > 0, "the vision tower was not trained"
     assert result["sent"] == [sum(result["tensors"].values())] * 6
+
+
+def test_another_family_with_any_number_of_images_a_row(tmp_path):
+    """Qwen3-VL, with random weights: entropy moves them. A generation has rows with one, no and two images."""
+    build_tiny_model(tmp_path / "model", WarmStart(steps=0), "qwen3_vl")
+    words = ["per_device_train_batch_size=16", "entropy_coef=1.0", "learning_rate=0.003", "max_steps=4"]
+    result = parity(tmp_path, "cpu", "--mixed", *words, model=tmp_path / "model")
+    assert len(result["gaps"]) == 4 and max(result["gaps"]) <= BOUND
+    assert result["moved"] > 0.1 and result["vision_moved"] > 0
+    assert result["sent"] == [sum(result["tensors"].values())] * 4 and result["tensors"]["projector"] == 18
 
 
 LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlavaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    InternVLConfig,
+    LlamaConfig,
+    LlavaConfig,
+)
 from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
@@ -16,8 +24,11 @@ from adora_vl.errors import UserError
 from adora_vl.families import DEEPSTACK, FAMILIES, shares_prompts
 from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.components import COMPONENTS, component_of
+from adora_vl.models.load import load_config
+from adora_vl.train import main
 from data_prep import pixels
-from tests.tiny_run import train
+from eval.chat import ChatProcessor
+from tests.tiny_run import arguments, train
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +101,21 @@ def test_a_known_family_says_nothing_but_what_is_off():
     assert "linear attention" in line and "adora_share_prompt" in line
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_a_config_that_the_engine_would_run_otherwise_is_refused(kind):
+    """Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03 nats."""
+    config = AutoConfig.for_model(kind)
+    assert check(config, use_vllm=False) == check(AutoConfig.for_model(kind))
+    with pytest.raises(UserError, match=r"mrope_interleaved in the rope_parameters .* set it to true"):
+        check(config, use_vllm=True)
+    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+    if kind == "qwen3_5":
+        with pytest.raises(UserError, match="use_vllm: true, but on a CPU vLLM computes the linear attention"):
+            check(config, use_vllm=True)
+    else:
+        assert check(config, use_vllm=True) == []
+
+
 def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*adora_share_vision.*CONTRIB"):
         check(LlavaConfig())
@@ -97,6 +123,31 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
         check(LlavaConfig(), adora_freeze_projector=True, **OFF)
     (line,) = check(LlavaConfig(), **OFF)
     assert "the way of stock TRL" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("config", [LlavaConfig(), InternVLConfig()], ids=lambda config: config.model_type)
+def test_the_command_refuses_it_before_it_looks_for_weights(config, tmp_path, capsys):
+    """The folder holds nothing but a config."""
+    config.save_pretrained(tmp_path / "model")
+    words = arguments(tmp_path / "run", model_name_or_path=tmp_path / "model")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1 and error.splitlines()[-1].startswith("error: model_name_or_path: ")
+    assert f"has model_type {config.model_type}, which" in error and "the way of stock TRL" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
+    """As the first releases of InternVL have it: Transformers would ask whether to run the code beside the config."""
+    own = {"model_type": "internvl_chat", "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "configuration.py").write_text("raise SystemExit('run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (lambda: load_config(str(tmp_path)), lambda: ChatProcessor(str(tmp_path))):
+        with pytest.raises(UserError) as caught:
+            load()
+        assert "model_type internvl_chat, which Transformers" in str(caught.value)
+        assert "qwen3_vl" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():

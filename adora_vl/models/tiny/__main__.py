@@ -1,4 +1,4 @@
-"""`python -m adora_vl.models.tiny --output DIR [--family qwen3_vl]`: build and warm-start a tiny model from scratch."""
+"""`python -m adora_vl.models.tiny --output DIR [--family FAMILY]`: build and warm-start a tiny model from scratch."""
 
 from __future__ import annotations
 

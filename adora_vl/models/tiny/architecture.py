@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+)
 
 from adora_vl.families import FAMILIES
 
@@ -13,7 +19,8 @@ WIDTH, LAYERS, HEAD_SIZE = 96, 3, 32
 DEFAULT_FAMILY = "qwen2_5_vl"
 # What the families' configs differ in. Qwen3-VL interleaves the three kinds of positions, which vLLM reads from the
 # config and Transformers always does. Deepstack features enter behind the first two of three layers, so that their
-# number is not that of the layers, and the position embeddings are a grid of 8 x 8.
+# number is not that of the layers, and the position embeddings are a grid of 8 x 8. Qwen3.5 has linear attention in all
+# layers but the last, and rotates a quarter of each head there as published.
 _OWN: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # config, text, rotary, vision
     "qwen2_5_vl": (
         Qwen2_5_VLConfig,
@@ -26,6 +33,18 @@ _OWN: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = { 
         {},
         {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
         {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+    ),
+    "qwen3_5": (
+        Qwen3_5Config,
+        {
+            "layer_types": ["linear_attention"] * (LAYERS - 1) + ["full_attention"],
+            "linear_key_head_dim": HEAD_SIZE,
+            "linear_value_head_dim": HEAD_SIZE,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": WIDTH // HEAD_SIZE,
+        },
+        {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
+        {"num_position_embeddings": 64},
     ),
 }
 TINY_FAMILIES = tuple(_OWN)

@@ -105,7 +105,7 @@ def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
     own: dict[str, Any] = {"patch_size": vision.unit // 2}
     processor: Any = Qwen2_5_VLProcessor
     video: Any = Qwen2VLVideoProcessor
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_5"):
         own |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # as published
         processor, video = Qwen3VLProcessor, Qwen3VLVideoProcessor
     return processor(
