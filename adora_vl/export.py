@@ -92,7 +92,7 @@ def _merge(source: Path, target: Path) -> None:
 
     name = PeftConfig.from_pretrained(source).base_model_name_or_path
     try:
-        base = AutoModelForImageTextToText.from_pretrained(name, dtype="auto")
+        base = AutoModelForImageTextToText.from_pretrained(name, dtype="auto", trust_remote_code=False)
     except OSError as error:
         raise UserError(
             f"RUN: the adapter's base model {name!r} cannot be loaded ({str(error).splitlines()[0]})"
@@ -105,7 +105,7 @@ def _gather(source: Path, target: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype)
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)))
     model.save_pretrained(target)

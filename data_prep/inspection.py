@@ -161,7 +161,7 @@ def _tokenizer(model: str) -> TextTokens:
     from adora_vl.hub import only_here
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=only_here(model))
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=only_here(model), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"model: {model!r} has no tokenizer that can be loaded ({error}); give a model folder or leave --model out"

@@ -51,7 +51,8 @@ def _hub_commit(model: str, revision: str | None) -> str | None:
 
     here = only_here(model)
     try:
-        commit: str | None = AutoConfig.from_pretrained(model, revision=revision, local_files_only=here)._commit_hash
+        config = AutoConfig.from_pretrained(model, revision=revision, local_files_only=here, trust_remote_code=False)
+        commit: str | None = config._commit_hash
     except (OSError, ValueError):  # loading the model will say what is wrong
         return None
     return commit
