@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -31,7 +32,7 @@ class ChatProcessor:
         # Here and not above: scoring, which loads no model, should not wait for them.
         from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-        from adora_vl.hub import only_here
+        from adora_vl.hub import no_hub, only_here
         from adora_vl.rollout.tokens import never_sampled_ids
 
         here = only_here(model)
@@ -42,7 +43,8 @@ class ChatProcessor:
             self._processor: Any = kind.from_pretrained(model, revision=revision, local_files_only=here)
             self._image_processor: Any = None if self.text_only else self._processor.image_processor
         except (OSError, ValueError, AttributeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            missing = "" if Path(model).is_dir() else no_hub()
+            reason = missing or (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
         self.pixel_limits, self._max_pixels = self._limits(min_pixels, max_pixels)
         self._tokenizer = self._processor if self.text_only else self._processor.tokenizer

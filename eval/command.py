@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -11,7 +10,8 @@ from pathlib import Path
 
 from adora_vl.commands import amount, exit_code_of
 from adora_vl.errors import UserError
-from adora_vl.files import check_folder, make_folder, written_to
+from adora_vl.files import check_folder, check_json, make_folder, written_to
+from adora_vl.hub import notes_on
 from adora_vl.prompts import asks_for_answer_tags
 from eval.endpoint_engine import endpoint_of
 from eval.engines import AnswerEngineSettings, build_engine, check_model
@@ -112,6 +112,9 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
         raise UserError(f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it")
     settings = settings_of(options)
+    if settings.endpoint is None and processes.rank == 0:
+        for line in notes_on(settings.model):
+            print(line, file=sys.stderr)
     everything, data_hash = benchmark.load(options)
     problems = everything[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
@@ -144,26 +147,13 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
 def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:
     """Score a file of predictions, write the score file, and print its table."""
     output = score_path(options.output)
-    _refuse_foreign(output)  # before a judge is asked
+    check_json("output", output, "a score file", lambda score: {"benchmark", "items"} <= score.keys())
     make_folder("output", output.parent)
     score = score_file(benchmark, predictions, options)
     with written_to("output", output):
         write_json(output, score)
     print(table(score))
     print(f"-> {output}", file=sys.stderr)
-
-
-def _refuse_foreign(output: Path) -> None:
-    """Raise `UserError` if `output` is a file that is not a score, because it would be lost."""
-    if not output.exists():
-        return
-    try:
-        content = output.read_bytes()
-        is_score = not content or {"benchmark", "items"} <= json.loads(content).keys()
-    except (OSError, ValueError, AttributeError):
-        is_score = False
-    if not is_score:
-        raise UserError(f"output: {str(output)!r} is there and not a score file; choose another name")
 
 
 def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> Score:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from PIL import Image
 from tqdm import tqdm
 
+from adora_vl.commands import amount
 from adora_vl.errors import UserError
 from adora_vl.files import make_folder, written_to
 from adora_vl.prompts import conversation_with_images
@@ -120,7 +121,7 @@ def infer(
                 f"limit: {str(output)!r} already has {len(log.done)} predictions and this run asks for "
                 f"{len(asks)}; raise --limit or use another --output"
             )
-        what = f"{len(problems)} problems" + (f" x {samples} answers" if samples > 1 else "")
+        what = amount(len(problems), "problem") + (f" x {samples} answers" if samples > 1 else "")
         print(f"{what}: {resumed} there already, {pending} to do", file=sys.stderr)
         before = set(log.done)
         ranks.meet("start")

@@ -9,17 +9,20 @@ from accelerate.utils import is_peft_model
 from transformers import AutoConfig, AutoProcessor, PretrainedConfig
 
 from adora_vl.errors import UserError
-from adora_vl.hub import only_here
+from adora_vl.hub import no_hub, only_here
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """The model's config alone. Raises `UserError` where `model` is neither a model folder nor a reachable hub id."""
+    if Path(model).is_file():
+        raise UserError(f"model_name_or_path: {model!r} is a file; name the folder of a saved model")
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise UserError(f"model_name_or_path: {model!r} is a folder without a config.json; name a saved model")
     try:
         return AutoConfig.from_pretrained(model, revision=revision, local_files_only=only_here(model))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        missing = "" if Path(model).is_dir() else no_hub()
+        reason = missing or str(error).strip().splitlines()[0]
         raise UserError(
             f"model_name_or_path: {model!r} is neither a model folder here nor a model of the hub that can be reached "
             f"({reason})"

@@ -191,6 +191,10 @@ def test_loading_says_what_is_missing(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": ["1"], "problem": ["p"], "answer": ["1"]}), tmp_path / "data" / "test-0.parquet")
     with pytest.raises(UserError, match="lacks the column 'images'"):
         load_split(tmp_path, "test")
+    (train,) = split_files(tmp_path)["train"]
+    pq.write_table(pq.read_table(train).slice(0, 0), tmp_path / "data" / "test-0.parquet")
+    with pytest.raises(UserError, match="has no rows in the split 'test'"):
+        load_split(tmp_path, "test")
 
 
 def test_inspect_counts_every_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
