@@ -83,7 +83,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.evaluation import take_evaluations
     from adora_vl.hub import notes_on
     from adora_vl.models.check import check_family, check_model
-    from adora_vl.models.load import load_config
+    from adora_vl.models.load import check_weights, load_config
     from adora_vl.prompts import asks_for_answer_tags
     from adora_vl.rewards import choose_rewards
     from adora_vl.rollout_log.backends import prepare_trackers
@@ -115,6 +115,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     check_model(model, model_config, has_images=has_images(dataset.data.table))
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
     evaluations = take_evaluations(config, data, script.adora_prompt)
+    check_weights("model_name_or_path", model.model_name_or_path)
     start, now = _choose_start(script, config, model, data, rewards) if to_train else (Start(None, []), {})
     if config.process_index == 0 and to_train:
         lines = [

@@ -14,12 +14,12 @@ from adora_vl.files import check_folder, check_json, make_folder, written_to
 from adora_vl.hub import notes_on
 from adora_vl.prompts import asks_for_answer_tags
 from eval.endpoint_engine import endpoint_of
-from eval.engines import AnswerEngineSettings, build_engine, check_model
+from eval.engines import AnswerEngineSettings, build_engine, check_loadable, check_model
 from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
 from eval.options import parse
 from eval.predictions import PREDICTIONS, SCORE, Prediction, read_predictions
 from eval.ranks import Ranks, ranks
-from eval.runner import Problem, infer
+from eval.runner import Problem, infer, remove_empty
 from eval.scoring import Score
 from eval.table import table
 
@@ -112,26 +112,30 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
         raise UserError(f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it")
     settings = settings_of(options)
-    if settings.endpoint is None and processes.rank == 0:
-        for line in notes_on(settings.model):
-            print(line, file=sys.stderr)
+    check_loadable(settings)
     everything, data_hash = benchmark.load(options)
     problems = everything[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
     hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)  # nobody shows its weights
+    if hashed is not None and processes.rank == 0:
+        print(*(f"{line}\n" for line in notes_on(settings.model)), sep="", end="", file=sys.stderr)
     fingerprint |= {"model_hash": hashed, "data_hash": data_hash}
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
-    summary = infer(
-        problems,
-        options.output,
-        settings,
-        fingerprint,
-        system_prompt=options.system_prompt,
-        build=build_engine,
-        samples=options.samples,
-        in_data=len(everything),
-        ranks=processes,
-    )
+    try:
+        summary = infer(
+            problems,
+            options.output,
+            settings,
+            fingerprint,
+            system_prompt=options.system_prompt,
+            build=build_engine,
+            samples=options.samples,
+            in_data=len(everything),
+            ranks=processes,
+        )
+    except UserError:
+        remove_empty(options.output)
+        raise
     if processes.rank:
         return
     failed = f", {amount(summary.image_failed, 'image')} failed" if summary.image_failed else ""

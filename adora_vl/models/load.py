@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoProcessor, PretrainedConfig
 
-from adora_vl.errors import UserError
+from adora_vl.errors import UserError, in_one_line
 from adora_vl.hub import no_hub, only_here
 
 
@@ -27,6 +28,24 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
             f"model_name_or_path: {model!r} is neither a model folder here nor a model of the hub that can be reached "
             f"({reason})"
         ) from error
+
+
+def check_weights(key: str, name: str) -> None:
+    """Raise `UserError` for a model folder whose weights are missing or cut off. Their headers alone are read."""
+    folder = Path(name)
+    files = sorted(folder.glob("*.safetensors"))
+    if not folder.is_dir() or (not files and list(folder.glob("pytorch_model*.bin"))):
+        return
+    if not files:
+        raise UserError(f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{key}: {str(file)!r} is damaged ({in_one_line(error)}); copy or download it again"
+            ) from error
 
 
 def restore_weights(model: Any, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.training_args import OptimizerNames
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.optimizer import check_optimizer, check_schedule, schedule_of
 from adora_vl.errors import UserError
+from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.train import main
 from tests.tiny_run import arguments
 
@@ -101,6 +103,31 @@ def test_the_command_says_so(
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", no_weights)
     assert main(arguments(tmp_path / "run", **words)) == 2
     assert said in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("size", [None, 0, 5, 3000], ids=str)
+def test_weights_that_are_missing_or_cut_off(
+    size: int | None, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a download that was broken off."""
+    model = tmp_path / "model"
+    shutil.copytree(PRETRAINED, model)
+    weights = model / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink() if size is None else weights.write_bytes(content[:size])
+    assert main(arguments(tmp_path / "run", model_name_or_path=model)) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: model_name_or_path: ") and ("has no weights" in said or "is damaged" in said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_processor_that_is_cut_off(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(PRETRAINED, model)
+    (model / "tokenizer.json").write_text("{")
+    assert main(arguments(tmp_path / "run", model_name_or_path=model)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: model_name_or_path: the processor of {str(model)!r} cannot be loaded (")
 
 
 @pytest.mark.parametrize(("key", "value"), [("dtype", "foo"), ("no_such_argument", 1)])
