@@ -30,6 +30,7 @@ from tests.tiny_run import arguments
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere", "--dataset_name", "nowhere"]
 Answer = Callable[[socket.socket], None]
+dripped: list[int] = []  # an entry for each byte
 
 
 def hangs(connection: socket.socket) -> None:
@@ -42,6 +43,7 @@ def drips(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while True:
             connection.sendall(b"H")
+            dripped.append(1)
             time.sleep(0.02)
 
 
@@ -97,12 +99,14 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
 
 @pytest.mark.parametrize("answer", [hangs, drips, closes, is_broken], ids=lambda answer: answer.__name__)
 def test_a_hub_that_does_not_work_is_asked_once(answer: Answer, endpoint: Callable[[str], None]) -> None:
+    dripped.clear()
     with serving(answer) as (address, asked):
         endpoint(address)
         for _ in range(3):
             with pytest.raises(UserError, match="^model_name_or_path: 'nobody/nothing' is neither a model folder here"):
                 load.load_config("nobody/nothing")
         assert len(asked) <= 1
+        assert len(dripped) < 500, "the time limit of an HTTP client is for each byte"  # 50 in the second that is given
 
 
 def test_a_hub_that_works_is_used(endpoint: Callable[[str], None]) -> None:
