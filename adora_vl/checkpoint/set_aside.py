@@ -34,8 +34,11 @@ def of_a_run(output_dir: Path) -> list[Path]:
 
 
 def foreign(output_dir: Path) -> Path | None:
-    """A file or folder that a run would write over, in a folder that holds no run: a model, data, a project."""
-    found = of_a_run(output_dir)
+    """A file or folder that a run would write over, in a folder that holds no run: a model, data, a project.
+
+    An empty folder is none: TRL makes one for its tables before anything of the run is written.
+    """
+    found = [path for path in of_a_run(output_dir) if not path.is_dir() or any(path.iterdir())]
     return found[0] if found and not holds_a_run(output_dir) and not _begun(output_dir) else None
 
 

@@ -84,6 +84,8 @@ def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(t
     refuse_foreign(tmp_path)
     refuse_foreign(a_run(tmp_path / "run"))
     refuse_foreign(tmp_path / "nowhere")
+    (tmp_path / "begun" / "completions").mkdir(parents=True)  # TRL's, of a run whose engine did not start
+    refuse_foreign(tmp_path / "begun")
 
 
 @pytest.mark.parametrize("inside", [".", "merged", "checkpoint-4", "rollouts", "eval/../merged"])
