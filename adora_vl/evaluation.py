@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
+from adora_vl.commands import amount
 from adora_vl.errors import UserError, nearest
 from adora_vl.prompts import asks_for_answer_tags
 
@@ -154,4 +155,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
         self.trainer.control.should_log = due  # Transformers takes this for the step's log, which would be left out
         low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
-        print(f"step {step}: {name} {middle:.1f} % (95 %: {low:.1f} to {high:.1f}) of {total} problems", flush=True)
+        print(
+            f"step {step}: {name} {middle:.1f} % (95 %: {low:.1f} to {high:.1f}) of {amount(total, 'problem')}",
+            flush=True,
+        )

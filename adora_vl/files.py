@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from adora_vl.errors import UserError
 
@@ -106,6 +107,23 @@ def check_folder(option: str, folder: Path) -> None:
             raise UserError(f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place")
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
+
+def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool]) -> None:
+    """Raise `UserError` where a JSON file cannot be written, or would take the place of anything but `what`.
+
+    `is_ours`: whether the content of such a file is what this command writes.
+    """
+    check_folder(option, path.parent)
+    if not path.exists() or not (path.is_file() or path.is_dir()):  # /dev/stdout is written to as it is
+        return
+    try:
+        content = path.read_bytes()
+        fine = not content or is_ours(json.loads(content))
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        fine = False
+    if not fine:
+        raise UserError(f"{option}: {str(path)!r} is there and not {what}; choose another name")
 
 
 def make_folder(option: str, folder: Path) -> None:

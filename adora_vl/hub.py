@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from functools import cache
 from pathlib import Path
@@ -13,14 +15,17 @@ _SERVER_ERROR = 500
 
 
 @cache
-def hub_answers() -> bool:
-    """Whether the hub can be reached and works, within five seconds; later calls know it.
+def no_hub() -> str:
+    """Why the hub gives nothing, in a few words, and an empty text where it answers. Later calls know it.
+
+    A hub that does not work within five seconds is not asked again by anybody in this process: TRL, vLLM, PEFT and
+    `datasets` then take what is on this machine, or fail at once.
 
     The time limit is over everything. The one that an HTTP client takes is for each piece of the answer, so a proxy
     that sends a byte now and then would hold it for good.
     """
     if constants.HF_HUB_OFFLINE:
-        return False
+        return "HF_HUB_OFFLINE is set"
     answered: list[bool] = []
 
     def ask() -> None:
@@ -33,7 +38,18 @@ def hub_answers() -> bool:
     asking = threading.Thread(target=ask, name="hub-answers", daemon=True)
     asking.start()
     asking.join(_HUB_SECONDS)
-    return answered == [True]
+    if answered == [True]:
+        return ""
+    _go_offline()
+    return f"{constants.ENDPOINT} does not answer"
+
+
+def _go_offline() -> None:
+    """What `HF_HUB_OFFLINE=1` does, which the libraries read when they are imported: before it was known."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:  # it has a copy
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
 
 
 def only_here(name: str) -> bool:
@@ -41,4 +57,11 @@ def only_here(name: str) -> bool:
 
     It is what `local_files_only` of Transformers takes.
     """
-    return Path(name).is_dir() or not hub_answers()
+    return Path(name).is_dir() or bool(no_hub())
+
+
+def notes_on(name: str) -> list[str]:
+    """What to tell the user of a model that was found although the hub gives nothing: no line or one."""
+    if Path(name).is_dir() or not no_hub():
+        return []
+    return [f"{name}: {no_hub()}; its copy on this machine is used"]

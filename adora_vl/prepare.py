@@ -81,8 +81,9 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.config.command_line import config_folder, parse
     from adora_vl.config.run_checks import check_run
     from adora_vl.evaluation import take_evaluations
+    from adora_vl.hub import notes_on
     from adora_vl.models.check import check_family, check_model
-    from adora_vl.models.load import load_config
+    from adora_vl.models.load import check_weights, load_config
     from adora_vl.prompts import asks_for_answer_tags
     from adora_vl.rewards import choose_rewards
     from adora_vl.rollout_log.backends import prepare_trackers
@@ -92,6 +93,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     script, config, model = parse(arguments)
     check_versions(config.use_vllm)
     prepare_trackers(config.report_to, config.output_dir)
+    _check_upload(config)
     if not model.model_name_or_path:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
     folders = [*config_folder(arguments), Path.cwd()]
@@ -109,10 +111,11 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     data = _folders(script, config)
     dataset = load_rows(script, data, config.seed)
     _try(rewards, dataset, config)
-    notes = check_family(model, config, model_config)
+    notes = [*notes_on(model.model_name_or_path), *check_family(model, config, model_config)]
     check_model(model, model_config, has_images=has_images(dataset.data.table))
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
     evaluations = take_evaluations(config, data, script.adora_prompt)
+    check_weights("model_name_or_path", model.model_name_or_path)
     start, now = _choose_start(script, config, model, data, rewards) if to_train else (Start(None, []), {})
     if config.process_index == 0 and to_train:
         lines = [
@@ -123,6 +126,14 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
         ]
         print("\n".join(lines), flush=True)
     return Run(script, config, model, dataset, plan, start, now, evaluations, data, rewards)
+
+
+def _check_upload(config: AdoraGRPOConfig) -> None:
+    """Transformers makes the repository when the weights are loaded."""
+    from adora_vl.hub import no_hub
+
+    if config.push_to_hub and no_hub():
+        raise UserError(f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards")
 
 
 def _folders(script: AdoraScriptArguments, config: AdoraGRPOConfig) -> list[str]:
@@ -151,7 +162,7 @@ def _choose_start(
     from accelerate.utils import broadcast_object_list
 
     from adora_vl.checkpoint.fingerprint import fingerprint, sharding_of
-    from adora_vl.checkpoint.resume import choose_start, hold
+    from adora_vl.checkpoint.resume import choose_start, hold, refuse_foreign
     from adora_vl.checkpoint.stop import STOPPED_FILE
 
     found: list[Any] = [None, None, None]
@@ -163,9 +174,11 @@ def _choose_start(
         )  # fmt: skip
         output_dir, wanted = Path(config.output_dir), config.resume_from_checkpoint
         try:
+            refuse_foreign(output_dir)  # before a lock is put into somebody's folder
             if output_dir.is_dir():
                 _held.append(hold(output_dir))
-            found = [choose_start(output_dir, wanted, config.overwrite_output_dir, now), now, None]
+            inputs = [("model_name_or_path", name), *(("dataset_name", folder) for folder in data)]
+            found = [choose_start(output_dir, wanted, config.overwrite_output_dir, now, inputs), now, None]
             _held.append(hold(output_dir))
             (output_dir / STOPPED_FILE).unlink(missing_ok=True)
         except UserError as error:

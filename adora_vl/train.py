@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.checkpoint.launcher import watch_launcher
 from adora_vl.commands import EXIT_INTERRUPTED
 from adora_vl.dry_run.options import wanted as wants_dry_run
-from adora_vl.errors import RolloutError, RunError, UserError
+from adora_vl.errors import RolloutError, RunError, UserError, in_one_line
 from adora_vl.files import written_to
 from adora_vl.prepare import Run, prepare
 from adora_vl.versions import check_versions
@@ -46,6 +46,36 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
         train_dataset=run.dataset,
         peft_config=get_peft_config(model),
     )
+
+
+def load(run: Run) -> AdoraGRPOTrainer:
+    """`build_trainer`, whose failure is one line: of the user where a key of `model_init_kwargs` is what is wrong."""
+    given = dict(run.config.model_init_kwargs or {})
+    try:
+        return build_trainer(run)
+    except (UserError, RunError, RolloutError):
+        raise
+    except Exception as error:  # model, engine, optimizer and trackers each have their own
+        wrong = next((key for key in given if key in str(error)), None)
+        if wrong is not None and isinstance(error, TypeError | ValueError):
+            raise UserError(
+                f"model_init_kwargs: {wrong}: {given[wrong]!r:.60} is refused by the model ({in_one_line(error)})"
+            ) from error
+        _check_processor(run)
+        raise RunError(f"the model or the engine could not be loaded ({in_one_line(error)})") from error
+
+
+def _check_processor(run: Run) -> None:
+    """Raise `UserError` if what could not be loaded is the processor alone."""
+    from adora_vl.models.load import load_processor
+
+    name = str(run.model.model_name_or_path)
+    try:
+        load_processor(name, run.model.model_revision)
+    except Exception as error:  # a tokenizer's file that is cut off has an error for each kind of file
+        raise UserError(
+            f"model_name_or_path: the processor of {name!r} cannot be loaded ({in_one_line(error)}); save it again"
+        ) from error
 
 
 def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, SkipBadSteps]:
@@ -114,7 +144,7 @@ def train(arguments: Sequence[str]) -> int:
                 copy_model(run.finished, Path(run.config.output_dir))
             print(f"{run.finished} is the last step: nothing left to train; its model is in {run.config.output_dir}")
         return 0
-    trainer = build_trainer(run)
+    trainer = load(run)
     trainer.run_facts = {"fingerprint": run.fingerprint}
     manifest = run.manifest(arguments)
     trainer.card.text = partial(model_card, manifest)

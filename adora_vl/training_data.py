@@ -6,6 +6,7 @@ goes on sees the rows that an uninterrupted one would have seen.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,13 @@ def _one_table(parts: Sequence[Dataset]) -> Dataset:
 
 
 def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> None:
-    """Raise `UserError` where two data sets share an id, by which rollouts are recorded and shown."""
+    """Raise `UserError` where two rows share an id, by which rollouts are recorded and shown."""
     seen: dict[Any, str] = {}
     for part, folder in zip(parts, folders, strict=True):
         ids = part.data.table["id"].to_pylist()
+        if len(set(ids)) < len(ids):
+            twice = next(row for row, count in Counter(ids).items() if count > 1)
+            raise UserError(f"dataset_name: {folder!r} has the row {twice!r} twice; give each row an id of its own")
         double = next((row for row in ids if row in seen), None)
         if double is not None:
             names = " and ".join(Path(one).name for one in (seen[double], folder))

@@ -282,13 +282,15 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     gallery = 0 if arguments.text_only else GALLERY_ROWS
+    folder = arguments.folder.resolve()
+    path = arguments.html or folder.with_name(f"{folder.name}.html")
+    if not arguments.text_only:
+        from data_prep.html_report import check_page, write_page  # matplotlib takes a second
+
+        check_page(path)  # before every row is read
     found = survey(arguments.folder, gallery=gallery, model=arguments.model, family=arguments.family)
     print(describe(found))
     if not arguments.text_only:
-        from data_prep.html_report import write_page  # matplotlib takes a second
-
-        folder = arguments.folder.resolve()
-        path = arguments.html or folder.with_name(f"{folder.name}.html")
         write_page(found, path)
         print(f"\npage: {path}")
 

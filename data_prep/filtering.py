@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adora_vl.commands import amount
 from adora_vl.errors import UserError
 from adora_vl.prompts import SYSTEM_PROMPT, asks_for_answer_tags
 from data_prep.output import complete_or_absent, refuse_foreign
@@ -232,6 +233,7 @@ def in_words(manifest: Manifest) -> str:
     facts, keep = manifest["filtered"], manifest["arguments"]["keep"]
     rows = ", ".join(f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"])
     return (
-        f"{facts['problems']} problems: {facts['kept']} kept with a pass rate of {keep}, {facts['below']} below and "
-        f"{facts['above']} above ({facts['never_solved']} never solved, {facts['always_solved']} always). Rows: {rows}"
+        f"{amount(facts['problems'], 'problem')}: {facts['kept']} kept with a pass rate of {keep}, {facts['below']} "
+        f"below and {facts['above']} above ({facts['never_solved']} never solved, {facts['always_solved']} always). "
+        f"Rows: {rows}"
     )

@@ -12,7 +12,7 @@ from PIL import Image
 
 from adora_vl.commands import amount
 from adora_vl.errors import UserError
-from adora_vl.files import replace_file, written_to
+from adora_vl.files import check_folder, replace_file, written_to
 from data_prep.images import png_bytes
 from data_prep.inspection import Survey
 from data_prep.plots import plots
@@ -45,10 +45,19 @@ li.right { font-weight: 700; } pre { overflow-x: auto; background: var(--soft); 
 def write_page(found: Survey, path: Path) -> None:
     """Write the page. Raises `UserError` where `path` is a file that is not such a page, or cannot be written."""
     content = page(found)
+    check_page(path)
+    with written_to("html", path):
+        replace_file(path, content)
+
+
+def check_page(path: Path) -> None:
+    """Raise `UserError` where `path` is a file that is not such a page, or no page can be put."""
+    check_folder("html", path.parent)
+    if not path.parent.exists():
+        raise UserError(f"html: there is no folder {str(path.parent)!r}; make it, or choose another place")
     with written_to("html", path):
         if path.exists() and _GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
             raise UserError(f"html: {str(path)!r} is not a page of ours; choose another name with --html")
-        replace_file(path, content)
 
 
 def page(found: Survey) -> str:

@@ -73,13 +73,15 @@ def survey(folder: Path, *, gallery: int = 0, model: str | None = None, family: 
     `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub id whose tokenizer
     measures the problems; None measures characters. `family`: the model_type that counts image tokens.
 
-    Raises `UserError` where there is no dataset or no tokenizer.
+    Raises `UserError` where there is no dataset, no row or no tokenizer.
     """
     files = split_files(folder)
     if not files:
         raise UserError(f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m data_prep`")
     measure = len if model is None else _tokenizer(model)
     sizes = {split: row_count(folder, split) for split in files}
+    if not any(sizes.values()):
+        raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
     share = min(1.0, gallery / max(1, sum(sizes.values())))
     splits = {}
     for split, size in sizes.items():

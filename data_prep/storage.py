@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from itertools import islice
@@ -12,10 +13,11 @@ from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
-from datasets import Dataset, Features, Value, load_dataset
+from datasets import Dataset, Features, Value, config, disable_progress_bars, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from PIL import Image
 
-from adora_vl.errors import UserError
+from adora_vl.errors import UserError, in_one_line
 from data_prep.images import png_bytes
 from data_prep.schema import FEATURES, REQUIRED_COLUMNS, Row
 
@@ -143,14 +145,29 @@ def features_of(folder: Path, split: str) -> Features:
 def load_split(folder: str | Path, split: str) -> Dataset:
     """One split of a prepared folder, images decoded on access.
 
-    Raises `UserError` where the folder, the split or a required column is missing.
+    Raises `UserError` where the folder, the split, its rows or a required column are missing, or the disk is full.
     """
     folder = Path(folder)
     files = _files_of(folder, split)
+    rows = 0
     for path in files:
         with _parquet(path) as file:
             _require_columns(file.schema_arrow, folder, split)
-    return load_dataset("parquet", data_files={split: [str(path) for path in files]}, split=split)
+            rows += file.metadata.num_rows
+    if not rows:
+        raise UserError(
+            f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or name another"
+        )
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # a log is no place for one, and an error is one line
+    try:
+        return load_dataset("parquet", data_files={split: [str(path) for path in files]}, split=split)
+    except (OSError, DatasetGenerationError) as error:
+        reason = in_one_line(error.__cause__ or error)
+        raise UserError(
+            f"dataset: {str(folder)!r} cannot be put into the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r} "
+            f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"
+        ) from error
 
 
 def _parquet(path: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -32,7 +33,7 @@ class ChatProcessor:
         # Here and not above: scoring, which loads no model, should not wait for them.
         from transformers import AutoProcessor, AutoTokenizer
 
-        from adora_vl.hub import only_here
+        from adora_vl.hub import no_hub, only_here
         from adora_vl.models.load import pixel_limits, read_config
         from adora_vl.rollout.tokens import never_sampled_ids
 
@@ -46,7 +47,8 @@ class ChatProcessor:
         except UserError:
             raise
         except (OSError, ValueError, AttributeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            missing = "" if Path(model).is_dir() else no_hub()
+            reason = missing or (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
         if not self.text_only and pixel_limits(self._image_processor) is None:
             raise UserError(

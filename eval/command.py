@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -11,15 +10,16 @@ from pathlib import Path
 
 from adora_vl.commands import amount, exit_code_of
 from adora_vl.errors import UserError
-from adora_vl.files import check_folder, make_folder, written_to
+from adora_vl.files import check_folder, check_json, make_folder, written_to
+from adora_vl.hub import notes_on
 from adora_vl.prompts import asks_for_answer_tags
 from eval.endpoint_engine import endpoint_of
-from eval.engines import AnswerEngineSettings, build_engine, check_model
+from eval.engines import AnswerEngineSettings, build_engine, check_loadable, check_model
 from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
 from eval.options import parse
 from eval.predictions import PREDICTIONS, SCORE, Prediction, read_predictions
 from eval.ranks import Ranks, ranks
-from eval.runner import Problem, infer
+from eval.runner import Problem, infer, remove_empty
 from eval.scoring import Score
 from eval.table import table
 
@@ -112,23 +112,30 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
         raise UserError(f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it")
     settings = settings_of(options)
+    check_loadable(settings)
     everything, data_hash = benchmark.load(options)
     problems = everything[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
     hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)  # nobody shows its weights
+    if hashed is not None and processes.rank == 0:
+        print(*(f"{line}\n" for line in notes_on(settings.model)), sep="", end="", file=sys.stderr)
     fingerprint |= {"model_hash": hashed, "data_hash": data_hash}
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
-    summary = infer(
-        problems,
-        options.output,
-        settings,
-        fingerprint,
-        system_prompt=options.system_prompt,
-        build=build_engine,
-        samples=options.samples,
-        in_data=len(everything),
-        ranks=processes,
-    )
+    try:
+        summary = infer(
+            problems,
+            options.output,
+            settings,
+            fingerprint,
+            system_prompt=options.system_prompt,
+            build=build_engine,
+            samples=options.samples,
+            in_data=len(everything),
+            ranks=processes,
+        )
+    except UserError:
+        remove_empty(options.output)
+        raise
     if processes.rank:
         return
     failed = f", {amount(summary.image_failed, 'image')} failed" if summary.image_failed else ""
@@ -144,26 +151,13 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
 def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:
     """Score a file of predictions, write the score file, and print its table."""
     output = score_path(options.output)
-    _refuse_foreign(output)  # before a judge is asked
+    check_json("output", output, "a score file", lambda score: {"benchmark", "items"} <= score.keys())
     make_folder("output", output.parent)
     score = score_file(benchmark, predictions, options)
     with written_to("output", output):
         write_json(output, score)
     print(table(score))
     print(f"-> {output}", file=sys.stderr)
-
-
-def _refuse_foreign(output: Path) -> None:
-    """Raise `UserError` if `output` is a file that is not a score, because it would be lost."""
-    if not output.exists():
-        return
-    try:
-        content = output.read_bytes()
-        is_score = not content or {"benchmark", "items"} <= json.loads(content).keys()
-    except (OSError, ValueError, AttributeError):
-        is_score = False
-    if not is_score:
-        raise UserError(f"output: {str(output)!r} is there and not a score file; choose another name")
 
 
 def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> Score:

@@ -90,6 +90,15 @@ def check_model(model: str) -> str:
     return model
 
 
+def check_loadable(settings: AnswerEngineSettings) -> None:
+    """Raise `UserError` for a model folder that cannot be loaded, before anything is written or asked."""
+    from adora_vl.models.load import check_weights
+
+    if settings.endpoint is None and Path(settings.model).is_dir():
+        check_weights("model", settings.model)
+        ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+
+
 def build_engine(settings: AnswerEngineSettings) -> AnswerEngine:
     """Load the model into the engine that `settings` name. Raises `UserError` if the model cannot be loaded."""
     if settings.engine == "openai":

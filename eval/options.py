@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import yaml
-
 from adora_vl.commands import MAX_SEED, Parser, is_null, number, optional, path, text, whole
 from adora_vl.errors import UserError, nearest
+from adora_vl.yaml_file import read_mapping
 from data_prep.pixels import MAX_PIXELS, UNIT
 from eval.engines import ENGINES, default_engine
 from eval.prompting import OF_THE_RUN, settle_prompts
@@ -135,12 +134,7 @@ def _split(word: str) -> str:
 
 def _file_options(file: Path, options: argparse.Namespace, unused: set[str]) -> list[str]:
     """The keys of the YAML file as command-line words, so that both are checked by the same code."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"config: {str(file)!r} cannot be read ({' '.join(str(error).split())})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"config: {str(file)!r} is not a mapping of options")
+    content = read_mapping("config", file)
     known = set(vars(options)) - {"verb", "config"}
     words = []
     for key, value in content.items():

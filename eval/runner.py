@@ -6,6 +6,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +14,12 @@ from typing import NamedTuple
 from PIL import Image
 from tqdm import tqdm
 
+from adora_vl.commands import amount
 from adora_vl.errors import UserError
 from adora_vl.files import make_folder, written_to
 from adora_vl.prompts import conversation_with_images
 from eval.engines import AnswerEngine, AnswerEngineSettings, AnswerRequest
-from eval.fingerprint import Fields, note, settle
+from eval.fingerprint import FILE_NAME, Fields, note, settle
 from eval.predictions import (
     IMAGE_FAILED,
     PREDICTIONS,
@@ -120,7 +122,7 @@ def infer(
                 f"limit: {str(output)!r} already has {len(log.done)} predictions and this run asks for "
                 f"{len(asks)}; raise --limit or use another --output"
             )
-        what = f"{len(problems)} problems" + (f" x {samples} answers" if samples > 1 else "")
+        what = amount(len(problems), "problem") + (f" x {samples} answers" if samples > 1 else "")
         print(f"{what}: {resumed} there already, {pending} to do", file=sys.stderr)
         before = set(log.done)
         ranks.meet("start")
@@ -135,6 +137,17 @@ def infer(
     rows = read_rows(output / PREDICTIONS)
     failed = sum(row["finish_reason"] == IMAGE_FAILED for row in rows if key(row) not in before)
     return Summary(len(asks), resumed, pending, failed, seconds, missing=len(asks) - len(rows))
+
+
+def remove_empty(output: Path) -> None:
+    """Take away the folder of a run that came to no answer: an engine that could not be built has left it."""
+    predictions = output / PREDICTIONS
+    if predictions.is_file() and not predictions.stat().st_size:
+        with suppress(OSError):  # a folder with anything else in it stays
+            if {path.name for path in output.iterdir()} <= {PREDICTIONS, FILE_NAME}:
+                for path in list(output.iterdir()):
+                    path.unlink()
+                output.rmdir()
 
 
 @dataclass(frozen=True)

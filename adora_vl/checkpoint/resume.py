@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -9,8 +10,8 @@ from shlex import quote
 from filelock import FileLock, Timeout
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
-from adora_vl.checkpoint.set_aside import ASIDE, holds_a_run
-from adora_vl.checkpoint.store import clear_staging, facts_of, newest_valid, problem_of
+from adora_vl.checkpoint.set_aside import ASIDE, foreign, holds_a_run, of_a_run
+from adora_vl.checkpoint.store import STAGING, clear_staging, facts_of, newest_valid, problem_of
 from adora_vl.checkpoint.universal import shards_of
 from adora_vl.errors import UserError
 
@@ -37,6 +38,16 @@ def hold(output_dir: Path) -> FileLock:
     return lock
 
 
+def refuse_foreign(output_dir: Path) -> None:
+    """Raise `UserError` for a folder that holds no run but what a run would write over."""
+    stranger = foreign(output_dir)
+    if stranger is not None:
+        raise UserError(
+            f"output_dir: {str(output_dir)!r} holds {stranger.name!r}, which no run wrote and this one would write "
+            "over; choose another folder, or move it away"
+        )
+
+
 @dataclass(frozen=True)
 class Start:
     """Where the run begins (a checkpoint, or None for the first step), and what to tell the user about it."""
@@ -46,16 +57,25 @@ class Start:
     replaces: bool = False  # whether an old run in `output_dir` is put aside when this one begins
 
 
-def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerprint) -> Start:
-    """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None is that too).
+def choose_start(
+    output_dir: Path, wanted: object, overwrite: bool, now: Fingerprint, inputs: Sequence[tuple[str, str]] = ()
+) -> Start:
+    """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None is that too). `inputs`: keys
+    and the folders that they name, which the run reads.
 
     `auto` resumes if `output_dir` holds a run with the same fingerprint, and starts at the first step if it holds none.
     Raises `UserError` for another run, and for a checkpoint that is not whole. One process calls this.
     """
-    clear_staging(output_dir)
     word = str(wanted).lower()
     named = None if wanted is None or word in ("auto", "true", "false") else Path(str(wanted))
+    for own in (output_dir / ASIDE, output_dir / STAGING):
+        if named is not None and own.resolve() in named.resolve().parents:
+            raise UserError(
+                f"resume_from_checkpoint: {str(named)!r} is in {str(own)!r}, which a run clears; move it out of there"
+            )
+    clear_staging(output_dir)
     if overwrite:
+        _refuse_to_replace(inputs, output_dir)
         return _start_over(output_dir, named, word, now)
     if named is not None:
         return _start_at(named, now)
@@ -85,9 +105,22 @@ def choose_start(output_dir: Path, wanted: object, overwrite: bool, now: Fingerp
     return Start(str(found.checkpoint), [*skipped, f"going on from {found.checkpoint}"])
 
 
+def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> None:
+    """Raise `UserError` for a folder that the run reads and `overwrite_output_dir` would delete."""
+    doomed = {output_dir.resolve(), *(path.resolve() for path in of_a_run(output_dir))}
+    for key, name in inputs:
+        place = Path(name).resolve()
+        inside = [path for path in (place, *place.parents) if output_dir.resolve() in path.parents]
+        if doomed & {place, *inside}:
+            raise UserError(
+                f"{key}: {name!r} is in {str(output_dir)!r}, whose run overwrite_output_dir: true replaces; copy it to "
+                "another place, or choose another output_dir"
+            )
+
+
 def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> Start:
     """The start with `overwrite_output_dir`. A checkpoint that the user named is used or refused, but never deleted."""
-    if word == "true" or (named is not None and named.resolve().parent == output_dir.resolve()):
+    if word == "true" or (named is not None and output_dir.resolve() in named.resolve().parents):
         raise UserError(
             f"resume_from_checkpoint: {word if named is None else str(named)!r} is of the run that "
             "overwrite_output_dir: true replaces; leave out one of the two, or choose another output_dir"

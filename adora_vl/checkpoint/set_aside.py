@@ -5,6 +5,7 @@ output_dir/.replaced/    the old run's checkpoints, record and model, until then
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,29 @@ def holds_a_run(output_dir: Path) -> bool:
     return bool(checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
 
 
+def of_a_run(output_dir: Path) -> list[Path]:
+    """What is in the folder under the names of what a run writes."""
+    return sorted({path for pattern in _OF_A_RUN for path in output_dir.glob(pattern)})
+
+
+def foreign(output_dir: Path) -> Path | None:
+    """A file or folder that a run would write over, in a folder that holds no run: a model, data, a project.
+
+    An empty folder is none: TRL makes one for its tables before anything of the run is written.
+    """
+    found = [path for path in of_a_run(output_dir) if not path.is_dir() or any(path.iterdir())]
+    return found[0] if found and not holds_a_run(output_dir) and not _begun(output_dir) else None
+
+
+def _begun(output_dir: Path) -> bool:
+    """Whether a training command has begun here, even if it came to no checkpoint."""
+    try:
+        manifest = json.loads((output_dir / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("made_by") == "adora_vl.train"
+
+
 def set_aside(output_dir: Path) -> str | None:
     """Move the old run out of the way by renaming. Returns where it is now, or None if there was no run.
 
@@ -38,8 +62,7 @@ def set_aside(output_dir: Path) -> str | None:
         shutil.rmtree(aside, ignore_errors=True)  # an earlier run, which a crash has left here
     keep_older = aside.is_dir()
     target = output_dir / STAGING / "dropped" if keep_older else aside
-    found = sorted({path for pattern in _OF_A_RUN for path in output_dir.glob(pattern)})
-    for path in found:
+    for path in of_a_run(output_dir):
         target.mkdir(parents=True, exist_ok=True)
         path.rename(target / path.name)
         if path.name == _MADE_BY_TRL:

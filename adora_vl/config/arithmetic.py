@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from adora_vl.commands import amount
 from adora_vl.errors import UserError
 
 
@@ -26,9 +27,10 @@ class BatchPlan:
 
     def describe(self) -> str:
         return (
-            f"{self.prompts_per_generation} prompts per generation ({self.generation_batch} rollouts), "
+            f"{amount(self.prompts_per_generation, 'prompt')} per generation ({self.generation_batch} rollouts), "
             f"{self.optimizer_batch} sequences an optimizer step in micro-batches of {self.global_batch} over all "
-            f"ranks, {self.updates_per_generation:g} optimizer steps a generation"
+            f"ranks, {self.updates_per_generation:g} optimizer step{'' if self.updates_per_generation == 1 else 's'} a "
+            "generation"
         )
 
 
@@ -94,6 +96,6 @@ def check_rows(plan: BatchPlan, rows: int) -> None:
     """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps in silence."""
     if rows < plan.prompts_per_generation:
         raise UserError(
-            f"dataset: {rows} rows do not fill one generation of {plan.prompts_per_generation} prompts; lower "
-            "per_device_train_batch_size or steps_per_generation, or raise num_generations"
+            f"dataset: {amount(rows, 'row')} cannot fill one generation of {plan.prompts_per_generation} prompts; "
+            "lower per_device_train_batch_size or steps_per_generation, or raise num_generations"
         )

@@ -7,13 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from trl import ModelConfig
 from trl.scripts.utils import TrlParser
 
 from adora_vl.config.schema import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.values import convert, declared
 from adora_vl.errors import UserError, nearest
+from adora_vl.yaml_file import read_mapping
 
 DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
 Parsed = tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]
@@ -67,21 +67,20 @@ def _check_keys(keys: Iterable[str], where: str) -> None:
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a config file, its keys checked. Raises `UserError` naming the file."""
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except FileNotFoundError as error:
-        raise UserError(f"--config: no file {str(path)!r}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--config: {str(path)!r} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
-    except OSError as error:
-        raise UserError(f"--config: {str(path)!r} cannot be read ({error.strerror}); name a YAML file") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected `key: value` lines, found {type(content).__name__}")
-    _check_keys((str(key) for key in content if key != "env"), str(path))
+    content = read_mapping("--config", Path(path))
+    _check_keys((key for key in content if key != "env"), str(path))
+    _check_environment(content.get("env", {}), str(path))
     return content
+
+
+def _check_environment(variables: object, where: str) -> None:
+    """TRL puts them into the environment as they are."""
+    if not isinstance(variables, dict):
+        raise UserError(f"{where}: env: {variables!r:.60} is not a mapping of environment variables, such as {{A: 1}}")
+    for name, value in variables.items():
+        text = f"{name}{value}"
+        if not isinstance(name, str) or not name or "=" in name or "\0" in text or isinstance(value, dict | list):
+            raise UserError(f"{where}: env: {name!r:.60}: {value!r:.60} is not a name and a text; write such as A: 1")
 
 
 def _command_line_keys(arguments: Sequence[str]) -> list[str]:
@@ -111,6 +110,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
         raise UserError("--config: expected the path of a YAML file after it")
     # `--config=X` is what argparse users expect to work too
     arguments = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
+    if arguments.count("--config") > 1:
+        raise UserError("--config: given twice; name one file, and other keys on the command line")
     if "--config" in arguments:
         read_yaml(arguments[arguments.index("--config") + 1])
     _check_keys((key for key in _command_line_keys(arguments) if key not in ("config", "help")), "command line")

@@ -9,6 +9,7 @@ from adora_vl.advantage.adora import CRITERIA
 from adora_vl.config.advantage import check_method
 from adora_vl.config.arithmetic import BatchPlan, check_rows, plan_batches
 from adora_vl.config.noise import check_noise
+from adora_vl.config.optimizer import check_optimizer, check_schedule
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.speed import check_speed
 from adora_vl.errors import UserError
@@ -24,10 +25,22 @@ def _check_adora(config: AdoraGRPOConfig) -> None:
         raise UserError(f"adora_factor: {factor} with adora_mode: {mode} must be {right}")
 
 
-def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig) -> None:
+def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig, num_processes: int) -> None:
     """Keys that TRL knows and this command would take and then ignore or fail on late."""
     if model.load_in_4bit or model.load_in_8bit:
         raise UserError("load_in_4bit/load_in_8bit: quantised training is not supported; use LoRA on bfloat16 weights")
+    if config.fsdp and num_processes == 1:
+        raise UserError(f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate launch")
+    if config.use_transformers_continuous_batching or config.use_transformers_paged:
+        raise UserError("use_transformers_continuous_batching: true is not supported; set use_vllm: true instead")
+    if config.remove_unused_columns:
+        raise UserError("remove_unused_columns: true takes the columns away that the rewards read; leave it out")
+    if config.sync_ref_model and not config.beta:
+        raise UserError("sync_ref_model: true with beta: 0 has no reference model; set beta above 0, or leave it out")
+    saves = str(getattr(config.save_strategy, "value", config.save_strategy))
+    if saves == "best" or config.load_best_model_at_end:
+        key = "load_best_model_at_end: true" if config.load_best_model_at_end else "save_strategy: best"
+        raise UserError(f"{key} needs Transformers' own evaluation, which is not used here; use save_strategy: steps")
     strategy = str(getattr(config.eval_strategy, "value", config.eval_strategy))
     if strategy == "no":
         return
@@ -90,10 +103,13 @@ def check_run(
 
     `for_this_machine`: false leaves out what only vLLM on this machine's CPU cannot do.
     """
-    _check_unsupported(config, model)
+    _check_unsupported(config, model, num_processes)
     _check_adora(config)
     check_method(config)
     check_noise(config)
+    check_schedule(config)
+    if for_this_machine:
+        check_optimizer(config)
     _check_rollouts(config, model_config, for_this_machine=for_this_machine)
     plan = batch_plan(config, num_processes)
     check_rows(plan, rows)

@@ -6,6 +6,7 @@ A message reads `key: VALUE is not WHAT IT SHOULD BE`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
@@ -24,13 +25,14 @@ _NEEDED = frozenset({
 })  # fmt: skip
 _OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})  # a mapping, or the path of one
 _OWN_MESSAGES = frozenset({"adora_method_options"})  # `config/advantage.py` says what is wrong with them
+_NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})  # where null means to resume if there is a checkpoint
 _NULL_IS = {"report_to": "none"}  # Transformers fails on null for this key
 _SHOWN = 80
 
 
 def convert(key: str, value: Any, hint: Any, choices: Any = None) -> Any:
     """Convert a value from the command line or a YAML file to the type `hint` of `key`. Raises `UserError`."""
-    if is_null(value):
+    if is_null(value) or _is_nothing(key, value, hint, choices):
         _check_null(key, hint, choices)
         return _NULL_IS.get(key)
     if key in _OWN_MESSAGES:
@@ -68,6 +70,13 @@ def declared(dataclass: type) -> dict[str, tuple[Any, Any]]:
     """Annotation and choices of every key of a dataclass."""
     hints = get_type_hints(dataclass)
     return {key.name: (hints[key.name], key.metadata.get("choices")) for key in fields(dataclass) if key.init}
+
+
+def _is_nothing(key: str, value: Any, hint: Any, choices: Any) -> bool:
+    """Whether it is the word none, which many write for null, for a key that can be null and has no such name."""
+    if not isinstance(value, str) or value.strip().lower() != "none" or key in _NONE_IS_A_WORD:
+        return False
+    return type(None) in get_args(hint) and "none" not in names_of(key, hint, choices)
 
 
 def _check_null(key: str, hint: Any, choices: Any) -> None:
@@ -116,11 +125,14 @@ def _bool(key: str, value: Any, or_text: bool) -> Any:
 
 def _mapping(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
+        check_finite(key, value)
         return value
     text = value.strip() if isinstance(value, str) else ""
     if text and not text.startswith("{") and key in _OR_FILE:
         if not Path(text).is_file():
             _refuse(key, value, "a file, nor a mapping such as '{\"a\": 1}'")
+        if not _holds_a_mapping(Path(text)):
+            _refuse(key, value, "a JSON file with a mapping in it")
         return value
     try:
         content = json.loads(text)
@@ -128,7 +140,24 @@ def _mapping(key: str, value: Any) -> Any:
         content = None
     if not isinstance(content, dict):
         _refuse(key, value, "a mapping, such as '{\"a\": 1}' on the command line")
+    check_finite(key, content)
     return value
+
+
+def _holds_a_mapping(file: Path) -> bool:
+    try:
+        return isinstance(json.loads(file.read_bytes()), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def check_finite(key: str, value: Any) -> None:
+    """Raises `UserError` for a number inside of a mapping that is NaN or infinite, which JSON and YAML can spell."""
+    if isinstance(value, Mapping | list):
+        for name, inside in value.items() if isinstance(value, Mapping) else enumerate(value):
+            check_finite(f"{key}: {name}", inside)
+    elif isinstance(value, float) and not math.isfinite(value):
+        _refuse(key, value, "a number that is finite")
 
 
 def _text(key: str, value: Any) -> str:

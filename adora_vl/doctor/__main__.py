@@ -5,7 +5,6 @@ Arguments are those of the training command. Exit codes: 0 nothing failed, 1 som
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -14,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.commands import EXIT_INTERRUPTED
-from adora_vl.doctor.result import Check, as_json, failed, is_healthy, table
+from adora_vl.commands import EXIT_INTERRUPTED, Parser, path
+from adora_vl.doctor.result import Check, as_json, failed, is_healthy, is_table, table
 from adora_vl.errors import UserError
-from adora_vl.files import check_folder, replace_file, unwritable
+from adora_vl.files import check_json, replace_file, unwritable
 from adora_vl.rollout.environment import find_cpu_build, prepare_engine_environment
 
 if TYPE_CHECKING:
@@ -29,13 +28,13 @@ ROWS = 8  # real prompts, of each rank
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", type=Path, default=None)
-    options, rest = parser.parse_known_args(words)
+    parser = Parser(prog="python -m adora_vl.doctor", add_help=False)
+    parser.add_argument("--json", type=path, default=None)
     speaks = os.environ.get("RANK", "0") == "0"
     try:
+        options, rest = parser.parse_known_args(words)
         if options.json is not None:
-            check_folder("--json", options.json.parent)  # before the minutes that the checks take
+            check_json("--json", options.json, "a table of the doctor", is_table)  # before minutes of checks
         checks = diagnose(rest)
     except UserError as error:
         if speaks:

@@ -64,6 +64,11 @@ def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
     return [asdict(check) for check in checks]
 
 
+def is_table(content: Any) -> bool:
+    """Whether the content of a JSON file is from `as_json`."""
+    return isinstance(content, list) and all(one.keys() == Check.__dataclass_fields__.keys() for one in content)
+
+
 def is_healthy(checks: Sequence[Check]) -> bool:
     """Whether nothing failed."""
     return all(check.status is not Status.FAILED for check in checks)

@@ -13,11 +13,12 @@ import yaml
 
 from adora_vl.config.command_line import given_keys
 from adora_vl.dry_run.lengths import quantile
-from adora_vl.dry_run.options import take_options
+from adora_vl.dry_run.options import DryRunOptions, take_options
 from adora_vl.dry_run.planning import Plan, make_plan
 from adora_vl.dry_run.schedule import learning_rates, schedule_name
 from adora_vl.dry_run.words import changed_keys, default_of, report, steps_of
-from adora_vl.files import replace_file, written_to
+from adora_vl.errors import UserError
+from adora_vl.files import check_folder, check_json, replace_file, written_to
 from adora_vl.memory.predict import fits, largest_batch, largest_image_tokens, predict
 from adora_vl.rollout.environment import prepare_engine_environment
 
@@ -25,6 +26,7 @@ from adora_vl.rollout.environment import prepare_engine_environment
 def dry_run(arguments: Sequence[str]) -> int:
     """Print what the command would do. Returns 0 if it fits, 1 if not; raises `UserError` as a run would."""
     options, rest = take_options(arguments)
+    _check_outputs(options)
     prepare_engine_environment()
     plan = make_plan(rest, options)
     if os.environ.get("RANK", "0") != "0":  # one of several processes speaks
@@ -36,6 +38,16 @@ def dry_run(arguments: Sequence[str]) -> int:
     if options.json is not None:
         _write("--json", options.json, json.dumps(figures(plan, given), indent=2, default=str) + "\n")
     return 0 if fits(plan.setup, plan.card) else 1
+
+
+def _check_outputs(options: DryRunOptions) -> None:
+    if options.json is not None:
+        check_json("--json", options.json, "the figures of a dry run", lambda figures: "peak_bytes" in figures)
+    config = options.write_config
+    if config is not None:
+        check_folder("--write-config", config.parent)
+        if config.is_file() or config.is_dir():
+            raise UserError(f"--write-config: {str(config)!r} is there already; choose another name")
 
 
 def _write(option: str, path: Path, text: str) -> None:

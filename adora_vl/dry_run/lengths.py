@@ -13,6 +13,7 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
+from adora_vl.commands import amount
 from adora_vl.families import family_of
 from adora_vl.prompt_template import Template
 from adora_vl.prompts import conversation_with_images
@@ -106,7 +107,7 @@ def joined(sets: Sequence[Lengths], names: Sequence[str], shares: Sequence[float
         return sets[0]
     sizes = [one.rows or 0 for one in sets]
     rows = sum(sizes) if shares is None else len(mixed_rows(sizes, shares, seed))
-    parts = [f"{name} {size} rows" for name, size in zip(names, sizes, strict=True)]
+    parts = [f"{name} {amount(size, 'row')}" for name, size in zip(names, sizes, strict=True)]
     if shares is not None:
         parts = [f"{part} at {share:.0%}" for part, share in zip(parts, shares, strict=True)]
     notes = [note for one in sets for note in one.notes]

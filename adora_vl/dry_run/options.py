@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from adora_vl.commands import path
 from adora_vl.errors import UserError
 
 _FLAGS = ("--dry-run", "--dry_run")
@@ -42,11 +43,11 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
     parser.add_argument(*_FLAGS, action="store_true")
     for name, kind in (
         ("card_gib", float),
-        ("accelerate_config", Path),
+        ("accelerate_config", path),
         ("processes", int),
         ("rows", int),
-        ("write_config", Path),
-        ("json", Path),
+        ("write_config", path),
+        ("json", path),
     ):
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         parser.add_argument(*spellings, dest=name, type=kind, default=None)

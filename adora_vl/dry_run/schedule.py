@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
+from adora_vl.config.optimizer import is_curve, schedule_of
 
 _ANY_LENGTH = 1000  # where the number of updates is not known; without a warmup in steps the curve is the same
 
@@ -14,15 +12,8 @@ _ANY_LENGTH = 1000  # where the number of updates is not known; without a warmup
 def learning_rates(config: Any, updates: int | None) -> dict[str, float] | None:
     """The rate at the first, the middle and the last update; None for a schedule that depends on the training."""
     total = updates or _ANY_LENGTH
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    schedule = get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=config.get_warmup_steps(total),
-        num_training_steps=total,
-        scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
-    )
-    if not isinstance(schedule, LambdaLR):
+    schedule = schedule_of(config, total)
+    if not is_curve(schedule):
         return None
     places = {"first": 0, "middle": total // 2, "last": total - 1}
     return {name: config.learning_rate * schedule.lr_lambdas[0](step) for name, step in places.items()}

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from typing import Any
 
+from adora_vl.commands import amount
 from adora_vl.config.arithmetic import unit_size
 from adora_vl.dry_run.lengths import Lengths, quantile
 from adora_vl.dry_run.planning import Plan
@@ -61,10 +62,10 @@ def steps_of(plan: Plan) -> tuple[int | None, int | None]:
 def batch_lines(plan: Plan) -> list[str]:
     """Prompts, groups, micro-batches, optimizer steps and epochs."""
     batches, config, processes = plan.batches, plan.config, plan.setup.sharding.processes
-    local = config.per_device_train_batch_size
+    local, prompts = config.per_device_train_batch_size, batches.prompts_per_generation
     lines = [
-        f"{batches.prompts_per_generation} prompts are sampled together, {config.num_generations} rollouts of each: "
-        f"{batches.generation_batch} rollouts per generation.",
+        f"{amount(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} sampled together, {config.num_generations} "
+        f"rollouts of each: {batches.generation_batch} rollouts per generation.",
         f"They are learned from in micro-batches of {local} sequences on each of {processes} "
         f"process{'' if processes == 1 else 'es'} ({batches.global_batch} over all).",
         f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are {batches.optimizer_batch} "
@@ -79,11 +80,12 @@ def batch_lines(plan: Plan) -> list[str]:
     else:
         left = (rows or 0) % batches.prompts_per_generation
         dropped = f"; {left} rows wait for another epoch's order" if left else ""
-        lines.append(f"{rows} rows make {epoch} optimizer steps an epoch{dropped}.")
-        lines.append(f"The run takes {total} optimizer steps, {(total or 0) / epoch:.3g} epochs.")
+        make = "makes" if rows == 1 else "make"
+        lines.append(f"{amount(rows or 0, 'row')} {make} {amount(epoch, 'optimizer step')} an epoch{dropped}.")
+        lines.append(f"The run takes {amount(total or 0, 'optimizer step')}, {(total or 0) / epoch:.3g} epochs.")
     lines.append(learning_rate_line(config, total))
     if config.save_strategy == "steps":
-        lines.append(f"A checkpoint is saved every {int(config.save_steps)} optimizer steps.")
+        lines.append(f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}.")
     return _section("Batches", lines)
 
 
@@ -108,7 +110,7 @@ def length_lines(plan: Plan) -> list[str]:
     lengths, config = plan.lengths, plan.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
     lines += [_spread("prompt", lengths.prompt), _spread("image", lengths.image), *limit_lines(lengths, config)]
-    return _section(f"Prompts ({len(lengths.prompt)} rows)" if lengths.rows else "Prompts (assumed)", lines)
+    return _section(f"Prompts ({amount(len(lengths.prompt), 'row')})" if lengths.rows else "Prompts (assumed)", lines)
 
 
 def limit_lines(lengths: Lengths, config: Any) -> list[str]:

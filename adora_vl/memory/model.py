@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from transformers.integrations import deepspeed
 
 from adora_vl import compat
-from adora_vl.errors import UserError
+from adora_vl.errors import UserError, nearest
 from adora_vl.families import Family, family_of
 from adora_vl.models.components import COMPONENTS, LANGUAGE_MODEL, component_of, freeze
 from adora_vl.models.load import load_config
@@ -93,6 +93,7 @@ def describe(
     if peft_config is not None:
         from peft import get_peft_model
 
+        _check_names(model, peft_config)
         with torch.device("meta"):
             model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
     freeze(model, frozen)
@@ -122,6 +123,18 @@ def _on_meta(config: PretrainedConfig) -> Any:
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         return auto.from_config(config)
+
+
+def _check_names(model: Any, peft_config: Any) -> None:
+    """Raise `UserError` for a name in LoRA's lists that no module has. PEFT passes over it where another one fits."""
+    names = [name for name, _ in model.named_modules()]
+    for key, wanted in (
+        ("lora_target_modules", peft_config.target_modules), ("lora_modules_to_save", peft_config.modules_to_save),
+    ):  # fmt: skip
+        for one in sorted(wanted) if isinstance(wanted, list | tuple | set) else ():
+            if not any(name == one or name.endswith(f".{one}") for name in names):
+                close = nearest(one, {name.rpartition(".")[2] for name in names})
+                raise UserError(f"{key}: {one!r} is no module of this model{close}")
 
 
 def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:

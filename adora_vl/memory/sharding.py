@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from adora_vl.errors import UserError
+from adora_vl.yaml_file import read_mapping
 
 
 @dataclass(frozen=True)
@@ -38,27 +37,33 @@ class Sharding:
 
 def from_file(path: str | Path, processes: int | None = None) -> Sharding:
     """The sharding of an accelerate config. Raises `UserError` for a file that is none, and for FSDP."""
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(
-            f"--accelerate-config: {str(path)!r} cannot be read ({' '.join(str(error).split())})"
-        ) from error
-    if not isinstance(content, dict) or "num_processes" not in content:
+    content = read_mapping("--accelerate-config", Path(path))
+    if "num_processes" not in content:
         raise UserError(f"--accelerate-config: {str(path)!r} is no accelerate config (no num_processes)")
-    number = processes or int(content["num_processes"])
+    number = processes or _whole("num_processes", content["num_processes"], 1, path)
     kind = str(content.get("distributed_type", "NO")).upper()
     if kind == "FSDP":
         raise UserError(f"--accelerate-config: {str(path)!r} asks for FSDP; memory is predicted for DeepSpeed and DDP")
     if kind != "DEEPSPEED":
         return Sharding(number)
     deepspeed = content.get("deepspeed_config") or {}
+    if not isinstance(deepspeed, dict):
+        raise UserError(f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a mapping")
     if "deepspeed_config_file" in deepspeed:
         raise UserError(
             f"--accelerate-config: {str(path)!r} names a DeepSpeed file; write zero_stage and the offload keys into "
             "the accelerate config"
         )
-    return _deepspeed(number, deepspeed)
+    stage = _whole("zero_stage", deepspeed.get("zero_stage", 2), 0, path)
+    return _deepspeed(number, {**deepspeed, "zero_stage": stage})
+
+
+def _whole(key: str, value: object, least: int, path: str | Path) -> int:
+    if isinstance(value, bool) or not str(value).isdecimal() or not least <= int(str(value)):
+        raise UserError(
+            f"--accelerate-config: {key}: {value!r:.60} in {str(path)!r} is not a whole number of at least {least}"
+        )
+    return int(str(value))
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:

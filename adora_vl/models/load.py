@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoProcessor, PretrainedConfig, __version__
 
-from adora_vl.errors import UserError
+from adora_vl.errors import UserError, in_one_line
 from adora_vl.families import known
-from adora_vl.hub import only_here
+from adora_vl.hub import no_hub, only_here
 
 
 def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
@@ -33,6 +34,8 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """The model's config alone. Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or
     is of a kind that Transformers does not have.
     """
+    if Path(model).is_file():
+        raise UserError(f"model_name_or_path: {model!r} is a file; name the folder of a saved model")
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise UserError(f"model_name_or_path: {model!r} is a folder without a config.json; name a saved model")
     try:
@@ -40,11 +43,30 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        missing = "" if Path(model).is_dir() else no_hub()
+        reason = missing or str(error).strip().splitlines()[0]
         raise UserError(
             f"model_name_or_path: {model!r} is neither a model folder here nor a model of the hub that can be reached "
             f"({reason})"
         ) from error
+
+
+def check_weights(key: str, name: str) -> None:
+    """Raise `UserError` for a model folder whose weights are missing or cut off. Their headers alone are read."""
+    folder = Path(name)
+    files = sorted(folder.glob("*.safetensors"))
+    if not folder.is_dir() or (not files and list(folder.glob("pytorch_model*.bin"))):
+        return
+    if not files:
+        raise UserError(f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{key}: {str(file)!r} is damaged ({in_one_line(error)}); copy or download it again"
+            ) from error
 
 
 def restore_weights(model: Any, folder: Path) -> None:

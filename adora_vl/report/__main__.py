@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from adora_vl.commands import Parser, exit_code_of, imports, number, path, whole
+from adora_vl.commands import Parser, amount, exit_code_of, imports, number, path, whole
 
 with imports():
     from adora_vl.errors import UserError
@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         views = report(options.runs, output, max_rollouts=options.max_rollouts, max_image_mb=options.max_image_mb)
         for view in views:
             rollouts = sum(len(group["rollouts"]) for group in view.groups)
-            print(f"{view.name}: {len(view.metrics)} lines of metrics, {rollouts} rollouts", *view.notes, sep="; ")
+            metrics = amount(len(view.metrics), "line")
+            print(f"{view.name}: {metrics} of metrics, {amount(rollouts, 'rollout')}", *view.notes, sep="; ")
         print(f"{output} ({output.stat().st_size / 1e6:.1f} MB)")
 
     return exit_code_of(command, "no page was written")

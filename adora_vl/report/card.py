@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.commands import amount
 from adora_vl.files import replace_file
 from adora_vl.prompts import SYSTEM_PROMPT
 from adora_vl.report.manifest import data_name, short_name
@@ -67,7 +68,7 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     load = (_ADAPTER if config.get("use_peft") else "") + _how_to_load(config)
     sections = [
         _front_matter(name),
-        f"# {short_name(name) or 'Model'}, {step} steps of {method}",
+        f"# {short_name(name) or 'Model'}, {amount(step, 'step')} of {method}",
         "Trained with adora_vl to reason about geometric diagrams by reinforcement learning (ADORA: arXiv 2602.10019). "
         "The licence is that of the base model and of the data.",
         "## Load and prompt it",

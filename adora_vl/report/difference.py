@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from adora_vl.commands import amount
 from eval.compare import ScoreFile
 from eval.statistics import bootstrap, paired_t, welch
 
@@ -52,7 +53,7 @@ def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) ->
         raise ValueError("no problem in common")
     sides = [[fmean(run.shares[pid] for run in side) for pid in common] for side in (first, second)]
     low, high = bootstrap([after - before for before, after in zip(*sides, strict=True)])
-    return Difference(fmean(sides[0]), fmean(sides[1]), low, high, f"{len(common)} problems")
+    return Difference(fmean(sides[0]), fmean(sides[1]), low, high, amount(len(common), "problem"))
 
 
 def at_budget(points: Sequence[tuple[float, float]], budget: float, window: float = WINDOW) -> float | None:

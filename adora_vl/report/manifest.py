@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from adora_vl.commands import amount
 from adora_vl.errors import RunError
 from adora_vl.files import replace_file
 from adora_vl.report.commands import SECRET, launch_command
@@ -187,7 +188,7 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
     facts: dict[str, Sequence[Any] | Any] = {
         "recipe": recipe,
         "model": short_name(str(manifest["model"]["name"])),
-        "data": f"{data_name(data)}, {data['rows']} rows ({data['fingerprint']})",
+        "data": f"{data_name(data)}, {amount(data['rows'], 'row')} ({data['fingerprint']})",
         "batches": manifest["batches"],
         "learning rate": config.get("learning_rate"),
         "seed": config.get("seed"),

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from adora_vl.checkpoint.store import checkpoints
+from adora_vl.commands import amount
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.report.commands import evaluate_any_command, evaluate_command, view_command
 from adora_vl.rollout_log.metrics_file import METRICS, kind_of
@@ -56,7 +57,7 @@ def summary_lines(
     command that started the run.
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
-    lines = ["", f"Trained {steps_taken} steps in {seconds / 60:.1f} min."]
+    lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
     rows = figure_rows(history)
     if rows:
         lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}"]

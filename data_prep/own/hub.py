@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from adora_vl.errors import UserError, in_one_line, nearest
+from adora_vl.hub import no_hub
 from data_prep.own.columns import Columns, require_columns
 from data_prep.own.pictures import Surroundings
 from data_prep.own.places import Opened, TablePart
@@ -25,6 +26,7 @@ def open_hub(
     """
     from datasets import load_dataset
 
+    missing = no_hub()  # asked first, since the library tries again for minutes
     try:
         commit = commit_of(name, revision)
         loaded = load_dataset(name, subset, revision=commit, streaming=True)
@@ -43,10 +45,10 @@ def open_hub(
     except UserError:
         raise
     except Exception as error:  # the hub's library raises its own, the network's and the file system's
-        at = f" at revision {revision!r}" if revision else ""
+        at, reason = f" at revision {revision!r}" if revision else "", missing or in_one_line(error)
         raise UserError(
-            f"input: {name!r}{at} cannot be streamed from the hub ({in_one_line(error):.300}); check the id and the "
-            "network, or give a downloaded copy"
+            f"input: {name!r}{at} cannot be streamed from the hub ({reason:.300}); check the id and the network, or "
+            "give a downloaded copy"
         ) from error
     return Opened("hub", parts, commit, totals)
 
@@ -55,6 +57,7 @@ def commit_of(name: str, revision: str | None) -> str:
     """The commit that a branch, tag or commit of a data set stands for, None for the newest. Raises as the hub does."""
     from huggingface_hub import HfApi
 
+    no_hub()  # the library tries again for minutes, unless it knows
     return str(HfApi().dataset_info(name, revision=revision).sha)
 
 

@@ -58,7 +58,7 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
         (["--per_device_train_batch_size", "6", "--num_generations", "4"], "must be divisible by num_generations (4)"),
         (
             ["--per_device_train_batch_size", "168", "--num_generations", "8"],
-            "20 rows do not fill one generation of 21",
+            "20 rows cannot fill one generation of 21",
         ),
         (
             [*BATCH, "--adora_criteria", "lenght"],

@@ -52,10 +52,10 @@ def test_what_does_not_divide_is_named(changes, message):
 )
 def test_how_many_optimizer_steps_learn_from_a_generation(changes, updates):
     assert plan(**changes).updates_per_generation == updates
-    assert f"{updates} optimizer steps a generation" in plan(**changes).describe()
+    assert f"{updates} optimizer step{'' if updates == 1 else 's'} a generation" in plan(**changes).describe()
 
 
 def test_too_few_rows_are_an_error_and_not_a_run_of_zero_steps():
     check_rows(plan(), 4)
-    with pytest.raises(UserError, match="3 rows do not fill one generation of 4 prompts"):
+    with pytest.raises(UserError, match="3 rows cannot fill one generation of 4 prompts"):
         check_rows(plan(), 3)

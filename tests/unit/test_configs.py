@@ -57,7 +57,7 @@ def test_that_check_would_notice_a_dataset_that_is_too_small(monkeypatch):
     monkeypatch.setattr("adora_vl.rollout.sync.engine_runs_on_cpu", lambda: False)
     path = CONFIGS / "train" / "adora_7b_geo3k.yaml"
     _, config, model = parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
-    with pytest.raises(UserError, match="100 rows do not fill one generation of 128"):
+    with pytest.raises(UserError, match="100 rows cannot fill one generation of 128"):
         check_run(config, model, Qwen2_5_VLConfig(), 100, num_processes=8)
 
 
@@ -148,6 +148,7 @@ def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(path
         (["--adora_mode", "boost"], "adora_mode.*boost"),
         (["--config", "nowhere.yaml"], "no file 'nowhere.yaml'"),
         (["--config"], "expected the path"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config: given twice"),
         (["stray", "--use_cpu", "true", "--bf16", "false"], "stray"),
     ],
     ids=str,
@@ -165,6 +166,14 @@ def test_a_bad_command_line_is_one_line(arguments, message):
         ("num_generation: 8\n", "unknown key 'num_generation'; did you mean 'num_generations'"),
         ("- a\n- b\n", "expected `key: value` lines, found list"),
         ("a: [1\n", "not valid YAML"),
+        ("[" * 3000, "nested too deeply"),
+        ("seed: 1\nbeta: 0\nseed: 2\n", "line 3 gives 'seed' a second time"),
+        ("seed: 2020-13-45\n", "not valid YAML"),
+        ("? [a]\n: 1\n", "not valid YAML"),
+        ("env: 5\n", "env: 5 is not a mapping of environment variables"),
+        ("env: {1: 2}\n", "env: 1: 2 is not a name and a text"),
+        ("env: {A=B: 2}\n", "env: 'A=B': 2 is not"),
+        ("env: {A: [2]}\n", "env: 'A': \\[2\\] is not"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, content, message):

@@ -188,13 +188,18 @@ def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "data.html"]
 
 
-def test_a_strangers_page_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strangers_page_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _dataset(tmp_path / "data")
     (tmp_path / "data.html").write_text("<h1>my thesis</h1>")
     assert main(["inspect", str(tmp_path / "data")]) == 2
     error = capsys.readouterr().err
     assert "data.html' is not a page of ours" in error and error.count("\n") == 1
     assert (tmp_path / "data.html").read_text() == "<h1>my thesis</h1>"
+    monkeypatch.setattr("data_prep.cli.survey", None)  # no row is read before the page's place is known
+    assert main(["inspect", str(tmp_path / "data")]) == 2
+    assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "data.html" / "below.html")]) == 2
     assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "no" / "folder.html")]) == 2
 
 

@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from adora_vl.errors import UserError
 from data_prep.cli import main
 from data_prep.images import UnreadableImageError, clean_image, png_bytes
-from data_prep.inspection import answer_form
+from data_prep.inspection import answer_form, survey
 from data_prep.output import complete_or_absent
 from data_prep.prepare import prepare_synthetic
 from data_prep.schema import Row
@@ -191,6 +191,13 @@ def test_loading_says_what_is_missing(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": ["1"], "problem": ["p"], "answer": ["1"]}), tmp_path / "data" / "test-0.parquet")
     with pytest.raises(UserError, match="lacks the column 'images'"):
         load_split(tmp_path, "test")
+    (train,) = split_files(tmp_path)["train"]
+    pq.write_table(pq.read_table(train).slice(0, 0), tmp_path / "data" / "test-0.parquet")
+    with pytest.raises(UserError, match="has no rows in the split 'test'"):
+        load_split(tmp_path, "test")
+    train.unlink()
+    with pytest.raises(UserError, match="^dataset: .* has no rows; prepare it again"):
+        survey(tmp_path)
 
 
 def test_inspect_counts_every_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

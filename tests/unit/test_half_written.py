@@ -18,6 +18,7 @@ import pytest
 from adora_vl.errors import UserError
 from adora_vl.files import replace_file
 from data_prep.cli import main as data_prep
+from data_prep.storage import load_split
 from eval.command import main as evaluate
 from eval.geometry3k.benchmark import BENCHMARK
 from eval.predictions import PredictionLog, read_predictions, sort_rows
@@ -123,6 +124,21 @@ def test_a_full_disk_takes_no_answer_that_was_there(tmp_path: Path) -> None:
             log.append([row("3")])
         log.append([row("4")])
     assert [found["pid"] for found in read_predictions(path)] == ["1", "2", "4"]
+
+
+def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training and evaluation read a prepared folder through it."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    before = contents(prepared)
+    with (
+        disk_of(200),
+        pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there") as caught,
+    ):
+        load_split(prepared / "data", "train")
+    assert len(str(caught.value).splitlines()) == 1 and contents(prepared) == before
+    assert load_split(prepared / "data", "train").num_rows == 2
 
 
 @pytest.mark.parametrize("old", [None, b"old"])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import datasets
 import pytest
 from huggingface_hub import constants, get_session
 
@@ -15,9 +19,18 @@ from adora_vl import hub
 from adora_vl.dry_run.command import dry_run
 from adora_vl.errors import UserError
 from adora_vl.models import load
+from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.prepare import prepare
+from adora_vl.train import build_trainer
+from data_prep.cli import main as data_prep
+from eval.command import main as evaluate
+from eval.engines import AnswerEngineSettings, build_engine
+from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
+from tests.tiny_run import arguments
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere", "--dataset_name", "nowhere"]
 Answer = Callable[[socket.socket], None]
+dripped: list[int] = []  # an entry for each byte
 
 
 def hangs(connection: socket.socket) -> None:
@@ -30,6 +43,7 @@ def drips(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while True:
             connection.sendall(b"H")
+            dripped.append(1)
             time.sleep(0.02)
 
 
@@ -68,33 +82,39 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[object]]]:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Makes an address the hub, which waits a second instead of five."""
+    """Makes an address the hub of a process that starts, and the waiting time a second instead of five."""
 
     def use(address: str) -> None:
-        hub.hub_answers.cache_clear()
+        hub.no_hub.cache_clear()
         monkeypatch.setattr(constants, "ENDPOINT", address)
+        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]  # the address of a file is made at import
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{{files}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_HUB_SECONDS", 1.0)
     get_session()  # the first one reads certificates, which takes a busy machine long
     yield use
-    hub.hub_answers.cache_clear()
+    hub.no_hub.cache_clear()
 
 
 @pytest.mark.parametrize("answer", [hangs, drips, closes, is_broken], ids=lambda answer: answer.__name__)
 def test_a_hub_that_does_not_work_is_asked_once(answer: Answer, endpoint: Callable[[str], None]) -> None:
+    dripped.clear()
     with serving(answer) as (address, asked):
         endpoint(address)
         for _ in range(3):
             with pytest.raises(UserError, match="^model_name_or_path: 'nobody/nothing' is neither a model folder here"):
                 load.load_config("nobody/nothing")
         assert len(asked) <= 1
+        assert len(dripped) < 500, "the time limit of an HTTP client is for each byte"  # 50 in the second that is given
 
 
 def test_a_hub_that_works_is_used(endpoint: Callable[[str], None]) -> None:
     with serving(works) as (address, _):
         endpoint(address)
-        assert hub.hub_answers() and not hub.only_here("nobody/nothing")
+        assert not hub.no_hub() and not hub.only_here("nobody/nothing") and not hub.notes_on("nobody/nothing")
 
 
 def test_a_folder_and_an_offline_machine_ask_nobody(
@@ -113,3 +133,55 @@ def test_a_dry_run_of_a_model_on_a_hub_that_hangs(endpoint: Callable[[str], None
         endpoint(address)
         assert dry_run([*CPU, "--dry-run", "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"]) in (0, 1)
         assert len(asked) <= 1
+
+
+@pytest.fixture
+def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The tiny model as the hub's library keeps a model that it has loaded before."""
+    home, commit = tmp_path / "hub" / "models--somebody--tiny", "0" * 40
+    shutil.copytree(PRETRAINED, home / "snapshots" / commit)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home.parent))
+    return "somebody/tiny"
+
+
+@pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
+def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
+    answer: Answer,
+    endpoint: Callable[[str], None],
+    cached_model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
+    with serving(answer) as (address, asked):
+        endpoint(address)
+        run = prepare(arguments(tmp_path / "run", model_name_or_path=cached_model))
+        assert f"{cached_model}: {address} does not answer; its copy on this machine is used" in capsys.readouterr().out
+        trainer = build_trainer(run)
+        assert trainer.model.config._name_or_path == cached_model and os.environ["HF_HUB_OFFLINE"] == "1"
+        build_engine(AnswerEngineSettings(cached_model, "transformers"))
+        assert len(asked) <= 1
+
+
+@pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
+def test_data_of_a_hub_that_does_not_work_is_one_line(
+    answer: Answer, endpoint: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command that reads a data set of the hub says that the hub does not answer."""
+    output = ["--output", str(tmp_path / "out")]
+    own = ["convert", "--input", "somebody/problems", "--columns", "problem=question", "answer=label", *output]
+    commands: list[Callable[[], int]] = [
+        lambda: data_prep(["geometry3k", "--source", "hub", *output]),
+        lambda: data_prep(own),
+        lambda: evaluate(MATHVISTA, ["infer", "--model", str(PRETRAINED), "--data", "somebody/mathvista", *output]),
+    ]
+    with serving(answer) as (address, asked):
+        for command in commands:
+            endpoint(address)
+            assert command() == 2
+            said = capsys.readouterr().err
+            assert said.startswith("error: ") and said.count("\n") == 1 and f"{address} does not answer" in said
+            assert len(asked) <= 1 and not (tmp_path / "out").exists()
+            asked.clear()

@@ -118,7 +118,17 @@ def test_sharding_is_read_from_what_accelerate_launch_tells():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("a: [", "cannot be read"), ("x: 1", "no num_processes"), ("num_processes: 2\ndistributed_type: FSDP", "FSDP")],
+    [
+        ("a: [", "not valid YAML"),
+        ("[" * 3000, "nested too deeply"),
+        ("5", "expected `key: value` lines, found int"),
+        ("x: 1", "no num_processes"),
+        ("num_processes: 2\ndistributed_type: FSDP", "FSDP"),
+        ("num_processes: two", "num_processes: 'two' in .* is not a whole number of at least 1"),
+        ("num_processes: 0", "num_processes: 0 in"),
+        ("num_processes: 2\ndistributed_type: DEEPSPEED\ndeepspeed_config: 5", "deepspeed_config: 5 in"),
+        ("num_processes: 2\ndistributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: x}", "zero_stage: 'x' in"),
+    ],
 )
 def test_an_accelerate_file_that_cannot_be_used(tmp_path, content, message):
     (tmp_path / "a.yaml").write_text(content)

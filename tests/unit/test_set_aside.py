@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.checkpoint.resume import choose_start, hold
+from adora_vl.checkpoint.resume import choose_start, hold, refuse_foreign
 from adora_vl.checkpoint.set_aside import ASIDE, delete_aside, set_aside
-from adora_vl.checkpoint.store import checkpoints, newest_valid
+from adora_vl.checkpoint.store import STAGING, checkpoints, newest_valid
 from adora_vl.errors import UserError
 from adora_vl.train import main
 from tests.tiny_run import STEPS, arguments, train
@@ -54,6 +54,53 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     assert start.checkpoint == str(other) and start.replaces
     set_aside(run)
     assert other.is_dir() and {name.removeprefix(f"{ASIDE}/") for name in files(run)} == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path, overwrite):
+    """It would go at the first checkpoint of the run that goes on from it, or before it was read."""
+    run = a_run(tmp_path / "run", 4, 8)
+    set_aside(run)
+    make(run, 2)  # of the run after it
+    (run / STAGING).mkdir(exist_ok=True)
+    (run / "checkpoint-2").rename(run / STAGING / "checkpoint-2")  # whole, and killed before it got its place
+    before = files(run)
+    for place in (ASIDE + "/checkpoint-4", f"{ASIDE}/../{ASIDE}/checkpoint-8", STAGING + "/checkpoint-2"):
+        with pytest.raises(UserError, match="^resume_from_checkpoint: .*, which a run clears; move it out of there"):
+            choose_start(run, str(run / place), overwrite, RUN)
+    assert files(run) == before
+    moved = (run / ASIDE / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    assert choose_start(run, str(moved), overwrite, RUN).checkpoint == str(moved)
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors", "manifest.json", "rollouts/mine"])
+def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(tmp_path, name):
+    """A model, a prepared data set, or a project, which `--output_dir` names by mistake."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"made_by": "somebody else"}')
+    with pytest.raises(UserError, match="^output_dir: .* holds '.*', which no run wrote and this one would write over"):
+        refuse_foreign(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"made_by": "adora_vl.train"}')  # a run that came to no checkpoint
+    refuse_foreign(tmp_path)
+    refuse_foreign(a_run(tmp_path / "run"))
+    refuse_foreign(tmp_path / "nowhere")
+    (tmp_path / "begun" / "completions").mkdir(parents=True)  # TRL's, of a run whose engine did not start
+    refuse_foreign(tmp_path / "begun")
+
+
+@pytest.mark.parametrize("inside", [".", "merged", "checkpoint-4", "rollouts", "eval/../merged"])
+def test_what_the_run_reads_is_not_replaced(tmp_path, inside):
+    """A second stage that begins from the model of the run that it replaces."""
+    run = a_run(tmp_path / "run", 4)
+    for name in ("merged", "eval"):
+        (run / name).mkdir()
+    before = files(run)
+    for key in ("model_name_or_path", "dataset_name"):
+        with pytest.raises(UserError, match=f"^{key}: .* whose run overwrite_output_dir: true replaces"):
+            choose_start(run, None, True, RUN, [(key, str(run / inside))])
+    assert files(run) == before
+    for elsewhere in (tmp_path, run / "eval", "somebody/model"):
+        assert choose_start(run, None, True, RUN, [("model_name_or_path", str(elsewhere))]).replaces
 
 
 def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from_the_old_one(tmp_path):

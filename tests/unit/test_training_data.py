@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
@@ -23,7 +25,7 @@ from adora_vl.train import main as train
 from adora_vl.training_data import data_folders, load_rows, mixed_rows
 from data_prep.convert import ensure_converted
 from data_prep.own.places import open_local
-from data_prep.storage import read_manifest
+from data_prep.storage import read_manifest, split_files
 from eval.geometry3k.benchmark import BENCHMARK
 from eval.options import parse as parse_evaluation
 from tests.unit.own_data_support import convert, jsonl, with_images
@@ -219,6 +221,17 @@ def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_
     script = script_of("--dataset_name", sets[0], tmp_path / "again")
     with pytest.raises(UserError, match="large and again both have a row 'large/train/0'"):
         load_rows(script, data_folders(script), seed=0)
+
+
+def test_a_row_that_is_there_twice_is_refused(sets: list[Path], tmp_path: Path) -> None:
+    """Rollouts are recorded under the id of their row."""
+    (stored,) = split_files(sets[1])["train"]
+    (tmp_path / "data").mkdir()
+    table = pq.read_table(stored)
+    pq.write_table(pa.concat_tables([table, table.slice(1, 1)]), tmp_path / "data" / stored.name)
+    twice = table["id"][1].as_py()
+    with pytest.raises(UserError, match=f"^dataset_name: .* has the row '{twice}' twice"):
+        load_rows(script_of("--dataset_name", tmp_path), [str(tmp_path)], seed=0)
 
 
 def test_the_system_prompt_is_of_a_file_or_of_the_format(tmp_path: Path) -> None:

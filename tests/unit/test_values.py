@@ -198,9 +198,28 @@ def test_null_is_null_or_refused_and_never_a_text(key, written):
         assert value is None or (key, value) == ("report_to", "none")
 
 
+@pytest.mark.parametrize("key", sorted(KEYS))
+def test_none_is_null_or_a_name_and_no_text_of_a_key_that_may_be_null(key):
+    """`--adora_system_prompt none` would train with the prompt "none"."""
+    hint, choices = KEYS[key]
+    if type(None) not in get_args(hint) or key == "resume_from_checkpoint":
+        return
+    for written in ("none", "None", " NONE "):
+        try:
+            found = convert(key, written, hint, choices)
+        except UserError as error:
+            assert str(error).startswith(f"{key}: "), error
+        else:
+            assert found is None or "none" in NAMED.get(key, ()), (key, found)
+
+
 def test_null_on_the_command_line_is_no_system_prompt(tmp_path):
     (tmp_path / "c.yaml").write_text("adora_system_prompt: null\n")
-    for words in (["--adora_system_prompt", "null"], ["--config", str(tmp_path / "c.yaml")]):
+    for words in (
+        ["--adora_system_prompt", "null"],
+        ["--adora_system_prompt", "None"],
+        ["--config", str(tmp_path / "c.yaml")],
+    ):
         assert parse([*CPU, *words])[0].adora_system_prompt is None
 
 

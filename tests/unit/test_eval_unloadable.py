@@ -1,0 +1,62 @@
+"""A model that cannot be loaded ends an evaluation in one line, and nothing is left of the output."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from adora_vl.errors import UserError
+from adora_vl.models.tiny.build import PRETRAINED
+from data_prep.cli import main as data_prep
+from eval import command
+from eval.geometry3k.benchmark import BENCHMARK
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "synthetic"
+    assert data_prep(["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]) == 0
+    return folder
+
+
+def refusal(data: Path, model: str, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    words = ["run", "--model", model, "--data", str(data), "--output", str(output), "--engine", "transformers"]
+    capsys.readouterr()
+    assert command.main(BENCHMARK, words) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", [path.name for path in sorted(PRETRAINED.iterdir())
+    if path.name in ("config.json", "tokenizer.json", "model.safetensors")])  # fmt: skip
+@pytest.mark.parametrize("size", [None, 0, 700])
+def test_a_file_of_the_model_that_is_missing_or_cut_off(
+    file: str, size: int | None, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(PRETRAINED, model)
+    content = (model / file).read_bytes()
+    (model / file).unlink()
+    if size is not None:
+        (model / file).write_bytes(content[:size])
+    said = refusal(data, str(model), tmp_path / "out", capsys)
+    assert said.startswith("error: model: ") and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mine", [None, "notes.txt"])
+def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
+    mine: str | None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(settings: object) -> None:
+        raise UserError("model: 'a/b' cannot be loaded")
+
+    monkeypatch.setattr(command, "build_engine", refuse)
+    output = tmp_path / "out"
+    if mine:
+        output.mkdir()
+        (output / mine).write_text("mine")
+    said = refusal(data, "a/b", output, capsys)
+    assert "error: model: 'a/b' cannot be loaded\n" in said and "its copy" not in said
+    assert (output / mine).read_text() == "mine" if mine else not output.exists()
