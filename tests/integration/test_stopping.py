@@ -12,8 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
@@ -112,8 +110,8 @@ class OnTwoMachines:
 
 
 @pytest.fixture(scope="module")
-def two_machines(tmp_path_factory, two_processes):
-    """Started by `setup/ssh/train.sh`, as a user does. They go on at least to the first checkpoint of one machine."""
+def two_machines(tmp_path_factory):
+    """Started by `setup/ssh/train.sh`, as a user does."""
     folder = tmp_path_factory.mktemp("machines")
     out, config = folder / "out", "configs/accelerate/cpu_zero3.yaml"
     words = [*RUN, *ENDLESS, "--save_strategy", "steps", "--save_steps", "1"]
@@ -128,8 +126,7 @@ def two_machines(tmp_path_factory, two_processes):
             said.append(machines.said)
         whole = newest_valid(out).checkpoint
         with machines.running(config, out, words) as script:
-            first = step_of(next(iter(two_processes.values())).saved[0])
-            machines.wait_for_step(script, out, max(first, step_of(whole) + 1))
+            machines.wait_for_step(script, out, step_of(whole) + 1)
             script.terminate()
             codes.append(script.wait(_BOUND_S))
             said.append(machines.said)
@@ -153,17 +150,6 @@ def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(two_machines):
     assert two_machines.said[1].count("Stopped after step") == 1
     assert json.loads((newest.parent / STOPPED_FILE).read_text())["checkpoint"] == newest.name
     assert [problem_of(folder) for folder in two_machines.saved] == [None] * len(two_machines.saved)
-
-
-def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
-    """The weights after the same step, of the run that was killed and resumed."""
-    alone = {folder.name: folder for stopped in two_processes.values() for folder in stopped.saved}
-    together = {folder.name: folder for folder in two_machines.saved}
-    common = sorted(alone.keys() & together.keys(), key=lambda name: step_of(Path(name)))
-    assert common, (sorted(alone), sorted(together))
-    for name in common:
-        ours, theirs = (load_file(folder / "model.safetensors") for folder in (together[name], alone[name]))
-        assert all(torch.allclose(ours[key], theirs[key], rtol=1e-5, atol=1e-7) for key in theirs)
 
 
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -198,11 +199,13 @@ def test_the_first_rank_that_differs_is_named():
 
 def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch):
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    built, meet = [], threading.Barrier(2)
+    built, meet, inside = [], threading.Barrier(2), threading.Barrier(2)
 
     def build(folder: Path) -> None:
         built.append(folder)
-        folder.mkdir()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            inside.wait(0.5)  # for the other one, who must not come
+        folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").touch()
 
     def ask() -> None:
@@ -233,8 +236,10 @@ def staged(folder: Path) -> Path:
     return staged
 
 
-def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path):
+def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monkeypatch):
+    """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
     place = staged(tmp_path)
+    monkeypatch.setattr(store, "_files", lambda folder: [folder / "mine"])
     late = threading.Timer(0.3, (place / "theirs").write_text, ["2"])
     late.start()
     publish(place, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
