@@ -9,6 +9,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from filelock import FileLock
+
 from adora_vl.errors import UserError
 from adora_vl.models.tiny.build import PRETRAINED, build_tiny_model
 from adora_vl.models.tiny.text import build_tiny_text_model
@@ -60,9 +62,13 @@ def _merged(name: str) -> str:
 
 
 def _built(name: str, build: Callable[[Path], object]) -> str:
+    """The folder of a model that is built where it is missing. Machines that share the folder build it once."""
     folder = cache_folder() / name
     if not (folder / "model.safetensors").is_file():
-        build(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if not (folder / "model.safetensors").is_file():
+                build(folder)
     return str(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,21 @@ class EngineError(RolloutError):
 
 class RunError(RuntimeError):
     """The run cannot go on; the message says why, and from where it can."""
+
+
+# What gloo, NCCL and torch's store say in a collective call where a process on the other side is gone. There is no type
+# of its own for it: gloo raises a plain RuntimeError.
+_LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection was likely closed|remote process exit|Application timeout|"
+    r"Timed out waiting \d+ms|Read (error|timeout) \[|failed to (recv|send)|Socket Timeout",
+    re.IGNORECASE,
+)
+LOST_CONTACT = "another process has ended, or its machine cannot be reached; its own last lines say why"
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether a collective call failed because another process is gone or its machine cannot be reached."""
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def in_one_line(error: BaseException) -> str:

@@ -6,15 +6,18 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, BinaryIO
 
 from adora_vl.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PARTIAL = ".partial-"
+NFS_DELAY_S = 60.0  # a client of NFS may not see another one's new file for this long (the default of `acdirmax`)
 
 
 @contextmanager
@@ -29,7 +32,8 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
         with path.open("wb") as file:
             yield file
         return
-    partial = path.with_name(f".{path.name}{_PARTIAL}{os.getpid()}")
+    # not named after the process: two machines that share a disk may have processes of equal number
+    partial = path.with_name(f".{path.name}{_PARTIAL}{token_hex(8)}")
     try:
         with partial.open("wb") as file:
             yield file
@@ -49,13 +53,25 @@ def replace_file(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
+    """Whether a file is there that another machine has made on a shared disk, if need be after a while."""
+    end = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.2)
+        with suppress(OSError):  # reading the folder makes a client of NFS ask the server again
+            next(path.parent.iterdir(), None)
+    return True
+
+
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """A new folder, hidden beside `folder`, which takes its place when the block ends; the old one goes after that.
 
     Whatever goes wrong, the new one is removed and the old one stays. Raises `OSError`.
     """
-    beside = folder.with_name(f".{folder.name}{_PARTIAL}{os.getpid()}")
+    beside = folder.with_name(f".{folder.name}{_PARTIAL}{token_hex(8)}")
     new, old = beside / "new", beside / "old"
     try:
         new.mkdir(parents=True)

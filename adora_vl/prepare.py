@@ -79,9 +79,10 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.checkpoint.resume import Start
     from adora_vl.config.advantage import method_needs
     from adora_vl.config.command_line import config_folder, parse
-    from adora_vl.config.run_checks import check_run
+    from adora_vl.config.run_checks import check_machines, check_run
     from adora_vl.evaluation import take_evaluations
     from adora_vl.hub import notes_on
+    from adora_vl.memory.sharding import machines_of
     from adora_vl.models.check import check_family, check_model
     from adora_vl.models.load import check_weights, load_config
     from adora_vl.prompts import asks_for_answer_tags
@@ -113,6 +114,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     _try(rewards, dataset, config)
     notes = [*notes_on(model.model_name_or_path), *check_family(model, config, model_config)]
     check_model(model, model_config, has_images=has_images(dataset.data.table))
+    check_machines(config, config.world_size, machines_of())
     plan = check_run(config, model, model_config, len(dataset), config.world_size)
     evaluations = take_evaluations(config, data, script.adora_prompt)
     check_weights("model_name_or_path", model.model_name_or_path)
@@ -158,34 +160,40 @@ def _try(rewards: ChosenRewards, dataset: Dataset, config: AdoraGRPOConfig) -> N
 def _choose_start(
     script: AdoraScriptArguments, config: AdoraGRPOConfig, model: ModelConfig, data: list[str], rewards: ChosenRewards
 ) -> tuple[Start, Fingerprint]:
-    """The first rank looks at `output_dir` and its checkpoints, all ranks do what it found. Raises `UserError`."""
+    """The first rank looks at `output_dir` and its checkpoints, all ranks do what it found. Raises `UserError`, also
+    where the ranks do not share `output_dir` or were not given the same run.
+    """
     from accelerate.utils import broadcast_object_list
 
     from adora_vl.checkpoint.fingerprint import fingerprint, sharding_of
+    from adora_vl.checkpoint.ranks import check_ranks, leave_token
     from adora_vl.checkpoint.resume import choose_start, hold, refuse_foreign
     from adora_vl.checkpoint.stop import STOPPED_FILE
 
-    found: list[Any] = [None, None, None]
+    name, revision = str(model.model_name_or_path), model.model_revision
+    own = fingerprint(
+        script, config, model, data=data, model=name, revision=revision, processes=config.world_size,
+        sharding=sharding_of(config), rewards=rewards.hashes,
+    )  # fmt: skip
+    output_dir, wanted = Path(config.output_dir), config.resume_from_checkpoint
+    found: list[Any] = [None, own, None, ""]
     if config.process_index == 0:
-        name, revision = str(model.model_name_or_path), model.model_revision
-        now = fingerprint(
-            script, config, model, data=data, model=name, revision=revision, processes=config.world_size,
-            sharding=sharding_of(config), rewards=rewards.hashes,
-        )  # fmt: skip
-        output_dir, wanted = Path(config.output_dir), config.resume_from_checkpoint
         try:
             refuse_foreign(output_dir)  # before a lock is put into somebody's folder
             if output_dir.is_dir():
                 _held.append(hold(output_dir))
             inputs = [("model_name_or_path", name), *(("dataset_name", folder) for folder in data)]
-            found = [choose_start(output_dir, wanted, config.overwrite_output_dir, now, inputs), now, None]
+            found[0] = choose_start(output_dir, wanted, config.overwrite_output_dir, own, inputs)
             _held.append(hold(output_dir))
             (output_dir / STOPPED_FILE).unlink(missing_ok=True)
+            found[3] = leave_token(output_dir) if config.world_size > 1 else ""
         except UserError as error:
             found[2] = str(error)
     if config.world_size > 1:
         broadcast_object_list(found)
-    start, now, refusal = found
+    start, first, refusal, token = found
     if refusal:
         raise UserError(refusal)
-    return start, now
+    if config.world_size > 1:
+        check_ranks(output_dir, token, first, own)
+    return start, first

@@ -6,17 +6,19 @@ output_dir/checkpoint-40            whole: manifest.json holds the hash of every
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adora_vl.files import remove_partial
+from adora_vl.files import appears, remove_partial
 
 MANIFEST, MARK, STAGING = "manifest.json", "complete", ".saving"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -45,13 +47,17 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def publish(staged: Path, final: Path, facts: dict[str, Any]) -> None:
+def publish(staged: Path, final: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
     """Seal `staged` with `facts` in its manifest, and make it `final` in one rename; nothing is lost in a crash.
 
     A folder that stands at `final` already (one that was found damaged) is moved away first. One process calls this,
-    after all have written.
+    after all have written. `written` names the files that other machines have put there: on a shared disk this one may
+    list its folder as it was some seconds ago. Raises `OSError` where one of them does not appear.
     """
-    _seal(staged, facts)
+    missing = next((name for name in written if not appears(staged / name)), None)
+    if missing is not None:
+        raise FileNotFoundError(errno.ENOENT, "a file of another machine does not appear here", str(staged / missing))
+    _seal(staged, facts, written)
     replaced = None
     if final.exists():
         replaced = staged.with_name(f"{staged.name}.replaced")
@@ -62,9 +68,9 @@ def publish(staged: Path, final: Path, facts: dict[str, Any]) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _seal(folder: Path, facts: dict[str, Any]) -> None:
+def _seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
     """Flush everything to the disk, then write the manifest, then the mark."""
-    paths = _files(folder)
+    paths = sorted({*_files(folder), *(folder / name for name in written)})
     for path in paths:
         _sync(path)
     manifest = json.dumps({**facts, "files": _hashes(folder, paths)}, indent=2, sort_keys=True)
@@ -130,6 +136,11 @@ def clear_staging(output_dir: Path) -> None:
     """Remove what a killed process left behind. Call it while `output_dir` is held."""
     shutil.rmtree(output_dir / STAGING, ignore_errors=True)
     remove_partial(output_dir)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The files of a folder, as a manifest names them."""
+    return [path.relative_to(folder).as_posix() for path in _files(folder)]
 
 
 def _files(folder: Path) -> list[Path]:

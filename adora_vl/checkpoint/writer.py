@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from adora_vl.checkpoint.set_aside import delete_aside
-from adora_vl.checkpoint.store import STAGING, publish, rotate
-from adora_vl.errors import RunError
+from adora_vl.checkpoint.store import STAGING, names_in, publish, rotate
+from adora_vl.errors import LOST_CONTACT, RunError, lost_contact
 
 Save = Callable[[Path], dict[str, Any]]  # writes into this folder, and returns what the manifest says of it
 
@@ -37,14 +38,16 @@ class CheckpointWriter:
         self.staging = staging = self.output_dir / STAGING
         try:
             facts = save(staging / name)
-            self.accelerator.wait_for_everyone()
+            self.accelerator.wait_for_everyone()  # nobody has a file on the way to its name any more
+            written = set(gather_object(names_in(staging / name)))
             if self.accelerator.is_main_process:
-                publish(staging / name, self.output_dir / name, {**facts, "step": step})
+                publish(staging / name, self.output_dir / name, {**facts, "step": step}, written)
                 delete_aside(self.output_dir)
                 rotate(self.output_dir, self.keep)
         except Exception as error:  # torch and safetensors raise errors of their own for a full disk
             shutil.rmtree(staging / name, ignore_errors=True)
-            raise RunError(f"{name} could not be written ({error}); older checkpoints are as they were") from error
+            why = f"{LOST_CONTACT}: {error}" if lost_contact(error) else error
+            raise RunError(f"{name} could not be written ({why}); older checkpoints are as they were") from error
         finally:
             self.staging = None
         self.accelerator.wait_for_everyone()

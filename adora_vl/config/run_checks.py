@@ -90,6 +90,23 @@ def batch_plan(config: AdoraGRPOConfig, num_processes: int) -> BatchPlan:
     )
 
 
+def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
+    """Raise `UserError` for what several machines cannot do. `processes` are those of all machines together."""
+    if machines == 1:
+        return
+    if config.save_on_each_node:
+        raise UserError(
+            "save_on_each_node: true is not supported, because a checkpoint is one folder into which all machines "
+            "write; leave it out, and choose an output_dir on a disk that they share"
+        )
+    parts, local = config.vllm_tensor_parallel_size, processes // machines
+    if config.use_vllm and config.vllm_mode == "colocate" and local % parts:
+        raise UserError(
+            f"vllm_tensor_parallel_size: {parts} does not divide the {local} processes of one machine; an engine lies "
+            "on one machine"
+        )
+
+
 def check_run(
     config: AdoraGRPOConfig,
     model: ModelConfig,

@@ -21,7 +21,8 @@ class DryRunOptions:
 
     card_gib: float | None = None
     accelerate_config: Path | None = None
-    processes: int | None = None
+    processes: int | None = None  # on all machines together
+    machines: int | None = None
     rows: int | None = None  # of the dataset to measure; None: all
     write_config: Path | None = None
     json: Path | None = None
@@ -45,6 +46,7 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
         ("card_gib", float),
         ("accelerate_config", path),
         ("processes", int),
+        ("machines", int),
         ("rows", int),
         ("write_config", path),
         ("json", path),
@@ -52,13 +54,19 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         parser.add_argument(*spellings, dest=name, type=kind, default=None)
     found, rest = parser.parse_known_args(list(arguments))
-    for name in ("card_gib", "processes", "rows"):
+    for name in ("card_gib", "processes", "machines", "rows"):
         value = getattr(found, name)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{name.replace('_', '-')}: {value} must be above 0 and finite")
     return (
         DryRunOptions(
-            found.card_gib, found.accelerate_config, found.processes, found.rows, found.write_config, found.json
+            found.card_gib,
+            found.accelerate_config,
+            found.processes,
+            found.machines,
+            found.rows,
+            found.write_config,
+            found.json,
         ),
         rest,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.arithmetic import BatchPlan
 from adora_vl.config.command_line import parse
 from adora_vl.config.device import NoGPUError
-from adora_vl.config.run_checks import check_run
+from adora_vl.config.run_checks import check_machines, check_run
 from adora_vl.config.speed import regroup_obstacle
 from adora_vl.dry_run.lengths import (
     Lengths,
@@ -36,7 +36,7 @@ from adora_vl.memory.activations import MicroBatch
 from adora_vl.memory.engine import Engine
 from adora_vl.memory.model import ModelShape, config_for_planning, describe
 from adora_vl.memory.predict import Setup, Sharing
-from adora_vl.memory.sharding import Sharding, from_environment, from_file
+from adora_vl.memory.sharding import Sharding, from_environment, from_file, spread_over
 from adora_vl.models.check import check_family
 from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.prompt_template import template
@@ -66,7 +66,8 @@ class Plan:
 def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     """Everything that a run checks before it loads weights, and its lengths and memory. Raises `UserError`."""
     (script, config, model), elsewhere = _parse_for_any_machine(arguments)
-    sharding = _sharding(options, config)
+    sharding = _sharding(options)
+    check_machines(config, sharding.processes, sharding.machines)
     if not model.model_name_or_path:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
     name = resolve_model(model.model_name_or_path)
@@ -87,7 +88,7 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     shape = describe(
         model_config, dtype=model.dtype, frozen=config.frozen_components, peft_config=get_peft_config(model)
     )
-    card, card_name = _card(options, config, sharding.processes)
+    card, card_name = _card(options, config, sharding.local_processes)
     setup = make_setup(config, model, shape, sharding, lengths)
     return Plan(script, config, model, batches, lengths, limits, setup, card, card_name, [*notes, *lengths.notes])
 
@@ -107,13 +108,14 @@ def _parse_for_any_machine(arguments: Sequence[str]) -> tuple[Any, bool]:
     return parsed, True
 
 
-def _sharding(options: DryRunOptions, config: AdoraGRPOConfig) -> Sharding:
+def _sharding(options: DryRunOptions) -> Sharding:
     if options.accelerate_config is not None:
-        return from_file(options.accelerate_config, options.processes)
+        return from_file(options.accelerate_config, options.processes, options.machines)
     found = from_environment()
-    if options.processes is not None:
-        return Sharding(options.processes, found.stage, found.offload_optimizer, found.offload_parameters)
-    return found
+    machines = options.machines or found.machines
+    processes = options.processes or found.local_processes * machines
+    spread_over(processes, machines)
+    return replace(found, processes=processes, machines=machines)
 
 
 def _processor(name: str, revision: str, notes: list[str]) -> Any:

@@ -164,8 +164,9 @@ def memory_lines(plan: Plan) -> list[str]:
     sums = [_gib(sum(prediction.phases[name].values())) for name in names]
     lines.append(f"{'together':24}" + "".join(f"{cell:>24}" for cell in sums))
     if prediction.states.host_optimizer:
-        host = prediction.states.host_optimizer * setup.sharding.processes
-        lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of all processes on one host.")
+        host = prediction.states.host_optimizer * setup.sharding.local_processes
+        whose = "all processes on one host" if setup.sharding.machines == 1 else "the processes of one machine"
+        lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {whose}.")
     lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), _honesty(setup.accelerator)]
     return _section(f"Memory, predicted, on {plan.card_name}", lines)
 
@@ -267,6 +268,8 @@ def remedy(plan: Plan) -> str:
         wishes.append("use_peft: true")
     if setup.engine:
         wishes.append("a lower vllm_gpu_memory_utilization")
+    if setup.sharding.stage == 3:
+        wishes.append("more machines (--machines N; docs/machines.md)")
     if predict(setup, plan.card).peak_phase == "forward and backward":
         wishes.append("a smaller per_device_train_batch_size or max_pixels")
     return f"Try, in this order: {'; '.join(wishes)}."
@@ -289,8 +292,24 @@ def disk_lines(plan: Plan) -> list[str]:
     return _section("Disk", lines)
 
 
+def machine_lines(plan: Plan) -> list[str]:
+    """What several machines need to start."""
+    sharding = plan.setup.sharding
+    if sharding.machines == 1:
+        return []
+    lines = [
+        f"{sharding.machines} machines with {sharding.local_processes} processes each, started by "
+        "setup/slurm/train.sbatch or setup/ssh/train.sh (docs/machines.md).",
+        "output_dir must be on a disk that all of them share; the run does not start without one.",
+    ]
+    return _section("Machines", lines)
+
+
 def report(plan: Plan, given: Collection[str]) -> str:
     """The report of the whole dry run."""
     notes = _section("Not known here", [f"- {note}" for note in plan.notes]) if plan.notes else []
-    sections = (config_lines(plan, given), batch_lines(plan), length_lines(plan), memory_lines(plan), disk_lines(plan))
+    sections = (
+        config_lines(plan, given), machine_lines(plan), batch_lines(plan), length_lines(plan), memory_lines(plan),
+        disk_lines(plan),
+    )  # fmt: skip
     return "\n".join([line for section in sections for line in section] + notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
-from adora_vl.checkpoint.store import checkpoints, problem_of
+from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
+from tests.integration.machines import TwoMachines
 from tests.integration.stopping import Running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # the fixture starts two processes six times
@@ -95,6 +97,59 @@ def two_processes(tmp_path_factory):
     """One run under ZeRO-3, stopped in each way in turn and each time started again by the same command."""
     out = tmp_path_factory.mktemp("stopping") / "out"
     return {way.__name__: stop("cpu_zero3", out, way) for way in WAYS}
+
+
+@dataclass(frozen=True)
+class OnTwoMachines:
+    """A run with a process on each of two machines: one lost its power, then the same command ran and was stopped."""
+
+    ended_after: float
+    said: list[str]
+    codes: list[int]
+    saved: list[Path]
+
+
+@pytest.fixture(scope="module")
+def two_machines(tmp_path_factory):
+    """Started by `setup/ssh/train.sh`, as a user does."""
+    folder = tmp_path_factory.mktemp("machines")
+    out, config = folder / "out", "configs/accelerate/cpu_zero3.yaml"
+    words = [*RUN, *ENDLESS, "--save_strategy", "steps", "--save_steps", "1"]
+    said, codes = [], []
+    with TwoMachines(folder / "lab") as machines:
+        with machines.running(config, out, words) as script:
+            machines.wait_for_step(script, out, 2)
+            machines.pull_the_plug(1)
+            at = time.monotonic()
+            codes.append(script.wait(_BOUND_S))
+            ended_after = time.monotonic() - at
+            said.append(machines.said)
+        whole = newest_valid(out).checkpoint
+        with machines.running(config, out, words) as script:
+            machines.wait_for_step(script, out, step_of(whole) + 1)
+            script.terminate()
+            codes.append(script.wait(_BOUND_S))
+            said.append(machines.said)
+    return OnTwoMachines(ended_after, said, codes, [whole, *checkpoints(out)])
+
+
+_BOUND_S = 300  # a machine that is left alone has to notice it long before its collective calls give up (1,800 s)
+
+
+def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
+    assert two_machines.codes[0] == 128 + signal.SIGKILL and two_machines.ended_after < _BOUND_S
+    line = next(line for line in two_machines.said[0].splitlines() if "error (rank 0 of 2)" in line)
+    assert "another process has ended, or its machine cannot be reached" in line
+    assert "the same command goes on from checkpoint-" in line or "older checkpoints are as they were" in line
+
+
+def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(two_machines):
+    whole, newest, *_ = two_machines.saved
+    assert f"going on from {whole}" in two_machines.said[1]
+    assert two_machines.codes[1] == EXIT_STOPPED
+    assert two_machines.said[1].count("Stopped after step") == 1
+    assert json.loads((newest.parent / STOPPED_FILE).read_text())["checkpoint"] == newest.name
+    assert [problem_of(folder) for folder in two_machines.saved] == [None] * len(two_machines.saved)
 
 
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])

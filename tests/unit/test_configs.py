@@ -38,7 +38,7 @@ ROWS = {"smoke_cpu": 4096, "smoke_text_cpu": 4096, "annotated": 4096, "slice_7b_
 def test_every_shipped_config_is_in_the_pairs():
     assert {path.stem for path in (CONFIGS / "train").glob("*.yaml")} == PAIRS.keys()
     names = {path.stem for path in (CONFIGS / "accelerate").glob("*.yaml")}
-    assert names == {"cpu", "cpu_zero3", "gpu1", "zero2", "zero3", "zero3_offload"}
+    assert names == {"cpu", "cpu_zero3", "gpu1", "zero2", "zero3", "zero3_offload", "zero3_nodes"}
 
 
 @pytest.mark.parametrize("name", PAIRS)

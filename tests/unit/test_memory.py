@@ -35,12 +35,14 @@ def seven() -> ModelShape:
 
 
 # Published: for Qwen2.5-VL the total_size of model.safetensors.index.json is 16,584,333,312 and 7,509,245,952 bytes in
-# bfloat16; for Qwen3-VL the counts that public code quotes.
+# bfloat16; for Qwen3-VL and the 32B the counts that public code quotes. That of the 72B is not from a source.
 @pytest.mark.parametrize(
     ("name", "total", "tied", "side"),
     [
         (SEVEN, 8_292_166_656, False, 28),
         (THREE, 3_754_622_976, True, 28),
+        ("Qwen/Qwen2.5-VL-32B-Instruct", 33_452_718_336, False, 28),
+        ("Qwen/Qwen2.5-VL-72B-Instruct", 73_410_777_344, False, 28),
         ("Qwen/Qwen3-VL-2B-Instruct", 2_127_532_032, True, 32),
         ("Qwen/Qwen3-VL-4B-Instruct", 4_437_815_808, True, 32),
         ("Qwen/Qwen3-VL-8B-Instruct", 8_767_123_696, False, 32),

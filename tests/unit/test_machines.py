@@ -1,0 +1,381 @@
+"""Several machines: what is refused before anything is started, what the dry run says, and what the ranks compare."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from adora_vl import assets
+from adora_vl.checkpoint import ranks, store
+from adora_vl.checkpoint.ranks import Seen, check_ranks, leave_token, problem_among
+from adora_vl.checkpoint.store import facts_of, publish
+from adora_vl.config.command_line import parse
+from adora_vl.config.run_checks import check_machines
+from adora_vl.errors import RunError, UserError, lost_contact
+from adora_vl.files import replacing
+from adora_vl.guards import located
+from adora_vl.memory.sharding import Sharding, from_environment, from_file
+from adora_vl.train import main
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = REPOSITORY / "configs"
+NODES = CONFIGS / "accelerate" / "zero3_nodes.yaml"
+
+
+# ------------------------------------------------------------------------------------- the accelerate config
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Sharding(16, 3, machines=2)),
+        ({"machines": 4}, Sharding(32, 3, machines=4)),
+        ({"machines": 1}, Sharding(8, 3)),
+        ({"machines": 4, "processes": 8}, Sharding(8, 3, machines=4)),
+    ],
+)
+def test_each_machine_has_as_many_processes_as_in_the_file(options, expected):
+    assert from_file(NODES, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "main_process_port: 29500",
+            "main_process_port: 0",
+            "main_process_port: 0, which becomes another port on each",
+        ),
+        ("deepspeed_multinode_launcher: standard", "gradient_clipping: 1.0", "needs pdsh and a hostfile"),
+        ("distributed_type: DEEPSPEED", "distributed_type: FSDP", "asks for FSDP; its memory is not predicted"),
+    ],
+)
+def test_what_several_machines_could_not_start_from_is_refused(tmp_path, before, after, message):
+    content = NODES.read_text()
+    assert before in content
+    (tmp_path / "a.yaml").write_text(content.replace(before, after))
+    with pytest.raises(UserError, match=message):
+        from_file(tmp_path / "a.yaml")
+
+
+def test_processes_that_machines_could_not_share_evenly_are_refused():
+    with pytest.raises(UserError, match="16 processes cannot be spread evenly over 3 machines"):
+        from_file(NODES, processes=16, machines=3)
+
+
+def test_a_port_that_differs_from_machine_to_machine_is_refused_in_one_line(tmp_path, capsys):
+    file = tmp_path / "nodes.yaml"
+    file.write_text(NODES.read_text().replace("29500", "0"))
+    words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml"), "--dry-run"]
+    assert main([*words, "--accelerate-config", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "main_process_port: 0" in said and "zero3_nodes.yaml" in said
+
+
+def test_machines_are_known_from_what_the_launcher_tells():
+    environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true"}
+    assert from_environment(environment) == Sharding(16, 2, machines=4)
+    with pytest.raises(UserError, match="FSDP"):
+        from_environment({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"})
+
+
+ONE_MACHINE = ["--num_machines", "2", "--num_processes", "16", "--main_process_port", "29500"]
+ONE_MACHINE += ["--deepspeed_multinode_launcher", "standard"]
+
+
+@pytest.mark.parametrize(("file", "more"), [("zero3_nodes", []), ("zero3_offload", ONE_MACHINE)])
+def test_accelerate_itself_reads_the_config_as_it_is_meant(file, more):
+    """One launcher a machine through torch, with a fixed meeting point: no pdsh, no hostfile. With the options of the
+    scripts in `setup/`, a config of one machine serves as well.
+    """
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    words = ["--config_file", str(CONFIGS / "accelerate" / f"{file}.yaml"), *more, "--machine_rank", "1"]
+    words += ["--main_process_ip", "10.0.0.1", "-m", "adora_vl.train"]
+    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    command, _ = prepare_deepspeed_cmd_env(args)
+    assert command is None, "a command would be DeepSpeed's launcher"
+    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "8", 1)
+    meets_at = (args.master_addr, args.master_port) if args.same_network else args.rdzv_endpoint.split(":")
+    assert (*meets_at, args.rdzv_backend) == ("10.0.0.1", "29500", "static")
+    assert args.shutdown_timeout == 3600
+
+
+# ------------------------------------------------------------------------------------------- the dry run
+
+
+def test_a_dry_run_for_four_machines(capsys):
+    words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml"), "--dry-run", "--card-gib", "80"]
+    offload = CONFIGS / "accelerate" / "zero3_offload.yaml"
+    assert main([*words, "--accelerate-config", str(offload), "--machines", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "4 machines with 8 processes each, started by setup/slurm/train.sbatch" in said
+    assert "32 processes on 4 machines, DeepSpeed ZeRO-3, optimizer in host memory" in said
+    assert "GiB for the optimizer of the processes of one machine" in said
+    assert "output_dir must be on a disk that all of them share" in said
+
+
+def config_with(*words):
+    return parse(["--use_cpu", "true", "--bf16", "false", *words])[1]
+
+
+def test_an_engine_lies_on_one_machine():
+    config = config_with("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_tensor_parallel_size", "4")
+    check_machines(config, processes=16, machines=4)
+    with pytest.raises(UserError, match="vllm_tensor_parallel_size: 4 does not divide the 2 processes of one machine"):
+        check_machines(config, processes=8, machines=4)
+
+
+def test_every_machine_saving_for_itself_is_refused():
+    config = config_with("--save_on_each_node", "true")
+    check_machines(config, processes=2, machines=1)
+    with pytest.raises(UserError, match="save_on_each_node: true is not supported"):
+        check_machines(config, processes=2, machines=2)
+
+
+# --------------------------------------------------------------------------------- what the ranks compare
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setattr(ranks, "gather_object", lambda mine: mine)
+
+
+def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, alone):
+    (tmp_path / f"{ranks._PREFIX}of-a-start-that-was-killed").touch()
+    token = leave_token(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [token]
+    check_ranks(tmp_path, token, {"seed": "1"}, {"seed": "1"}, patience_s=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_with_another_disk_is_refused(tmp_path, alone):
+    """Also where that disk has such a file from a start of its own."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir(), theirs.mkdir()
+    token = leave_token(ours)
+    leave_token(theirs)
+    with pytest.raises(UserError, match="is not the folder that rank 0 has on .*a disk that they share"):
+        check_ranks(theirs, token, {}, {}, patience_s=0)
+
+
+def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, alone):
+    token = leave_token(tmp_path)
+    (tmp_path / token).unlink()
+    late = threading.Timer(0.3, (tmp_path / token).touch)
+    late.start()
+    check_ranks(tmp_path, token, {}, {}, patience_s=30)
+    late.join()
+
+
+def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, alone):
+    token = leave_token(tmp_path)
+    with pytest.raises(
+        UserError, match=rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
+    ):
+        check_ranks(tmp_path, token, {"seed": "1", "beta": "0"}, {"seed": "2", "beta": "1"}, patience_s=0)
+
+
+def test_the_first_rank_that_differs_is_named():
+    fine, other = Seen("one", True, []), Seen("two", True, ["dataset: a -> b"])
+    assert problem_among([fine, fine], Path("out")) is None
+    assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem_among(
+        [fine, other], Path("out")
+    )
+    problem = problem_among([fine, fine, Seen("two", False, [])], Path("out"))
+    assert problem.startswith("output_dir: 'out' on two (rank 2) is not the folder that rank 0 has on one;")
+
+
+# ---------------------------------------------------------------------------------------- a shared disk
+
+
+def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
+    built, meet, inside = [], threading.Barrier(2), threading.Barrier(2)
+
+    def build(folder: Path) -> None:
+        built.append(folder)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            inside.wait(0.5)  # for the other one, who must not come
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").touch()
+
+    def ask() -> None:
+        meet.wait()
+        assets._built("tiny_text", build)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == [tmp_path / "home" / "tiny_text"]
+
+
+def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, monkeypatch):
+    """As on two machines, or in two containers, which count their processes from 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with replacing(tmp_path / "a.png") as one, replacing(tmp_path / "a.png") as other:
+        one.write(b"whole")
+        other.write(b"whole")
+    assert (tmp_path / "a.png").read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 1
+
+
+def staged(folder: Path) -> Path:
+    staged = folder / ".saving" / "checkpoint-3"
+    staged.mkdir(parents=True)
+    (staged / "mine").write_text("1")
+    return staged
+
+
+def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monkeypatch):
+    """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
+    place = staged(tmp_path)
+    monkeypatch.setattr(store, "_files", lambda folder: [folder / "mine"])
+    late = threading.Timer(0.3, (place / "theirs").write_text, ["2"])
+    late.start()
+    publish(place, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
+    late.join()
+    assert facts_of(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
+
+
+def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "appears", lambda path: path.exists())
+    with pytest.raises(FileNotFoundError, match="a file of another machine does not appear here"):
+        publish(staged(tmp_path), tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
+    assert not (tmp_path / "checkpoint-3").exists()
+
+
+# ------------------------------------------------------------------------------------- a machine that is lost
+
+GLOO = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:39113"
+RESET = "[/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:62169: Connection reset by peer. This is typically"
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77: remote process exited or there was a network error, NCCL version 2"
+
+
+@pytest.mark.parametrize("words", [GLOO, RESET, NCCL])
+def test_the_loss_of_a_machine_is_said_in_one_line(words, monkeypatch, capsys):
+    def lose(*_: object) -> None:
+        raise RuntimeError(words)
+
+    lost = pytest.raises(RunError, match="step 4: another process has ended, or its machine cannot be reached")
+    with lost, located(lambda: 3, lambda: "the same command goes on from checkpoint-3"):
+        lose()
+    monkeypatch.setattr("adora_vl.train.train", lose)
+    assert main(["--config", "a.yaml"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: outside the training: another process has ended") and words in last
+
+
+def test_another_error_keeps_its_own_words():
+    assert not lost_contact(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not lost_contact(ValueError("Connection closed by peer"))
+
+
+# ------------------------------------------------------------------------------------------ the scripts
+
+
+def stub(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def script(name: str, *words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = f"{folder}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(REPOSITORY / "setup" / name), *words], cwd=folder, env={"PATH": path, **environment},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+SLURM = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Slurm's commands: a task a node, one after the other, and a note of what is queued again."""
+    stub(tmp_path, "scontrol", 'case $1 in show) echo n1; echo n2 ;; requeue) echo "$2" >requeued ;; esac')
+    stub(
+        tmp_path,
+        "srun",
+        'shift 2; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done; exit ${code:-0}',
+    )
+    return tmp_path
+
+
+def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stopped(slurm):
+    stub(slurm, "launch", 'printf "%s|" "$@"; echo; mkdir -p out; echo {} >out/stopped.json; exit 1')
+    words = ["--config", "a b.yaml", "--output_dir", "out"]
+    done = script("slurm/train.sbatch", *words, folder=slurm, SLURM_SUBMIT_DIR=str(slurm), LAUNCH="./launch", **SLURM)
+    first, second, *_ = done.stdout.splitlines()
+    assert first == (
+        "launch|"
+        "--config_file|configs/accelerate/zero3_nodes.yaml|--deepspeed_multinode_launcher|standard|"
+        "--num_machines|2|--num_processes|16|"
+        "--main_process_ip|n1|--main_process_port|22345|--machine_rank|0|-m|adora_vl.train|--config|a b.yaml|"
+        "--output_dir|out|"
+    )
+    assert second == first.replace("--machine_rank|0", "--machine_rank|1")
+    assert done.returncode == 75 and (slurm / "requeued").read_text() == "12345\n"
+
+
+def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
+    """Nor where an earlier stop has left its note, or the job would be queued for ever."""
+    (slurm / "out").mkdir()
+    (slurm / "out" / "stopped.json").touch()
+    stub(slurm, "launch", "exit 1")
+    environment = {**SLURM, "SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch"}
+    done = script("slurm/train.sbatch", "--output_dir=out", folder=slurm, **environment)
+    assert done.returncode == 1 and not (slurm / "requeued").exists()
+    done = script("slurm/train.sbatch", "--config", "a.yaml", folder=slurm, **environment)
+    assert done.returncode == 2 and "--output_dir: not among the arguments" in done.stderr
+
+
+def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
+    done = script("ssh/train.sh", "--output_dir", "out", folder=tmp_path, HOSTS="one two", PORT="0")
+    assert done.returncode == 2 and done.stderr.startswith("error: PORT: 0 is no port for several machines")
+
+
+@pytest.fixture
+def ssh(tmp_path):
+    """Runs the words of every host here."""
+    stub(tmp_path, "ssh", 'shift 2; export HOST="$1"; exec bash -c "$2"')
+    return tmp_path
+
+
+def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh):
+    stub(ssh, "launch", 'printf "%s|" "$HOST" "$NCCL_SOCKET_IFNAME" "$@"; echo')
+    environment = {"HOSTS": "one two", "LAUNCH": "./launch", "ENVIRONMENT": "NCCL_SOCKET_IFNAME=eth1"}
+    done = script("ssh/train.sh", "--config", "a b.yaml", "--output_dir", "out", folder=ssh, **environment)
+    first, second = sorted(done.stdout.splitlines())
+    assert done.returncode == 0, done.stderr
+    assert first == (
+        "one: one|eth1|launch|"
+        "--config_file|configs/accelerate/zero3_nodes.yaml|--deepspeed_multinode_launcher|standard|"
+        "--num_machines|2|--num_processes|16|"
+        "--main_process_ip|one|--main_process_port|29500|--machine_rank|0|-m|adora_vl.train|--config|a b.yaml|"
+        "--output_dir|out|"
+    )
+    assert second == first.replace("one: one", "two: two").replace("--machine_rank|0", "--machine_rank|1")
+
+
+def test_over_ssh_a_machine_that_fails_ends_the_others(ssh):
+    """The others would wait for its processes; they are given GRACE seconds, and then killed."""
+    stub(ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
+    environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
+    done = script("ssh/train.sh", "--output_dir", "out", folder=ssh, **environment)
+    assert done.returncode == 3 and "two ended with 3; the others have 0 seconds to end" in done.stderr
+
+
+def test_over_ssh_a_stopped_run_ends_with_75(ssh):
+    stub(ssh, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
+    done = script("ssh/train.sh", "--output_dir", "out", folder=ssh, HOSTS="one two", LAUNCH="./launch")
+    assert done.returncode == 75
