@@ -135,5 +135,6 @@ def _check_start(path: str | Path, content: Mapping[str, Any], kind: str, deepsp
 
 def _deepspeed(processes: int, machines: int, values: Mapping[str, Any]) -> Sharding:
     devices = [str(values.get(f"offload_{part}_device") or "none").lower() for part in ("optimizer", "param")]
-    stage = int(values.get("zero_stage") or 2)
+    stage = values.get("zero_stage")
+    stage = 2 if stage is None else int(stage)
     return Sharding(processes, stage, devices[0] != "none", devices[1] != "none", machines)
