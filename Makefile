@@ -14,8 +14,8 @@ setup: .venv/.installed ## install everything into .venv (about 3 minutes)
 .venv/.installed: $(INSTALLS)
 	@bash setup/install.sh
 
-demo: .venv/.installed ## the main job at a small size: draw problems, train, evaluate before and after (5 to 10 minutes)
-	@bash setup/demo.sh $(DEMO)
+demo: .venv/.installed ## the main job at a small size: draw problems, train, evaluate before and after (5 to 10 minutes); GRPO=1 trains plain GRPO too
+	@GRPO=$(GRPO) bash setup/demo.sh $(DEMO)
 
 test: lint ## what CI runs: lint, types and every test, with real TRL, vLLM and DeepSpeed (30 to 45 minutes)
 	@# Two files at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long

@@ -66,13 +66,15 @@ def grade_row(row: Prediction, *, rounding: bool = False, answer_tags: bool = Fa
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
-    """The groups of a row: goal, shapes, family, form of the answer, and those that every benchmark has."""
+    """The groups of a row: goal, shapes, family and kind, form of the answer, and those that every benchmark has."""
     metadata = row.get("metadata") or {}
     groups = {}
     for key in _METADATA_GROUPS:
         value = metadata.get(key)
         if value:
             groups[key] = [str(part) for part in value] if isinstance(value, list) else [str(value)]
+    if metadata.get("kind"):
+        groups["kind"] = [f"{metadata.get('family')}, {metadata['kind']}"]  # `crossing, vertical`
     return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))], **common_groups(row)}
 
 

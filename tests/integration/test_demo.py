@@ -21,9 +21,12 @@ def test_the_demo_learns(tmp_path):
     assert after["accuracy"] - before["accuracy"] >= 0.20
     assert before["wilson_95"][1] < after["wilson_95"][0]
     assert "The two intervals do not overlap." in done.stdout
+    learned = done.stdout[done.stdout.index("held-out accuracy") :]
+    assert "after - GRPO: " in learned and "GRPO was not run now: it is stored" in learned
+    assert "warning" not in learned, "the stored score of GRPO is of other problems or settings: store it anew"
     assert "Trained 100 steps" in done.stdout and "step 100/100  reward" in done.stdout
     assert (tmp_path / "report.html").stat().st_size > 100_000
-    print(done.stdout[done.stdout.index("held-out accuracy") :])
+    print(learned)
 
 
 def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
