@@ -114,6 +114,7 @@ def _row(names: tuple[str, ...], said: tuple[Said, ...], solution: int, row_id: 
             "goal": "knights and knaves",
             "shapes": [],
             "family": f"{len(names)} people",
+            "kind": "",
             "solution": f"\\boxed{{{gold}}}",
             "slip": f"\\boxed{{{assignment_text(names, wrong)}}}",
         },

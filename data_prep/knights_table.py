@@ -127,6 +127,7 @@ def _row(record: Mapping[str, Any], place: str, question: str) -> Row:
             "goal": "knights and knaves",
             "shapes": [],
             "family": f"{len(names)} people",
+            "kind": "",
             "solution": f"\\boxed{{{gold}}}",
             "slip": "",
         },

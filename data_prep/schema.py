@@ -22,6 +22,7 @@ FEATURES = Features(
             "goal": Value("string"),
             "shapes": List(Value("string")),
             "family": Value("string"),  # synthetic problems only, else empty
+            "kind": Value("string"),  # which case of its family, where there are several (synthetic problems only)
             "solution": Value("string"),  # a worked answer where the source has one, else empty
             "slip": Value("string"),  # a typical wrong answer to the same problem (synthetic problems only), else empty
         },

@@ -53,7 +53,7 @@ def write_split(rows: Iterable[Row], folder: Path, split: str, features: Feature
 
 def _stored(row: Row, features: Features) -> Row:
     assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
-    assert row["meta"].keys() == FEATURES["meta"].keys(), f"meta {sorted(row['meta'])} is not that of the schema"
+    assert row["meta"].keys() == features["meta"].keys(), f"meta {sorted(row['meta'])} is not that of the schema"
     images = [
         {"bytes": png_bytes(image), "path": None} if isinstance(image, Image.Image) else image
         for image in row["images"]

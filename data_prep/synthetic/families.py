@@ -21,7 +21,10 @@ from data_prep.synthetic.canvas import PLAIN, Canvas, Point, Style, font_pixels
 
 @dataclass(frozen=True)
 class SyntheticProblem:
-    """One drawn problem: `image` is RGB, `answer` LaTeX, `goal` what is asked for, `shapes` what is drawn."""
+    """One drawn problem: `image` is RGB, `answer` LaTeX, `goal` what is asked for, `shapes` what is drawn.
+
+    `kind` tells the cases of a family apart that are solved in different ways; empty where it has one.
+    """
 
     family: str
     image: Image.Image
@@ -31,6 +34,7 @@ class SyntheticProblem:
     slip: str
     goal: str
     shapes: tuple[str, ...]
+    kind: str = ""
 
 
 # Arguments: a generator, pixels, a level from 1 to 3, and a style.
@@ -121,7 +125,12 @@ def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, sty
 
 
 def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
-    """Two lines cross; one angle is written, `x` stands in the opposite (equal) or a neighbouring sector."""
+    """Two lines cross; one angle is written, `x` stands in the opposite (equal) or a neighbouring sector.
+
+    The slip takes one case for the other. Equal angles are worked out over the neighbour of both, as their proof does:
+    were they only copied, then the right working would be shorter than its slip here and nowhere else, and ADORA's
+    length criterion would attenuate exactly this case, one side of the decision that the picture asks for.
+    """
     given = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
     vertical = rng.random() < 0.5
     canvas = Canvas(size, style)
@@ -132,16 +141,18 @@ def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style =
     canvas.label(str(given), _jitter(rng, (0.5, 0.04 + _inset(size))))
     canvas.label("x", _jitter(rng, (0.5, 0.96 - _inset(size)) if vertical else (0.87, 0.57)))
     angle = given if vertical else 180 - given
-    workings = (f"vertical {given} = \\boxed{{{given}}}", f"supplementary 180 - {given} = \\boxed{{{180 - given}}}")
+    supplementary = f"supplementary 180 - {given} = \\boxed{{{180 - given}}}"
+    proved, copied = f"vertical {given}. 180 - (180 - {given}) =", f"vertical {given} ="
     return SyntheticProblem(
         "crossing",
         canvas.picture(),
         rng.choice(["Find x.", "Find the angle x at the crossing."]),
         str(angle),
-        workings[0] if vertical else workings[1],
-        workings[1] if vertical else workings[0],
+        f"{proved} \\boxed{{{given}}}" if vertical else supplementary,
+        supplementary if vertical else f"{copied} \\boxed{{{given}}}",
         "Angle",
         ("Line",),
+        "vertical" if vertical else "supplementary",
     )
 
 
@@ -165,6 +176,7 @@ def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Sty
         f"radius {radius} = \\boxed{{{radius}{unit}}}",
         "Length",
         ("Circle",),
+        asked,
     )
 
 

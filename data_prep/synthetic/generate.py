@@ -53,6 +53,7 @@ def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices
             "goal": problem.goal,
             "shapes": list(problem.shapes),
             "family": problem.family,
+            "kind": problem.kind,
             "solution": problem.solution,
             "slip": problem.slip,
         },

@@ -127,7 +127,7 @@ def attacked(tmp_path: Path) -> Path:
         "id": ATTACK,
         "source": ATTACK,
     }
-    meta = dict.fromkeys(("solution", "slip"), "") | {"goal": ATTACK, "shapes": [ATTACK], "family": ATTACK}
+    meta = dict.fromkeys(("kind", "solution", "slip"), "") | {"goal": ATTACK, "shapes": [ATTACK], "family": ATTACK}
     _dataset(tmp_path / "data", ATTACK, **row, meta=meta)
     assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "page.html")]) == 0
     return tmp_path / "page.html"

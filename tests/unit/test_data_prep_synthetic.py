@@ -188,11 +188,11 @@ def test_the_plain_rows_never_change() -> None:
         "f521ea3b42cd31a4",
         "7a3755580e7db287",
     ]
-    assert _fingerprint() == "709560c3e51c0fda"
-    assert _fingerprint(split="test") == "32aedeb27ee31117"
-    assert _fingerprint(seed=1000) == "fd2f22c3b2c694ce"  # what it was trained on
-    assert _fingerprint(size=112, seed=3) == "7d2954ffd25e0a97"
-    assert _fingerprint(families=("circle", "crossing"), seed=7) == "da32b2aa63a4d327"
+    assert _fingerprint() == "47fd2c8b5124b0bd"
+    assert _fingerprint(split="test") == "ace16f30e091c41c"
+    assert _fingerprint(seed=1000) == "4b1c5430b3118873"  # what it was trained on
+    assert _fingerprint(size=112, seed=3) == "b4f3245b5ba0bb5b"
+    assert _fingerprint(families=("circle", "crossing"), seed=7) == "c47ad3d14fb84584"
 
 
 @pytest.mark.parametrize("level", LEVELS)
