@@ -77,6 +77,8 @@ def store(run: Path, target: Path) -> None:
     kept = {key: content[key] for key in ("benchmark", "accuracy", "correct", "total", "wilson_95", "groups", "rules",
                                           "coverage", "fingerprint") if key in content}  # fmt: skip
     kept["items"] = [{"pid": item["pid"], "verdict": item["verdict"]} for item in content["items"]]
+    if fields := (kept.get("fingerprint") or {}).get("fields"):
+        fields["model"] = run.name  # not the folder on this machine
     versions = {name: manifest["versions"][name] for name in _VERSIONS if name in manifest["versions"]}
     kept["stored"] = {"command": manifest["command"], "date": str(manifest["finished"])[:10], "versions": versions}
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -53,11 +53,13 @@ def test_accuracy_is_the_mean_over_seeds_with_its_range():
 def test_a_stored_score_can_stand_beside_others_and_holds_no_answers(tmp_path, capsys):
     (tmp_path / "run" / "eval").mkdir(parents=True)
     path = tmp_path / "run" / "eval" / "score.json"
-    path.write_text(json.dumps(score("110")))
+    fields = {"fields": {"model": str(tmp_path / "run"), "max_tokens": 48}}
+    path.write_text(json.dumps(score("110") | {"fingerprint": fields}))
     manifest = {"command": "train it", "finished": "2026-01-31T10:00:00", "versions": {"trl": "1.16.0", "python": "3"}}
     (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
     store(tmp_path / "run", tmp_path / "stored" / "grpo.json")
     assert gain([str(path), str(path), "--beside", f"GRPO={tmp_path / 'stored' / 'grpo.json'}"]) == 0
     printed = capsys.readouterr().out
     assert "stored, of 2026-01-31, with trl 1.16.0, by\n  train it" in printed and "+0.0 points" in printed
-    assert "extracted" not in (tmp_path / "stored" / "grpo.json").read_text()
+    stored = (tmp_path / "stored" / "grpo.json").read_text()
+    assert "extracted" not in stored and str(tmp_path) not in stored and '"max_tokens": 48' in stored
