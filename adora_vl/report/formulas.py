@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from html import unescape
+from importlib.util import find_spec
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -48,8 +49,10 @@ Tree = list[Any]  # [element, attributes, child or text, ...]
 def formulas(texts: Iterable[str | None], whole: Iterable[str | None] = ()) -> dict[str, Tree]:
     """The trees of the formulas in `texts`, and of each of `whole` that is LaTeX altogether, by their source.
 
-    The first `MAX_FORMULAS` different ones are looked at.
+    The first `MAX_FORMULAS` different ones are looked at. Without the package latex2mathml there are none.
     """
+    if find_spec("latex2mathml") is None:  # an environment from before it was needed still gets its page
+        return {}
     found: dict[str, Tree | None] = {}
     pattern = re.compile(FORMULA)
     for text in whole:

@@ -99,6 +99,11 @@ def test_no_text_makes_the_page_slow(text):
     assert time.process_time() - began < 2, "all of these take less than 0.05 s"
 
 
+def test_an_environment_without_the_converter_still_gets_a_page(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert formulas(["$x$"], ["x^2"]) == {}
+
+
 def test_a_page_has_a_limit(monkeypatch):
     monkeypatch.setattr(module, "MAX_FORMULAS", 3)
     assert len(formulas([f"$x_{number}$" for number in range(9)])) == 3

@@ -87,9 +87,10 @@ def test_the_tags_are_graded_as_a_box_is():
     pairs = [(case, box) for case, box in boxes if box is not None and "\\boxed" not in box]
     assert len(pairs) > 600
     golds, choices = [case.gold for case, _ in pairs], [case.choices for case, _ in pairs]
-    boxed = grade_batch([rf"\boxed{{{box}}}" for _, box in pairs], golds, choices=choices)
+    plain = [rf"\boxed{{{box}}}" for _, box in pairs]
+    boxed = grade_batch(plain, golds, choices=choices, deadline_s=60)  # a busy machine is not the matter here
     tagged = [f"<think>so</think><answer>{box}</answer>" for _, box in pairs]
-    assert grade_batch(tagged, golds, choices=choices, answer_tags=True) == boxed
+    assert grade_batch(tagged, golds, choices=choices, answer_tags=True, deadline_s=60) == boxed
     assert {one.reason for one in grade_batch(tagged, golds, choices=choices)} == {"no_box"}
 
 
