@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
 from adora_vl.files import replace_file
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from benchmarks.attenuation.settings import Trial, Settings
+from benchmarks.attenuation.settings import Settings, Trial
 from benchmarks.attenuation.task import ChainProblem, is_chain, is_right, problems
 
 LOGGED = ("adora/tds_share", "adora/weight_mean", "adora/rate_scale", "adora/drift", "entropy", "grad_norm", "loss")

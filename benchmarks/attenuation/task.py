@@ -61,7 +61,7 @@ def form(start: int, operations: Sequence[tuple[str, int]]) -> str:
 
 
 def read_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
-    """Teaching and operations of a prompt."""
+    """The first digit and the operations of a prompt."""
     steps = [step for step in prompt.split()[1].split(";") if "_" not in step]
     return int(steps[0][0]), [(step[1], int(step[2])) for step in steps]
 
