@@ -26,7 +26,7 @@ LOGGED = ("adora/tds_share", "adora/weight_mean", "adora/rate_scale", "adora/dri
 
 def keep_one_engine() -> None:
     """The next trainer of this process takes over the engine. The first sync of a run sends every weight, and every
-    rollout has a seed of its own, so nothing of an earlier run is left (tests/integration/test_attenuation.py).
+    rollout has a seed of its own, so nothing of an earlier run is left.
     """
     build, kept = AdoraVLLMGeneration._build_llm, []
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 
 from adora_vl.advantage import Groups, MethodRun, Schedule, group_advantages
 from adora_vl.advantage.grpo import is_constant
@@ -14,6 +15,7 @@ from adora_vl.config.advantage import check_method, method_run
 from adora_vl.config.command_line import parse
 from adora_vl.errors import UserError
 from adora_vl.learning_rate import ScaledRate
+from tests.tiny_run import train
 
 CONTROLS = ("random", "reversed", "rate")
 
@@ -121,6 +123,25 @@ def test_the_optimizer_steps_with_the_scaled_rate_and_has_its_own_again():
         moved.append(before - weight.item())
         assert optimizer.param_groups[0]["lr"] == 0.3
     assert moved == pytest.approx([0.21, 0.3])
+
+
+@pytest.mark.slow
+def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
+    """The real training command, which notes the learning rate of every optimizer step."""
+    stock, rates = AcceleratedOptimizer.step, []
+
+    def noted(self, *arguments):
+        rates.append(self.param_groups[0]["lr"])
+        return stock(self, *arguments)
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step", noted)
+    options = '{"assign": "rate", "criteria": ["difficulty"], "tau": 0.25}'
+    folder = train(tmp_path / "run", save_strategy="no", adora_method_options=options, max_steps=3)
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    scales = [entry["adora/rate_scale"] for entry in log if "adora/rate_scale" in entry]
+    assert rates == pytest.approx([1e-3 * scale for scale in scales], rel=1e-4)
+    assert len(rates) == 3 and min(scales) < 1
+    assert all("adora/reflective_per_1000_tokens" in entry for entry in log if "adora/rate_scale" in entry)
 
 
 def test_off_outside_its_steps():
