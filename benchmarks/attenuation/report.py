@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.attenuation.curves import draw_curves
-from benchmarks.attenuation.tables import Run, comparisons, levels
+from benchmarks.attenuation.tables import Run, comparisons, engines, levels
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -17,7 +17,7 @@ def read_runs(folder: Path) -> list[Run]:
 
 def conditions(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Regime and loss_type of what was run, in the order of their names."""
-    return sorted({(run["regime"], run["loss"]) for run in runs})
+    return sorted({(run["regime"], run["loss"]) for run in runs if not run["engine"]})
 
 
 def tables(runs: Sequence[Run]) -> str:
@@ -26,6 +26,7 @@ def tables(runs: Sequence[Run]) -> str:
     for regime, loss in conditions(runs):
         parts += [f"## {regime}, `loss_type: {loss}`", "", *levels(runs, regime, loss), ""]
         parts += [*comparisons(runs, regime, loss), ""]
+    parts += [*engines(runs), ""]
     seconds = sum(run["processor_seconds"] for run in runs)
     commits = ", ".join(sorted({run["commit"] for run in runs}))
     mean = statistics.fmean(run["processor_seconds"] for run in runs)

@@ -67,9 +67,10 @@ COLUMNS: tuple[tuple[str, Callable[[Run], float | None], float], ...] = (
 )
 
 
-def select(runs: Sequence[Run], regime: str, loss: str, arm: str) -> dict[int, Run]:
-    """The runs of an arm by their seed."""
-    return {run["seed"]: run for run in runs if (run["regime"], run["loss"], run["arm"]) == (regime, loss, arm)}
+def select(runs: Sequence[Run], regime: str, loss: str, arm: str, *, engine: bool = False) -> dict[int, Run]:
+    """The runs of an arm by their seed: those that Transformers sampled, or those of the engine."""
+    wanted = (regime, loss, arm, engine)
+    return {run["seed"]: run for run in runs if (run["regime"], run["loss"], run["arm"], run["engine"]) == wanted}
 
 
 def levels(runs: Sequence[Run], regime: str, loss: str) -> list[str]:
@@ -133,3 +134,17 @@ def comparisons(runs: Sequence[Run], regime: str, loss: str) -> list[str]:
         cells = [interval(paired(runs, regime, loss, one, other, value)) for _, value in DIFFERENCES]
         lines.append(f"| {ARMS[one]} - {ARMS[other]} | {count} | " + " | ".join(cells) + " |")
     return lines
+
+
+def engines(runs: Sequence[Run]) -> list[str]:
+    """A Markdown table of the runs that were made both ways, with their accuracy and chains at the end in percent."""
+    lines = ["| run | accuracy: Transformers | vLLM | chains: Transformers | vLLM |", "|---|---|---|---|---|"]
+    for run in (run for run in runs if run["engine"]):
+        other = select(runs, run["regime"], run["loss"], run["arm"]).get(run["seed"])
+        if other is None:
+            continue
+        cells = [f"{100 * one['held_out'][-1][key]:.1f}" for key in ("accuracy", "chains") for one in (other, run)]
+        lines.append(
+            f"| {run['regime']}, {run['loss']}, {ARMS[run['arm']]}, seed {run['seed']} | {' | '.join(cells)} |"
+        )
+    return lines if len(lines) > 2 else []

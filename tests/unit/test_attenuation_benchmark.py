@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.attenuation.settings import read_settings
-from benchmarks.attenuation.tables import area, comparisons, end, half_width, interval, levels
+from benchmarks.attenuation.tables import area, comparisons, end, engines, half_width, interval, levels
 from benchmarks.attenuation.task import (
     OPTIONS,
     SLIP,
@@ -76,10 +76,11 @@ def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
     assert not is_right(f"guess: {problem.answer} ", problem.chain, problem.answer)
 
 
-def run(arm, seed, accuracy):
+def run(arm, seed, accuracy, engine=False):
     held_out = [{"step": step, "accuracy": a, "chains": 0.5} for step, a in zip((0, 10, 20), accuracy, strict=True)]
     figures = {"tds_share": 0.3, "weight_mean": 0.7, "entropy": 0.5}
-    return {"regime": "R2", "loss": "grpo", "arm": arm, "seed": seed, "held_out": held_out, "steps": [figures]}
+    place = {"regime": "R2", "loss": "grpo", "arm": arm, "seed": seed, "engine": engine}
+    return {**place, "held_out": held_out, "steps": [figures]}
 
 
 def test_the_tables_pair_runs_by_their_seed():
@@ -91,6 +92,13 @@ def test_the_tables_pair_runs_by_their_seed():
     assert any(line.startswith("| GRPO | 3 | 50.0 |") for line in levels(runs, "R2", "grpo"))
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
     assert interval([1.0, -1.0]).startswith("+0.0 [") and interval([1.0]) == "-"
+
+
+def test_a_run_of_the_engine_is_compared_and_not_counted():
+    runs = [run("grpo", 0, (0.2, 0.3, 0.4)), run("grpo", 0, (0.2, 0.3, 0.9), engine=True)]
+    assert any(line.startswith("| GRPO | 1 | 40.0 |") for line in levels(runs, "R2", "grpo"))
+    assert engines(runs)[2:] == ["| R2, grpo, GRPO, seed 0 | 40.0 | 90.0 | 50.0 | 50.0 |"]
+    assert engines(runs[:1]) == []
 
 
 def test_the_settings_name_what_there_is():
