@@ -37,7 +37,7 @@ def tables(runs: Sequence[Run]) -> str:
 def write_report(output: Path) -> None:
     """`results.json` (all runs in one file), `tables.md` and `curves.png`, beside the runs. Nothing without a run."""
     runs = read_runs(output / "runs")
-    if not runs:
+    if not conditions(runs):
         return
     (output / "results.json").write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
     (output / "tables.md").write_text(tables(runs))
