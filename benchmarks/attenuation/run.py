@@ -28,14 +28,15 @@ def keep_one_engine() -> None:
     """The next trainer of this process takes over the engine. The first sync of a run sends every weight, and every
     rollout has a seed of its own, so nothing of an earlier run is left.
     """
-    build, kept = AdoraVLLMGeneration._build_llm, []
+    build = AdoraVLLMGeneration._build_llm
+    kept: list[Any] = []
 
     def build_once(self: Any, **kwargs: Any) -> Any:
         if not kept:
             kept.append(build(self, **kwargs))
         return kept[0]
 
-    AdoraVLLMGeneration._build_llm = build_once
+    AdoraVLLMGeneration._build_llm = build_once  # type: ignore[method-assign]
 
 
 class AnswerCounts:
