@@ -20,6 +20,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.noise import noise_settings
 from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.images import DistinctImages
+from adora_vl.learning_rate import ScaledRate
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.importance import ImportanceRatio, RatioSettings
 from adora_vl.rollout.noise import NoisyRollouts
@@ -172,7 +173,8 @@ def recorder(args: AdoraGRPOConfig, accelerator: Accelerator, shape: Shape) -> R
 
 
 def callbacks(
-    clock: PhaseClock, recorder: Recorder, batcher: Batcher, log: Callable[[str, float], None]
+    clock: PhaseClock, recorder: Recorder, batcher: Batcher, log: Callable[[str, float], None], methods: MethodRun
 ) -> list[TrainerCallback]:
-    """What writes the log, the record and the progress line, in the order in which they are called."""
-    return [StepClock(clock, log), KeepRecord(recorder, batcher.take_moved), ProgressLine(), MetricsFile()]
+    """What scales the learning rate and writes log, record and progress line, in the order in which they are called."""
+    keeps = [StepClock(clock, log), KeepRecord(recorder, batcher.take_moved), ProgressLine(), MetricsFile()]
+    return [ScaledRate(lambda: methods.rate), *keeps]

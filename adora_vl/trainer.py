@@ -39,6 +39,7 @@ from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
 from adora_vl.models.precision import restore_buffers
 from adora_vl.report.card import CardWriter
+from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.importance import has_dropout
 from adora_vl.rollout.prefetch import NoPrefetch
@@ -122,7 +123,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             never_sample(never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config)
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
-        for callback in build.callbacks(self.clock, self.recorder, self.batcher, log):
+        for callback in build.callbacks(self.clock, self.recorder, self.batcher, log, self.methods):
             self.add_callback(callback)
 
     # ------------------------------------------------------------------------------------------- 1. a generation
@@ -170,7 +171,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if training:
             self.drift_guard.check_batch(batch, self.state.global_step)
         weighed = self.weigher(self._scores, batch, generations, self.state.global_step, training=training)
-        for name, value in weighed_figures(weighed).items():
+        for name, value in weighed_figures(weighed, self._scores).items():
             self._metrics[mode][name].append(value)
         completions_table.add_weighed(self._logs, weighed, texts=build.logs_tables(self.args))
         if training:
@@ -213,7 +214,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self.reward_guard.check(self.state.global_step)
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        self._scores = Scores.gathered(rewards_BF, completion_ids_list, ends, self.accelerator)
+        texts = [completion_text(completion) for completion in completions]
+        self._scores = Scores.gathered(rewards_BF, completion_ids_list, texts, ends, self.accelerator)
         return rewards_BF
 
     @property

@@ -17,6 +17,7 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import AdoraWeighting
 from adora_vl.advantage.run import MethodRun
 from adora_vl.batch import Batch
+from adora_vl.reflection import reflective_words
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,35 @@ class Scores:
     rewards_BF: Tensor  # of each reward function; NaN where it did not score the rollout
     lengths_B: Tensor  # completion tokens
     unended_B: Tensor  # bool: without an end-of-turn token
+    reflective_B: Tensor  # reflective words in its text
 
     @classmethod
     def gathered(
-        cls, rewards_BF: Tensor, completions: Sequence[Sequence[int]], ends: Collection[int], accelerator: Accelerator
+        cls,
+        rewards_BF: Tensor,
+        completions: Sequence[Sequence[int]],
+        texts: Sequence[str],
+        ends: Collection[int],
+        accelerator: Accelerator,
     ) -> Scores:
-        """`rewards_BF` is of all ranks, as TRL gathers it; `completions` are this rank's token ids. A completion has
-        ended if it is empty or its last token is one of `ends`.
+        """`rewards_BF` is of all ranks, as TRL gathers it; `completions` are this rank's token ids and `texts` what
+        they say. A completion has ended if it is empty or its last token is one of `ends`.
         """
-        facts_B2 = torch.tensor(
-            [[len(ids), ids[-1] not in ends if ids else False] for ids in completions],
+        facts_B3 = torch.tensor(
+            [
+                [len(ids), ids[-1] not in ends if ids else False, sum(reflective_words(text).values())]
+                for ids, text in zip(completions, texts, strict=True)
+            ],
             dtype=torch.float32,
             device=accelerator.device,
         )
-        facts_B2 = accelerator.gather(facts_B2)
-        return cls(rewards_BF, facts_B2[:, 0], facts_B2[:, 1] > 0)
+        facts_B3 = accelerator.gather(facts_B3)
+        return cls(rewards_BF, facts_B3[:, 0], facts_B3[:, 1] > 0, facts_B3[:, 2])
+
+    @property
+    def reflective_per_1000_tokens(self) -> float:
+        """Reflective words per 1,000 tokens of all rollouts; NaN where no rollout has a token."""
+        return (1000 * self.reflective_B.sum() / self.lengths_B.sum()).item()
 
 
 @dataclass(frozen=True)

@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from adora_vl.reflection import REFLECTIVE, reflective_words
 from eval.statistics import wilson
-
-# Words by which a model takes a step back. ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the
-# list is ours, and fixed, so that two runs can be compared.
-REFLECTIVE = (
-    "wait",
-    "verify",
-    "check",
-    "recheck",
-    "double-check",
-    "reconsider",
-    "rethink",
-    "alternatively",
-    "however",
-    "mistake",
-    "let me see",
-    "hold on",
-)
-_PATTERNS = {
-    word: re.compile(rf"(?<!\w){re.escape(word).replace(chr(92) + '-', '[- ]?')}(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
-    for word in REFLECTIVE
-}
-_PATTERNS["recheck"] = re.compile(r"(?<!\w)re-?check(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
-# Not the end of `re-check` and `double-check`, which count as themselves.
-_PATTERNS["check"] = re.compile(r"(?<![\w-])(?<!double )check(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
 
 
 def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
@@ -59,9 +35,9 @@ def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
     """How many answers have a reflective word, and how often each word occurs in 1,000 answers; None of no answers."""
     if not responses:
         return None
-    counts = {word: sum(len(pattern.findall(text)) for text in responses) for word, pattern in _PATTERNS.items()}
-    having = sum(any(pattern.search(text) for pattern in _PATTERNS.values()) for text in responses)
-    total = len(responses)
+    found = [reflective_words(text) for text in responses]
+    counts = {word: sum(each.get(word, 0) for each in found) for word in REFLECTIVE}
+    having, total = sum(map(bool, found)), len(responses)
     return {
         "answers": having,
         "total": total,

@@ -26,11 +26,16 @@ NO_CORRECT = ("keep", "attenuate")
 
 @dataclass(frozen=True)
 class AdoraWeighting:
-    """The judgement of one batch: `weights_P` is float32, `tds_P` is bool, and `facts` are the reasons."""
+    """The judgement of one batch: `weights_P` is float32, `tds_P` and `tas_P` are bool, and `facts` are the reasons.
+
+    A group without a correct rollout can be neither TDS nor TAS. `rate` multiplies the learning rate of this batch.
+    """
 
     weights_P: Tensor
     tds_P: Tensor
+    tas_P: Tensor
     facts: GroupFacts
+    rate: float = 1.0
 
 
 def _check(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -91,7 +96,7 @@ def weigh_groups(
     marked_P = tds_P if mode == "attenuation" else tas_P
     ones_P = torch.ones(len(rewards), dtype=torch.float32, device=rewards.device)
     weights_P = ones_P if mode == "off" else torch.where(marked_P, factor, ones_P)
-    return AdoraWeighting(weights_P, tds_P, facts)
+    return AdoraWeighting(weights_P, tds_P, tas_P, facts)
 
 
 def adora_weights(

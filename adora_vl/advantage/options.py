@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adora_vl.advantage.adora import COMBINATIONS, CRITERIA, EMPTY_WRONG, MODES, NO_CORRECT
+from adora_vl.advantage.assignment import ASSIGNMENTS
 from adora_vl.advantage.daro import MEASURES
 from adora_vl.advantage.mc_grpo import CENTRES, SPREADS
 from adora_vl.advantage.schedule import Schedule, within
@@ -25,7 +26,8 @@ class NoOptions:
 class AdoraOptions:
     """ADORA's options. Those that are not given take the values of the `adora_*` keys.
 
-    `steps` is a half-open range of steps, [first, end): ADORA is on in these steps only. None means all steps.
+    `steps` is a half-open range of steps, [first, end): ADORA is on in these steps only. None means all steps. `assign`
+    says which groups get the weights; all but `criterion` are controls.
     """
 
     mode: str = "attenuation"
@@ -37,12 +39,14 @@ class AdoraOptions:
     no_correct: str = "keep"
     difficulty_needs_correct: bool = False
     steps: tuple[int, int] | None = None
+    assign: str = "criterion"
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
         _one_of("combine", self.combine, COMBINATIONS)
         _one_of("empty_wrong", self.empty_wrong, EMPTY_WRONG)
         _one_of("no_correct", self.no_correct, NO_CORRECT)
+        _one_of("assign", self.assign, ASSIGNMENTS)
         for name in self.criteria:
             _one_of("criteria", name, CRITERIA)
         low, high = min(self.factor.values), max(self.factor.values)

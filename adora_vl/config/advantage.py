@@ -164,6 +164,7 @@ def method_run(config: Any) -> MethodRun:
         scale=str(config.scale_rewards),
         max_length=config.max_completion_length,
         sums_rewards=config.multi_objective_aggregation == "sum_then_normalize",
+        seed=config.seed,
     )
 
 
@@ -183,6 +184,7 @@ def check_method(config: Any) -> None:
     canon = chosen.get("canon")
     if canon is not None and canon.measure == "entropy" and not config.use_vllm:
         raise UserError("adora_method: canon with measure: entropy needs use_vllm: true, else set measure: length")
+    _check_assignment(config, chosen.get("adora"))
     daro = chosen.get("daro")
     if daro is not None and daro.by_bin_tokens and config.loss_type != "dapo":
         raise UserError(
@@ -200,6 +202,21 @@ def check_method(config: Any) -> None:
                 "adora_method_options: overlong_cache changes rewards: dapo must stand first in adora_method, and "
                 "multi_objective_aggregation be sum_then_normalize"
             )
+
+
+def _check_assignment(config: Any, adora: AdoraOptions | None) -> None:
+    if adora is None or adora.assign != "rate":
+        return
+    if config.adora_dynamic_sampling:
+        raise UserError(
+            f"adora_dynamic_sampling: {config.adora_dynamic_sampling} with assign: rate, which needs one batch per "
+            "generation to scale the learning rate by; set adora_dynamic_sampling: 0"
+        )
+    if config.deepspeed is not None or getattr(config, "deepspeed_plugin", None) is not None:
+        raise UserError(
+            "adora_method_options: assign: rate does not work with DeepSpeed, which takes its optimizer step before "
+            "its learning rate can be scaled; train without DeepSpeed"
+        )
 
 
 def method_needs(config: Any) -> list[str]:

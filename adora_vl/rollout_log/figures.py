@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adora_vl.advantage import AdoraWeighting
-from adora_vl.weighing import Weighed
+from adora_vl.weighing import Scores, Weighed
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> float:
@@ -31,7 +31,8 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
     }
 
 
-def weighed_figures(weighed: Weighed) -> dict[str, float]:
-    """The figures of ADORA and of the run's methods, by their names in the log."""
+def weighed_figures(weighed: Weighed, scores: Scores) -> dict[str, float]:
+    """The figures of ADORA, of the run's methods and of the texts, by their names in the log."""
     figures = {**adora_metrics(weighed.weighting), **weighed.figures}
+    figures["reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
     return {f"adora/{name}": value for name, value in figures.items()}

@@ -64,7 +64,9 @@ ALLOWED = {
         "adora_vl.errors",
         "adora_vl.config",
     ),
-    "adora_vl.weighing": ("adora_vl.advantage", "adora_vl.batch"),
+    "adora_vl.reflection": (),
+    "adora_vl.learning_rate": (),
+    "adora_vl.weighing": ("adora_vl.advantage", "adora_vl.batch", "adora_vl.reflection"),
     "adora_vl.guards": (
         "adora_vl.batch",
         "adora_vl.errors",
@@ -113,6 +115,7 @@ ALLOWED = {
         "adora_vl.prompts",
         "adora_vl.rewards",
         "adora_vl.models",
+        "adora_vl.reflection",
         "adora_vl.rollout",
         "adora_vl.words",
         "adora_vl.yaml_file",

@@ -181,15 +181,18 @@ def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(na
 RANKS = """
 import sys, torch, torch.distributed as dist
 from adora_vl.advantage import METHODS, Groups, MethodRun, group_advantages
+from adora_vl.advantage.options import AdoraOptions
 rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 generator = torch.Generator().manual_seed(0)
-for name in METHODS:
-    method = MethodRun({name: METHODS[name].options()})
+cases = [(name, METHODS[name].options()) for name in METHODS]
+cases += [("adora", AdoraOptions(assign=assign)) for assign in ("random", "reversed", "rate")]
+for name, options in cases:
+    method = MethodRun({name: options}, seed=3)
     for step in range(3):
         rewards = torch.tensor([0.0, 0.1, 1.0])[torch.randint(0, 3, (6, 4), generator=generator)]
         lengths = torch.randint(1, 50, (6, 4), generator=generator)
-        whole = MethodRun({name: METHODS[name].options()}) if step == 0 else whole
+        whole = MethodRun({name: options}, seed=3) if step == 0 else whole
         def groups(r, l):
             return Groups(r, l, l > 45, surprisal_PG=l / 50, step=step)
         alone = whole(groups(rewards, lengths), group_advantages(rewards))
@@ -200,7 +203,7 @@ for name in METHODS:
             dist.all_gather(parts, mine)
             return torch.cat(parts).view(6, 4)
         both = method(groups(gathered(rewards), gathered(lengths)), group_advantages(gathered(rewards)))
-        assert torch.equal(alone, both), name
+        assert torch.equal(alone, both) and method.rate == whole.rate, name
     states = [None, None]
     dist.all_gather_object(states, method.state())
     assert states[0] == states[1] == whole.state(), name
@@ -209,7 +212,7 @@ print("same")
 
 
 def test_two_ranks_compute_what_one_does(tmp_path):
-    """Real processes, gathered tensors, every method, three steps with what they remember."""
+    """Real processes, gathered tensors, every method and control, three steps with what they remember."""
     import socket
 
     with socket.socket() as free:

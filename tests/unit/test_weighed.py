@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from adora_vl.advantage import Groups
@@ -24,10 +25,13 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
         return tensor
 
     accelerator = SimpleNamespace(device="cpu", gather=gather)
-    scores = Scores.gathered(torch.zeros(4, 1), [[5, 6, END], [5, 6], [], [END, 5]], {END, PAD}, accelerator)
+    completions, texts = [[5, 6, END], [5, 6], [], [END, 5]], ["Wait, wait.", "no", "", "I verify"]
+    scores = Scores.gathered(torch.zeros(4, 1), completions, texts, {END, PAD}, accelerator)
     assert scores.lengths_B.tolist() == [3, 2, 0, 2]
     assert scores.unended_B.tolist() == [False, True, False, True]
-    assert len(calls) == 1, "lengths and ends are gathered together"
+    assert scores.reflective_B.tolist() == [2, 0, 0, 1]
+    assert scores.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
+    assert len(calls) == 1, "lengths, ends and words are gathered together"
 
 
 def weighed() -> Weighed:
@@ -67,7 +71,10 @@ def test_a_smaller_table_keeps_the_newest_rows():
 
 
 def test_the_log_has_the_figures_of_adora_and_of_the_method():
-    figures = weighed_figures(weighed())
+    lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
+    scores = Scores(torch.zeros(4, 1), lengths_B, torch.zeros(4, dtype=torch.bool), torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    figures = weighed_figures(weighed(), scores)
+    assert figures["adora/reflective_per_1000_tokens"] == 20.0
     assert figures["adora/own"] == 3.0
     assert figures["adora/pass_rate"] == 0.25
     assert all(name.startswith("adora/") for name in figures)

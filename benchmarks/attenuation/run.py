@@ -1,0 +1,178 @@
+"""One run: the trainer and the engine that every user has, on the task. The engine of a process serves all its runs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
+from adora_vl.files import replace_file
+from adora_vl.rollout.engine import AdoraVLLMGeneration
+from benchmarks.attenuation.settings import Settings, Trial
+from benchmarks.attenuation.task import ChainProblem, is_chain, is_right, problems
+
+LOGGED = ("adora/tds_share", "adora/weight_mean", "adora/rate_scale", "adora/drift", "entropy", "grad_norm", "loss")
+
+
+def keep_one_engine() -> None:
+    """The next trainer of this process takes over the engine. The first sync of a run sends every weight, and every
+    rollout has a seed of its own, so nothing of an earlier run is left.
+    """
+    build = AdoraVLLMGeneration._build_llm
+    kept: list[Any] = []
+
+    def build_once(self: Any, **kwargs: Any) -> Any:
+        if not kept:
+            kept.append(build(self, **kwargs))
+        return kept[0]
+
+    AdoraVLLMGeneration._build_llm = build_once  # type: ignore[method-assign]
+
+
+class AnswerCounts:
+    """What the rollouts of a batch are: counts by family and kind of answer."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, float] = defaultdict(float)
+
+    def add(self, text: str, problem: ChainProblem, tokens: int) -> bool:
+        kind, right = "chain" if is_chain(text) else "guess", is_right(text, problem.chain, problem.answer)
+        for key in (f"{kind}_{problem.family}", f"{kind}_{problem.family}_right" if right else "", "tokens_" + kind):
+            if key:
+                self.counts[key] += tokens if key.startswith("tokens") else 1
+        return right
+
+    def figures(self, share_a: float | None = None) -> dict[str, float | None]:
+        """Accuracy, share and accuracy of chains, and mean lengths. `share_a`: weigh the families' figures so."""
+        n = {f: self.counts[f"chain_{f}"] + self.counts[f"guess_{f}"] for f in "AB"}
+        weight = {"A": share_a, "B": 1 - share_a} if share_a else {f: n[f] / max(1, sum(n.values())) for f in "AB"}
+        out: dict[str, float | None] = {}
+        for f in "AB":
+            right = self.counts[f"chain_{f}_right"] + self.counts[f"guess_{f}_right"]
+            out[f"accuracy_{f}"] = right / n[f] if n[f] else None
+            out[f"chains_{f}"] = self.counts[f"chain_{f}"] / n[f] if n[f] else None
+        for key in ("accuracy", "chains"):
+            out[key] = sum(weight[f] * (out[f"{key}_{f}"] or 0.0) for f in "AB")
+        chains, guesses = (sum(self.counts[f"{kind}_{f}"] for f in "AB") for kind in ("chain", "guess"))
+        out["chain_accuracy"] = sum(self.counts[f"chain_{f}_right"] for f in "AB") / chains if chains else None
+        total = self.counts["tokens_chain"] + self.counts["tokens_guess"]
+        out["tokens"] = total / max(1, chains + guesses)
+        return out
+
+
+class HeldOutCurve(TrainerCallback):
+    """Evaluates on held-out problems, with answers sampled as in training, every time from the same random numbers."""
+
+    def __init__(self, settings: Settings, job: Trial) -> None:
+        self.settings, self.job = settings, job
+        regime = settings.regimes[job.regime]
+        self.held_out = [
+            problem
+            for family in "AB"
+            for problem in problems(settings.eval_problems, regime, f"held out/{job.regime}/{job.seed}", family)
+        ]
+        self.points: list[dict[str, Any]] = []
+        self.trainer: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.evaluate(0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.settings.eval_every == 0 or state.global_step == self.settings.steps:
+            self.evaluate(state.global_step)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> None:
+        model, tokenizer = self.trainer.model, self.trainer.processing_class
+        asked = tokenizer([problem.prompt for problem in self.held_out], return_tensors="pt")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.job.seed)
+            out_BT = model.generate(
+                input_ids=asked["input_ids"],
+                attention_mask=asked["attention_mask"],
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=self.trainer.max_completion_length,
+            )
+        tally = AnswerCounts()
+        for problem, ids in zip(self.held_out, out_BT[:, asked["input_ids"].shape[1] :], strict=True):
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            tally.add(text, problem, int((ids != tokenizer.pad_token_id).sum()))
+        self.points.append({"step": step, **tally.figures(share_a=0.75)})
+
+
+def _config(settings: Settings, job: Trial, folder: Path) -> Any:
+    regime, rows = settings.regimes[job.regime], settings.prompts * settings.generations
+    return AdoraGRPOConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+        use_vllm=job.engine, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=128,
+        vllm_importance_sampling_mode="token_truncate", per_device_train_batch_size=rows,
+        num_generations=settings.generations, max_completion_length=6 * regime.operations + 6, temperature=1.0,
+        max_steps=settings.steps, learning_rate=regime.learning_rate, lr_scheduler_type="constant", beta=0.0,
+        loss_type=job.loss, adora_truncation="eos", adora_method_options=dict(settings.arms[job.arm]),
+        logging_steps=1, save_strategy="no", report_to="none", seed=job.seed, adora_record_every=0,
+    )  # fmt: skip
+
+
+def run_job(settings: Settings, job: Trial, start: Path, commit: str) -> dict[str, Any]:
+    """Train one arm from a start. Returns its figures: held-out points, and what each generation was like."""
+    began, processor = time.perf_counter(), time.process_time()
+    drawn = problems(settings.steps * settings.prompts, settings.regimes[job.regime], f"train/{job.regime}/{job.seed}")
+    rows = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(drawn)])
+    batches: list[dict[str, Any]] = []
+
+    def graded(prompts: Any, completions: Any, completion_ids: Any, number: Any, **kwargs: Any) -> list[float]:
+        tally = AnswerCounts()
+        asked = zip(completions, number, completion_ids, strict=True)
+        rewards = [float(tally.add(text, drawn[row], len(ids))) for text, row, ids in asked]
+        batches.append(tally.figures())
+        return rewards
+
+    watch = HeldOutCurve(settings, job)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = AdoraGRPOTrainer(
+            model=model,
+            reward_funcs=graded,
+            args=_config(settings, job, Path(folder)),
+            train_dataset=rows,
+            processing_class=AutoTokenizer.from_pretrained(start),
+            callbacks=[watch],
+        )
+        watch.trainer = trainer
+        trainer.train()
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for batch, entry in zip(batches, history, strict=True):
+        batch |= {key.removeprefix("adora/"): entry[key] for key in LOGGED if key in entry}
+    del trainer, watch.trainer, model
+    gc.collect()
+    return {
+        "regime": job.regime, "loss": job.loss, "seed": job.seed, "arm": job.arm, "engine": job.engine,
+        "commit": commit,
+        "held_out": rounded(watch.points), "steps": rounded(batches),
+        "seconds": round(time.perf_counter() - began, 1),
+        "processor_seconds": round(time.process_time() - processor, 1),
+    }  # fmt: skip
+
+
+def rounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """To four digits; what is not finite is left out."""
+    return [
+        {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if v is not None and math.isfinite(v)}
+        for row in rows
+    ]
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(result) + "\n")

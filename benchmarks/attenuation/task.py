@@ -1,0 +1,111 @@
+"""The task: a chain of one-digit operations modulo ten. An answer guesses the last digit, or is the written chain."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LONGEST = 5  # operations; prompts of shorter chains are filled up, so that all prompts have the same number of tokens
+OPTIONS = (7, 3)  # the answers of family A, the more frequent one first
+SLIP = 0.35  # how often the teacher's result of a step is one too large
+GUESS = "guess: "
+
+
+@dataclass(frozen=True)
+class ChainProblem:
+    """`chain` is what a chain has to say to be right, and `answer` its last digit. `family` is A or B."""
+
+    prompt: str
+    chain: str
+    answer: int
+    family: str
+
+
+@dataclass(frozen=True)
+class Regime:
+    """One of the experiment's four.
+
+    operations: length of the chains.
+    learning_rate: of the policy.
+    first_option: how often the answer of an A problem is the first of its two options.
+    hidden_slips: the results that count as right slip as the teacher's do, so that no chain can be relied on.
+    labelled: the prompt says which family a problem is of.
+    """
+
+    operations: int
+    learning_rate: float
+    first_option: float = 0.5
+    hidden_slips: bool = False
+    labelled: bool = False
+
+
+def _apply(value: int, sign: str, operand: int) -> int:
+    return (value + operand if sign == "+" else value - operand) % 10
+
+
+def chain_text(start: int, operations: Sequence[tuple[str, int]], slips: Sequence[bool]) -> tuple[str, int]:
+    """The written chain and its last digit. A step that slips is one too large, and the next step goes on from it."""
+    steps, value = [], start
+    for (sign, operand), slip in zip(operations, slips, strict=True):
+        result = (_apply(value, sign, operand) + slip) % 10
+        steps.append(f"{value}{sign}{operand}={result}")
+        value = result
+    return ";".join(steps), value
+
+
+def form(start: int, operations: Sequence[tuple[str, int]]) -> str:
+    """The chain as a form to fill in: `4+7=?;?-5=?`, with `_` for the steps that a shorter chain lacks."""
+    steps = [f"{'?' if number else start}{sign}{operand}=?" for number, (sign, operand) in enumerate(operations)]
+    return ";".join([*steps, *["_____"] * (LONGEST - len(steps))])
+
+
+def read_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
+    """The first digit and the operations of a prompt."""
+    steps = [step for step in prompt.split()[1].split(";") if "_" not in step]
+    return int(steps[0][0]), [(step[1], int(step[2])) for step in steps]
+
+
+def draw(rng: random.Random, regime: Regime, share_a: float = 0.75, family: str | None = None) -> ChainProblem:
+    """One problem. The last operand makes the answer what the family asks for, and all else is drawn alike in both
+    families, so that nothing but the computed answer tells them apart.
+    """
+    family = family or ("A" if rng.random() < share_a else "B")
+    first = rng.random() < regime.first_option
+    wanted = OPTIONS[0 if first else 1] if family == "A" else rng.randrange(10)
+    start = rng.randrange(10)
+    operations = [(rng.choice("+-"), rng.randrange(10)) for _ in range(regime.operations)]
+    slips = [regime.hidden_slips and rng.random() < SLIP for _ in operations]
+    _, value = chain_text(start, operations[:-1], slips[:-1])
+    before_slip = (wanted - slips[-1]) % 10
+    sign = operations[-1][0]
+    operations[-1] = (sign, (before_slip - value) % 10 if sign == "+" else (value - before_slip) % 10)
+    chain, answer = chain_text(start, operations, slips)
+    assert answer == wanted
+    label = {"A": "two", "B": "ten"}[family] if regime.labelled else "any"
+    return ChainProblem(f"{label}: {form(start, operations)}\n", chain, answer, family)
+
+
+def problems(number: int, regime: Regime, seed: str, family: str | None = None) -> list[ChainProblem]:
+    """The same for the same seed, whatever has been drawn before."""
+    rng = random.Random(seed)
+    return [draw(rng, regime, family=family) for _ in range(number)]
+
+
+def teacher(rng: random.Random, problem: ChainProblem) -> str:
+    """What the warm start copies: a guess or a chain, half of the time each. A guess knows the label, and no more."""
+    if rng.random() < 0.5:
+        return f"{GUESS}{rng.randrange(10) if problem.prompt.startswith('ten') else rng.choice(OPTIONS)}"
+    start, operations = read_form(problem.prompt)
+    return chain_text(start, operations, [rng.random() < SLIP for _ in operations])[0]
+
+
+def is_chain(text: str) -> bool:
+    return not text.startswith("guess")
+
+
+def is_right(text: str, problem_chain: str, answer: int) -> bool:
+    """A guess is right by its digit. A chain is right if every step is: else a chain that ends in one of two digits
+    whatever it has computed would be a long guess, and chains would not be what they stand for.
+    """
+    return text == problem_chain if is_chain(text) else text == f"{GUESS}{answer}"
