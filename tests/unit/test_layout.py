@@ -108,6 +108,7 @@ ALLOWED = {
         "adora_vl.comparability",
         "adora_vl.endpoint",
         "adora_vl.errors",
+        "adora_vl.families",
         "adora_vl.files",
         "adora_vl.hub",
         "adora_vl.rows",
