@@ -51,7 +51,8 @@ def weighed() -> Weighed:
 
 
 def table(advantages: list[float], size: int) -> dict:
-    return {"advantages": deque(advantages, maxlen=size), "extra": defaultdict(lambda: deque(maxlen=size))}
+    shown = {"prompt": deque(maxlen=size), "advantages": deque(advantages, maxlen=size)}
+    return {**shown, "extra": defaultdict(lambda: deque(maxlen=size))}
 
 
 def test_the_table_shows_the_advantages_of_the_loss_beside_trls():
