@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+_CONTROLS = {  # `assign`: what decided the weight instead of the criteria
+    "random": "by chance (assign: random)",
+    "reversed": "as the criteria do not say (assign: reversed)",
+    "rate": "with a scaled learning rate instead (assign: rate)",
+}
 
 
 def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
@@ -25,7 +32,17 @@ def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         return f"Plain GRPO, weight 1; ADORA's criteria say {verdict}."
     verb = "Attenuated to" if weight < 1 else "Amplified to" if weight > 1 else "Kept at weight"
     known = mode in ("attenuation", "amplification")
+    if known and (how := _CONTROLS.get(_assignment(settings))):
+        return f"{verb} {weight:g} {how}; ADORA's criteria say {verdict}."
     return f"{verb} {weight:g}: {verdict}." if known else f"{verb} {weight:g}."
+
+
+def _assignment(settings: Mapping[str, Any]) -> str:
+    """The option `assign` of ADORA, alone or in the block of several methods."""
+    block = settings.get("adora_method_options") or {}
+    block = json.loads(block) if isinstance(block, str) else block
+    own = block.get("adora", block)
+    return str(own.get("assign", "criterion")) if isinstance(own, Mapping) else "criterion"
 
 
 def _verdict(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

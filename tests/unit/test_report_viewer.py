@@ -51,6 +51,15 @@ GROUP = {"weight": 0.1, "tds": True, "pass_rate": 0.5, "longest_right": 18.0, "m
          "Plain GRPO, weight 1; ADORA's criteria say TDS, the pass rate 50% is above tau 25%."),
         ({"weight": 0.5}, {"adora_mode": "something new"}, "Attenuated to 0.5."),
         ({"weight": None}, {}, "No weight is recorded."),
+        ({}, {"adora_method_options": {"assign": "random"}}, "Attenuated to 0.1 by chance (assign: random); ADORA's "
+         "criteria say TDS, the longest right rollout (18 tokens) is not longer than the mean of the finished wrong "
+         "ones (21.2 tokens)."),
+        ({"weight": 1.0}, {"adora_method_options": '{"adora": {"assign": "reversed"}}'}, "Kept at weight 1 as the "
+         "criteria do not say (assign: reversed); ADORA's criteria say TDS, the longest right rollout (18 tokens) is "
+         "not longer than the mean of the finished wrong ones (21.2 tokens)."),
+        ({"weight": 1.0}, {"adora_method_options": {"assign": "rate"}}, "Kept at weight 1 with a scaled learning rate "
+         "instead (assign: rate); ADORA's criteria say TDS, the longest right rollout (18 tokens) is not longer than "
+         "the mean of the finished wrong ones (21.2 tokens)."),
     ],
 )  # fmt: skip
 def test_why_a_group_has_its_weight(group, settings, sentence):
