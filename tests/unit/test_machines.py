@@ -52,7 +52,7 @@ def test_each_machine_has_as_many_processes_as_in_the_file(options, expected):
             "main_process_port: 0",
             "main_process_port: 0, which becomes another port on each",
         ),
-        ("deepspeed_multinode_launcher: standard", "gradient_clipping: 1.0", "needs pdsh and a hostfile"),
+        ("deepspeed_multinode_launcher: standard", "deepspeed_multinode_launcher: pdsh", "needs pdsh and a hostfile"),
         ("distributed_type: DEEPSPEED", "distributed_type: FSDP", "asks for FSDP; its memory is not predicted"),
     ],
 )
