@@ -43,7 +43,7 @@ class Patch:
                 delattr(on, self.name)
 
     def install(self, value: Any, *, on: Any) -> None:
-        """`on`'s attribute is `value` from now on, for an object that is ours to change."""
+        """`on`'s attribute is `value` from now on: of an object that is ours to change, or of the whole process."""
         assert hasattr(on, self.name), f"{type(on).__name__} has no {self.name}"
         setattr(on, self.name, value)
 
@@ -99,6 +99,19 @@ IMAGE_PROCESSING = Patch(
     upstream="Trainer and engine both process every copy of an image; the processor has no cache and no place for one. "
     "It is replaced during a call alone, since the same object is saved with the model.",
     until="Transformers and vLLM take images that are processed already, in patches.",
+)
+HUB_OFFLINE = Patch(
+    owner="huggingface_hub.constants",
+    name="HF_HUB_OFFLINE",
+    upstream="The hub's library reads the variable when it is imported, before a hub that does not work was noticed. "
+    "TRL, PEFT and vLLM would then each ask it for every file, and wait.",
+    until="The library has a function that switches it offline, or gives a hub up after its first failure.",
+)
+DATASETS_OFFLINE = Patch(
+    owner="datasets.config",
+    name="HF_HUB_OFFLINE",
+    upstream="`datasets` has a copy of the same setting, made when it is imported.",
+    until="`datasets` reads the setting of the hub's library.",
 )
 VISION_FEATURES = Patch(
     owner="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from huggingface_hub import constants, get_session
 
+from adora_vl import compat
+
 _HUB_SECONDS = 5.0
 _SERVER_ERROR = 500
 
@@ -47,9 +49,9 @@ def no_hub() -> str:
 def _go_offline() -> None:
     """What `HF_HUB_OFFLINE=1` does, which the libraries read when they are imported: before it was known."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes
-    constants.HF_HUB_OFFLINE = True
-    if "datasets" in sys.modules:  # it has a copy
-        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+    compat.HUB_OFFLINE.install(True, on=constants)
+    if "datasets" in sys.modules:
+        compat.DATASETS_OFFLINE.install(True, on=sys.modules["datasets"].config)
 
 
 def only_here(name: str) -> bool:

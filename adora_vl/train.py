@@ -188,17 +188,19 @@ def train(arguments: Sequence[str]) -> int:
     return EXIT_STOPPED if stop.stopped else 0
 
 
-def report_stop(error: Exception) -> None:
-    """One line, the last one; where another error is the cause, its traceback first.
+def report_stop(error: Exception, cause: BaseException | None = None) -> None:
+    """One line, the last one; where another error is the cause, its traceback first. `cause`: by default the one that
+    `error` was raised from.
 
     All ranks stop together where there is no such cause, and one speaks for all.
     """
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if error.__cause__ is not None:
-        traceback.print_exception(error.__cause__)
+    cause = cause or error.__cause__
+    if cause is not None:
+        traceback.print_exception(cause)
     elif rank != "0":
         return
-    place = f" (rank {rank} of {ranks})" if error.__cause__ is not None and ranks != "1" else ""
+    place = f" (rank {rank} of {ranks})" if cause is not None and ranks != "1" else ""
     print(f"error{place}: {error}", file=sys.stderr, flush=True)
 
 
@@ -229,9 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if not lost_contact(error):
             raise
-        lost = RunError(f"outside the training: {LOST_CONTACT} ({in_one_line(error)})")
-        lost.__cause__ = error
-        report_stop(lost)
+        report_stop(RunError(f"outside the training: {LOST_CONTACT} ({in_one_line(error)})"), cause=error)
         return 1
     except KeyboardInterrupt:  # while training a callback takes it, and saves
         if os.environ.get("LOCAL_RANK", "0") == "0":

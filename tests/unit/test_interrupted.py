@@ -93,7 +93,8 @@ def test_a_run_that_is_interrupted_before_its_first_step(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "prepare", lambda *_: type("Run", (), {"finished": None}))
+    config = type("Config", (), {"model_init_kwargs": None})
+    monkeypatch.setattr(train, "prepare", lambda *_: type("Run", (), {"finished": None, "config": config}))
     monkeypatch.setattr(train, place, interrupted)
     assert train.main([]) == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "interrupted outside the training; checkpoints are as they were\n"

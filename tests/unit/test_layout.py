@@ -28,7 +28,7 @@ ALLOWED = {
     ),
     "adora_vl.files": ("adora_vl.errors",),
     "adora_vl.yaml_file": ("adora_vl.errors",),
-    "adora_vl.hub": (),
+    "adora_vl.hub": ("adora_vl.compat",),
     "adora_vl.commands": ("adora_vl.errors",),
     "adora_vl.comparability": (),
     "adora_vl.checkpoint": ("adora_vl.errors", "adora_vl.files", "adora_vl.models"),
