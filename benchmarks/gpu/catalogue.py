@@ -41,6 +41,6 @@ CHECKS = (
     GPUCheck("vision", "benchmarks.gpu.vision:run", 120),
     GPUCheck("trainer", "benchmarks.gpu.trainer:run", 300, ("trl", "peft", "datasets")),
     GPUCheck("lora_sync", "benchmarks.gpu.streaming:run", 90, ("peft",)),
-    GPUCheck("offload", "benchmarks.gpu.offload:run", 180, ("deepspeed",)),
+    GPUCheck("offload", "benchmarks.gpu.offload:run", 300, ("deepspeed",)),
     GPUCheck("engine", "benchmarks.gpu.engine:run", 400, ("vllm", "trl", "datasets")),
 )

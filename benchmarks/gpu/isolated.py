@@ -65,7 +65,10 @@ def _in_a_child(check: GPUCheck, size: str) -> list[Line]:
 
 def _environment(folder: str) -> dict[str, str]:
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
+    # What DeepSpeed compiles stays in the folder. A check that is stopped would leave a lock in the cache of the user,
+    # on which every later build waits.
+    built = {"TORCH_EXTENSIONS_DIR": f"{folder}/extensions"}
+    return {**os.environ, **built, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
