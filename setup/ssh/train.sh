@@ -38,7 +38,8 @@ on() { # HOST COMMAND...
 
 # The launcher's processes are looked for below it, because torch starts each of them in a session of its own.
 signal() { # SIGNAL HOST-NUMBER
-  on "${hosts[$2]}" sh -c 'pid=$(cat "$1") && case $2 in KILL) pkill -KILL -P "$pid" ;; esac; kill -s "$2" "$pid"' \
+  # A launcher that is only just being started has not left its number yet.
+  on "${hosts[$2]}" sh -c 'for _ in 1 2 3 4 5 6 7 8 9 10; do [ -s "$1" ] && break; sleep 1; done; pid=$(cat "$1") && case $2 in KILL) pkill -KILL -P "$pid" ;; esac; kill -s "$2" "$pid"' \
     signal "$job.$2" "$1" 2>/dev/null
 }
 
@@ -53,9 +54,12 @@ if [ -z "$output_dir" ]; then
   echo "error: --output_dir: not among the arguments; this script looks there for what a stopped run leaves behind" >&2
   exit 2
 fi
+stopping=""
+trap 'stopping=1' INT TERM HUP
 # shellcheck disable=SC2016 # $1 and $2 are of the other machine's shell
 on "${hosts[0]}" sh -c 'cd "$1" && rm -f "$2/stopped.json"' clear "$PWD" "$output_dir" || exit
 
+[ -z "$stopping" ] || exit 143
 declare -A rank_of=()
 for rank in "${!hosts[@]}"; do
   on "${hosts[$rank]}" sh -c 'echo $$ >"$1"; cd "$2" || exit 2; shift 2; exec env "$@"' start "$job.$rank" "$PWD" \
@@ -64,8 +68,8 @@ for rank in "${!hosts[@]}"; do
   rank_of[$!]=$rank
 done
 
-stopping=""
 trap 'stopping=1; signal TERM 0' INT TERM HUP # the ranks agree on the step after which all of them save
+[ -z "$stopping" ] || signal TERM 0
 code=0
 grace="" # a clock, once a machine has failed
 while [ "${#rank_of[@]}" -gt 0 ]; do

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -379,3 +380,17 @@ def test_over_ssh_a_stopped_run_ends_with_75(ssh):
     stub(ssh, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
     done = script("ssh/train.sh", "--output_dir", "out", folder=ssh, HOSTS="one two", LAUNCH="./launch")
     assert done.returncode == 75
+
+
+def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh):
+    """The launcher has not left its number yet when the script is told to stop."""
+    stub(ssh, "launch", "exec sleep 300")
+    stub(ssh, "ssh", 'shift 2; case "$2" in *launch*) touch starting; sleep 1 ;; esac; exec bash -c "$2"')
+    script = subprocess.Popen(
+        ["bash", str(REPOSITORY / "setup" / "ssh" / "train.sh"), "--output_dir", "out"], cwd=ssh,
+        env={"PATH": f"{ssh}:{os.environ['PATH']}", "HOSTS": "one", "LAUNCH": "./launch"},
+    )  # fmt: skip
+    while not (ssh / "starting").exists():
+        assert script.poll() is None
+    script.terminate()
+    assert script.wait(100) == 128 + signal.SIGTERM
