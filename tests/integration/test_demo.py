@@ -23,6 +23,7 @@ def test_the_demo_learns(tmp_path):
     assert "The two intervals do not overlap." in done.stdout
     learned = done.stdout[done.stdout.index("held-out accuracy") :]
     assert "    vertical" in learned and "    supplementary" in learned  # what is lost in one kind is visible
+    assert "after - GRPO: " in learned and "GRPO was not run now: it is stored" in learned
     assert "warning" not in learned, "the scores are of other problems or settings"
     assert "Trained 100 steps" in done.stdout and "step 100/100  reward" in done.stdout
     assert (tmp_path / "report.html").stat().st_size > 100_000

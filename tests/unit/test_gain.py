@@ -14,6 +14,7 @@ from eval.scoring import Graded, aggregate
 from eval.statistics import bootstrap, wilson
 
 STORED = {"date": "2026-01-31", "command": "accelerate launch --adora_mode off", "versions": {"trl": "1.16.0"}}
+ROOT = Path(__file__).parents[2]
 
 
 def score_file(path: Path, right: str, **more: Any) -> str:
@@ -104,3 +105,12 @@ def test_what_cannot_stand_beside_is_the_users_mistake(beside, expected, tmp_pat
     assert main([before, before, "--beside", beside.format(**files)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and expected in error
+
+
+def test_the_stored_score_of_the_demo_says_how_it_was_made():
+    stored = json.loads((ROOT / "benchmarks" / "stored" / "demo_grpo.json").read_text())
+    assert "--config configs/train/smoke_cpu.yaml" in stored["stored"]["command"]
+    assert "--adora_mode off" in stored["stored"]["command"] and stored["stored"]["versions"].keys() >= {"torch", "trl"}
+    assert sum(item["verdict"] == "correct" for item in stored["items"]) == stored["correct"]
+    assert len({item["pid"] for item in stored["items"]}) == stored["total"] == 600
+    assert f"--max-tokens {stored['fingerprint']['fields']['max_tokens']}" in (ROOT / "setup" / "demo.sh").read_text()
