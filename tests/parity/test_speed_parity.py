@@ -67,7 +67,7 @@ def test_every_switch_keeps_the_loss_and_every_gradient(one_process):
 def test_a_reference_model_is_asked_the_same(tmp_path):
     """Policy and reference are equal here, so any difference between what the two are asked is a KL above 0."""
     only = "off,cache,vision,prompt,old pass,no padding,all"
-    result = speed(tmp_path, "cpu", "beta=0.1", "max_completion_length=12", "--only", only)
+    result = speed(tmp_path, "cpu", "beta=0.1", "max_completion_length=24", "--only", only)
     assert_equal_steps(result)
     assert result["packed"] > 0 and not result["refused"]
     assert max(result["kl"]) < 1e-14, "log-probabilities are 1.4e-7 nats apart or more"
@@ -109,7 +109,7 @@ def test_micro_batches_of_half_a_group(tmp_path):
 def test_faults_are_noticed(tmp_path):
     """Rollouts one position further on; micro-batches that weigh alike however many rows they have."""
     only = "off,prompt,zero signal,off again"
-    words = ("--sabotage", "positions,rows", "max_completion_length=12")
+    words = ("--sabotage", "positions,rows", "max_completion_length=24")
     result = speed(tmp_path, "cpu", *words, "--only", only)
     assert "differ by" in result["refused"], "the check on the first batch did not fall back"
     assert each(result, "distances")["zero signal"] > 1e-3
