@@ -106,9 +106,7 @@ def test_micro_batches_of_half_a_group(tmp_path):
     assert run["off"] == run["no padding"] == 8 and run["zero signal"] == run["all"] == 4
 
 
-@pytest.mark.xfail(
-    reason="all groups of this run have signal since the tiny model was rebuilt: nothing is unequal"
-)
+@pytest.mark.xfail(reason="all groups of this run have signal since the tiny model was rebuilt: nothing is unequal")
 def test_faults_are_noticed(tmp_path):
     """Rollouts one position further on; micro-batches that weigh alike however many rows they have."""
     only = "off,prompt,zero signal,off again"
