@@ -37,9 +37,13 @@ class Gradients(TrainerCallback):
 
 
 def reward_with_a_constant_group(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """The preset, but the batch's first group is boxed and wrong throughout: stock TRL's mean of 0.1 is not exact."""
+    """The preset, but for the batch's first two groups, whatever the tiny model says.
+
+    The first group is boxed and wrong throughout: stock TRL's mean of 0.1 is not exact. Of the second, two rollouts are
+    right: it has signal, and an easy problem's pass rate.
+    """
     graded: list[float] = reward_function("adora")(completions=completions, answer=answer, **columns)
-    return [0.1] * 8 + graded[8:]
+    return [0.1] * 8 + [1.0] * 2 + graded[10:]
 
 
 def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, Any]:

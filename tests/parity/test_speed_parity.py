@@ -106,11 +106,13 @@ def test_micro_batches_of_half_a_group(tmp_path):
     assert run["off"] == run["no padding"] == 8 and run["zero signal"] == run["all"] == 4
 
 
-@pytest.mark.xfail(reason="all groups of this run have signal since the tiny model was rebuilt: nothing is unequal")
 def test_faults_are_noticed(tmp_path):
-    """Rollouts one position further on; micro-batches that weigh alike however many rows they have."""
+    """Rollouts one position further on; micro-batches that weigh alike however many rows they have.
+
+    Three of six problems have signal, so of the micro-batches of 16 rows one is full and one is half full.
+    """
     only = "off,prompt,zero signal,off again"
-    words = ("--sabotage", "positions,rows", "max_completion_length=24")
+    words = ("--sabotage", "positions,rows", "gradient_accumulation_steps=3")
     result = speed(tmp_path, "cpu", *words, "--only", only)
     assert "differ by" in result["refused"], "the check on the first batch did not fall back"
     assert each(result, "distances")["zero signal"] > 1e-3
