@@ -21,11 +21,11 @@ from adora_vl.config.noise import noise_settings
 from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.learning_rate import ScaledRate
+from adora_vl.rollout.distinct_rows import DistinctRows
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.importance import ImportanceRatio, RatioSettings
 from adora_vl.rollout.noise import NoisyRollouts
 from adora_vl.rollout.prefetch import ImagePrefetch, NoPrefetch
-from adora_vl.rollout.rows import DistinctRows
 from adora_vl.rollout_log.metrics_file import MetricsFile
 from adora_vl.rollout_log.phases import PhaseClock, StepClock
 from adora_vl.rollout_log.progress import ProgressLine

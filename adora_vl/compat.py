@@ -185,7 +185,7 @@ CORRECTIONS = (
         until="vLLM on a CPU cuts the prompts of seeded requests",
     ),
     Correction(
-        where="adora_vl.rollout.rows:KeptImage",
+        where="adora_vl.rollout.distinct_rows:KeptImage",
         library="trl",
         upstream="copies every prompt deeply, its images with it",
         until="TRL copies messages without their images",

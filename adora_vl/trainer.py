@@ -40,10 +40,10 @@ from adora_vl.models.load import limit_pixels, load_processor, restore_weights, 
 from adora_vl.models.precision import restore_buffers
 from adora_vl.report.card import CardWriter
 from adora_vl.rewards.completion import completion_text
+from adora_vl.rollout.distinct_rows import DistinctRows
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.importance import has_dropout
 from adora_vl.rollout.prefetch import NoPrefetch
-from adora_vl.rollout.rows import DistinctRows
 from adora_vl.rollout.tokens import mismatch_named, never_sample, never_sampled_ids
 from adora_vl.rollout_log import completions_table
 from adora_vl.rollout_log.figures import weighed_figures

@@ -26,8 +26,8 @@ from trl.trainer.utils import RepeatSampler
 
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.prompts import conversation
+from adora_vl.rollout.distinct_rows import DistinctRows
 from adora_vl.rollout.environment import prepare_engine_environment
-from adora_vl.rollout.rows import DistinctRows
 from adora_vl.rollout_log import texts
 
 PROBLEMS, GROUP, MICRO_BATCHES, TOKENS = 16, 8, 64, 1024

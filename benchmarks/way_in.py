@@ -34,10 +34,10 @@ from adora_vl.dedup.processor import StepProcessor  # noqa: E402
 from adora_vl.models.load import limit_pixels, load_processor  # noqa: E402
 from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
 from adora_vl.prompts import conversation  # noqa: E402
+from adora_vl.rollout import distinct_rows as rows_module  # noqa: E402
 from adora_vl.rollout import image_cache  # noqa: E402
-from adora_vl.rollout import rows as rows_module  # noqa: E402
+from adora_vl.rollout.distinct_rows import DistinctRows, KeptImage  # noqa: E402
 from adora_vl.rollout.image_cache import ImageCache, effective_settings  # noqa: E402
-from adora_vl.rollout.rows import DistinctRows, KeptImage  # noqa: E402
 
 PROBLEMS, GROUP = 16, 8
 counts: Counter[str] = Counter()

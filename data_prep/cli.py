@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from datasets import disable_progress_bars
 from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_progress_bars
 
-from adora_vl.commands import MAX_SEED, Parser, amount, exit_code_of, number, optional, path, text, whole
-from adora_vl.errors import UserError
+from adora_vl.commands import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
 from data_prep.convert import Conversion, convert
+from data_prep.drawn_command import add_knights, add_output, add_synthetic
 from data_prep.filter_command import add_filter
 from data_prep.geometry3k import MAX_WORKERS, Options, prepare_geometry3k
 from data_prep.inspection import GALLERY_ROWS, survey
-from data_prep.knights import PEOPLE
-from data_prep.knights_table import QUESTIONS
 from data_prep.own.columns import columns_of_words
 from data_prep.pixels import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
-from data_prep.prepare import (
-    DEFAULT_SIZE,
-    DEFAULT_TEST_ROWS,
-    MAX_ROWS,
-    SIZES,
-    prepare_knights,
-    prepare_knights_table,
-    prepare_synthetic,
-)
-from data_prep.quarantine import MAX_SHARE, QUARANTINE_NAME
+from data_prep.quarantine import MAX_SHARE
 from data_prep.sources import DATASET_ID, DIAGRAMS, SOURCES
-from data_prep.storage import SPLITS, Manifest
-from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
-from data_prep.text_report import describe
+from data_prep.storage import SPLITS
+from data_prep.text_report import describe, print_counts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,27 +44,8 @@ def parser() -> Parser:
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    synthetic = commands.add_parser("synthetic", help="drawn geometry problems; equal arguments give equal problems")
-    _add_drawn(synthetic, _synthetic)
-    add = synthetic.add_argument
-    add("--size", type=whole(*SIZES), default=DEFAULT_SIZE, metavar="PIXELS", help="side length, default: %(default)s")
-    add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
-    add("--level", type=whole(min(LEVELS), max(LEVELS)), default=1, help="difficulty, 1 to 3, default: %(default)s")
-    add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
-    add("--choices", type=_choices, default=0, metavar="N", help="answers to choose from, default: 0, an open question")
-
-    puzzles = commands.add_parser(
-        "knights", help="knights-and-knaves puzzles, text without images, each with one solution"
-    )
-    _add_drawn(puzzles, _knights, rows_required=False)
-    add = puzzles.add_argument
-    add("--people", type=optional(_people), metavar="A-B", help="per puzzle, default: {}-{}".format(*PEOPLE))
-    add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
-    add("--input", type=optional(path), metavar="PATH", help="parquet: the reference's data/kk, or a file of it")
-    add(
-        "--question", choices=QUESTIONS, help="parquet: ask for a box (the default), or leave that to the system prompt"
-    )
-
+    add_synthetic(commands)
+    add_knights(commands)
     _add_geometry3k(commands)
     _add_convert(commands)
     add_filter(commands)
@@ -96,24 +63,9 @@ def parser() -> Parser:
     return top
 
 
-def _add_output(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--output", type=path, required=True, metavar="DIR")
-    command.add_argument("--overwrite", action="store_true", help="replace another prepared dataset there")
-
-
-def _add_drawn(command: argparse.ArgumentParser, run: Any, *, rows_required: bool = True) -> None:
-    """The options of what is drawn here."""
-    _add_output(command)
-    add = command.add_argument
-    add("--rows", type=whole(1, MAX_ROWS), required=rows_required, metavar="N", help="training rows")
-    add("--test-rows", type=whole(0, MAX_ROWS), metavar="M", help=f"default: {DEFAULT_TEST_ROWS}")
-    add("--seed", type=whole(0, MAX_SEED), metavar="S", help="default: 0")
-    command.set_defaults(run=run)
-
-
 def _add_geometry3k(commands: Any) -> None:
     command = commands.add_parser("geometry3k", help="Geometry3K from the hub, Parquet files or its own folders")
-    _add_output(command)
+    add_output(command)
     add = command.add_argument
     add("--source", choices=SOURCES, required=True)
     add(
@@ -156,7 +108,7 @@ def _add_cleaning(command: argparse.ArgumentParser) -> None:
 
 def _add_convert(commands: Any) -> None:
     command = commands.add_parser("convert", help="your own data: JSONL, JSON, CSV, Parquet, a folder, a hub id")
-    _add_output(command)
+    add_output(command)
     add = command.add_argument
     add("--input", type=text, required=True, metavar="PATH_OR_ID", help="a table, a folder with one, or a hub id")
     add(
@@ -183,75 +135,6 @@ def _split_pair(word: str) -> tuple[str, str]:
     return ours, theirs
 
 
-def _names(word: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in word.split(","))
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{word!r} has an empty name; write names with commas between them")
-    return names
-
-
-def _choices(word: str) -> int:
-    return 0 if word == "0" else whole(2, MAX_CHOICES)(word)
-
-
-def _people(word: str) -> tuple[int, int]:
-    """`A-B` or one number."""
-    first, dash, last = word.partition("-")
-    one = whole(*PEOPLE)
-    fewest, most = one(first), one(last if dash else first)
-    if fewest > most:
-        raise argparse.ArgumentTypeError(f"{word!r} has the larger number first; write {most}-{fewest}")
-    return fewest, most
-
-
-_DRAWN_ONLY, _PARQUET_ONLY = ("rows", "test_rows", "seed", "people"), ("input", "question")
-
-
-def _knights(arguments: argparse.Namespace) -> None:
-    drawn = arguments.source == "drawn"
-    needed, foreign = ("rows", _PARQUET_ONLY) if drawn else ("input", _DRAWN_ONLY)
-    for name in foreign:
-        if (value := getattr(arguments, name)) is not None:
-            raise UserError(f"{name}: {value} does not go with --source {arguments.source}; leave one of them out")
-    if getattr(arguments, needed) is None:
-        raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
-    if drawn:
-        manifest = prepare_knights(
-            arguments.output,
-            rows=arguments.rows,
-            test_rows=_or(arguments.test_rows, DEFAULT_TEST_ROWS),
-            seed=_or(arguments.seed, 0),
-            people=_or(arguments.people, PEOPLE),
-            overwrite=arguments.overwrite,
-        )
-    else:
-        question = _or(arguments.question, QUESTIONS[0])
-        manifest = prepare_knights_table(
-            arguments.output, arguments.input, question=question, overwrite=arguments.overwrite
-        )
-    _report(arguments.output, manifest)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _synthetic(arguments: argparse.Namespace) -> None:
-    manifest = prepare_synthetic(
-        arguments.output,
-        rows=arguments.rows,
-        test_rows=_or(arguments.test_rows, DEFAULT_TEST_ROWS),
-        seed=_or(arguments.seed, 0),
-        size=arguments.size,
-        families=arguments.families,
-        level=arguments.level,
-        styles=arguments.styles,
-        choices=arguments.choices,
-        overwrite=arguments.overwrite,
-    )
-    _report(arguments.output, manifest)
-
-
 def _geometry3k(arguments: argparse.Namespace) -> None:
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     manifest = prepare_geometry3k(
@@ -263,7 +146,7 @@ def _geometry3k(arguments: argparse.Namespace) -> None:
         workers=arguments.workers,
         overwrite=arguments.overwrite,
     )
-    _report(arguments.output, manifest)
+    print_counts(arguments.output, manifest)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -277,7 +160,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         workers=arguments.workers,
         overwrite=arguments.overwrite,
     )
-    _report(arguments.output, manifest)
+    print_counts(arguments.output, manifest)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -293,19 +176,3 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if not arguments.text_only:
         write_page(found, path)
         print(f"\npage: {path}")
-
-
-def _report(output: Path, manifest: Manifest) -> None:
-    counts = ", ".join(
-        f"{split} {amount(manifest['counts'][split], 'row')}" for split in SPLITS if split in manifest["counts"]
-    )
-    print(f"{output}: {counts}; look at it with `python -m data_prep inspect {shlex.quote(str(output))}`")
-    leaks, quarantined = manifest["leaks"], manifest["quarantined"]
-    if leaks["found"]:
-        print(
-            f"leaks: {amount(leaks['found'], 'row')} with the diagram and question of a row in another split; "
-            f"{leaks['dropped']} dropped from train"
-        )
-    if quarantined["rows"]:
-        reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
-        print(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {output / QUARANTINE_NAME}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from adora_vl.errors import UserError
@@ -96,15 +96,25 @@ def _row(names: tuple[str, ...], said: tuple[Said, ...], solution: int, row_id: 
     gold = assignment_text(names, solution)
     rng = random.Random(f"{row_id}/slip")
     wrong = solution ^ rng.randrange(1, 2 ** len(names))
+    problem = QUESTION.format(
+        people=", ".join(names[:-1]) + f" and {names[-1]}", statements=" ".join(lines), example=example_answer(names)
+    )
+    slip = f"\\boxed{{{assignment_text(names, wrong)}}}"
+    return puzzle_row(row_id, problem, gold, people=len(names), split=split, slip=slip)
+
+
+def example_answer(names: Sequence[str]) -> str:
+    """`Ada is a knight, ...`: what an answer looks like; the last person is never in it."""
     hints = [f"{name} is a {role}" for name, role in zip(names[: len(names) - 1], ("knight", "knave"), strict=False)]
+    return ", ".join([*hints, "..."])
+
+
+def puzzle_row(row_id: str, problem: str, gold: str, *, people: int, split: str, slip: str = "") -> Row:
+    """A puzzle as a row: no images, and its roles (`assignment_text`) as the answer. `slip`: a wrong one, in a box."""
     return {
         "id": row_id,
         "images": [],
-        "problem": QUESTION.format(
-            people=", ".join(names[:-1]) + f" and {names[-1]}",
-            statements=" ".join(lines),
-            example=", ".join([*hints, "..."]),
-        ),
+        "problem": problem,
         "answer": gold,
         "answer_raw": gold,
         "choices": None,
@@ -113,10 +123,10 @@ def _row(names: tuple[str, ...], said: tuple[Said, ...], solution: int, row_id: 
         "meta": {
             "goal": "knights and knaves",
             "shapes": [],
-            "family": f"{len(names)} people",
+            "family": f"{people} people",
             "kind": "",
             "solution": f"\\boxed{{{gold}}}",
-            "slip": f"\\boxed{{{assignment_text(names, wrong)}}}",
+            "slip": slip,
         },
     }
 

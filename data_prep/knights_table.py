@@ -16,7 +16,7 @@ import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
 
 from adora_vl.errors import UserError, in_one_line
-from data_prep.knights import PEOPLE, ROLES
+from data_prep.knights import PEOPLE, ROLES, example_answer, puzzle_row
 from data_prep.schema import Row
 from data_prep.storage import SPLITS
 
@@ -110,25 +110,6 @@ def _row(record: Mapping[str, Any], place: str, question: str) -> Row:
             raise ValueError("solution is not the only one that fits the statements")
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"input: {place}: {in_one_line(error)}; leave the row out") from error
-    roles = [f"{name} is a {ROLES[kind]}" for name, kind in zip(names, solution, strict=True)]
-    hints = [f"{name} is a {role}" for name, role in zip(names[: len(names) - 1], ("knight", "knave"), strict=False)]
-    asked = f" {BOX.format(example=', '.join([*hints, '...']))}" if question == "box" else ""
-    gold = ", ".join(roles)
-    return {
-        "id": "",
-        "images": [],
-        "problem": record["quiz"].strip() + asked,
-        "answer": gold,
-        "answer_raw": gold,
-        "choices": None,
-        "split": split,
-        "source": "knights",
-        "meta": {
-            "goal": "knights and knaves",
-            "shapes": [],
-            "family": f"{len(names)} people",
-            "kind": "",
-            "solution": f"\\boxed{{{gold}}}",
-            "slip": "",
-        },
-    }
+    gold = ", ".join(f"{name} is a {ROLES[kind]}" for name, kind in zip(names, solution, strict=True))
+    asked = f" {BOX.format(example=example_answer(names))}" if question == "box" else ""
+    return puzzle_row("", record["quiz"].strip() + asked, gold, people=len(names), split=split)

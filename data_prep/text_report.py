@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
+from pathlib import Path
 from statistics import median
 
 from adora_vl.commands import amount
 from adora_vl.families import FAMILIES
 from data_prep.inspection import PROPERTIES, SplitFacts, Survey, percentile
+from data_prep.quarantine import QUARANTINE_NAME
+from data_prep.storage import SPLITS, Manifest
 
 _SHOWN_CHARACTERS = 100  # of a long problem
 _SHOWN_VALUES = 20  # of a property
@@ -88,3 +92,20 @@ def _longest(found: Survey) -> list[str]:
             shown = problem if len(problem) <= _SHOWN_CHARACTERS else problem[:_SHOWN_CHARACTERS] + "..."
             lines.append(printable(f"  {split}  {measure:>5}  {row_id}: {shown}"))
     return lines
+
+
+def print_counts(output: Path, manifest: Manifest) -> None:
+    """Say what was written to `output`, and what was left out."""
+    counts = ", ".join(
+        f"{split} {amount(manifest['counts'][split], 'row')}" for split in SPLITS if split in manifest["counts"]
+    )
+    print(f"{output}: {counts}; look at it with `python -m data_prep inspect {shlex.quote(str(output))}`")
+    leaks, quarantined = manifest["leaks"], manifest["quarantined"]
+    if leaks["found"]:
+        print(
+            f"leaks: {amount(leaks['found'], 'row')} with the diagram and question of a row in another split; "
+            f"{leaks['dropped']} dropped from train"
+        )
+    if quarantined["rows"]:
+        reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
+        print(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {output / QUARANTINE_NAME}")

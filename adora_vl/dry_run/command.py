@@ -14,9 +14,9 @@ import yaml
 from adora_vl.config.command_line import given_keys
 from adora_vl.dry_run.lengths import quantile
 from adora_vl.dry_run.options import DryRunOptions, take_options
+from adora_vl.dry_run.plan_text import changed_keys, default_of, report, steps_of
 from adora_vl.dry_run.planning import Plan, make_plan
 from adora_vl.dry_run.schedule import learning_rates, schedule_name
-from adora_vl.dry_run.words import changed_keys, default_of, report, steps_of
 from adora_vl.errors import UserError
 from adora_vl.files import check_folder, check_json, replace_file, written_to
 from adora_vl.memory.predict import fits, largest_batch, largest_image_tokens, predict

@@ -10,15 +10,15 @@ from typing import Any
 from vllm import LLM
 from vllm.multimodal.media import MediaWithBytes
 
+from adora_vl.rollout.distinct_rows import KeptImage
 from adora_vl.rollout.requests import asking_once
-from adora_vl.rollout.rows import KeptImage
 
 
 def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     """The prompt as vLLM takes it without copying and hashing its images: each inside vLLM's own wrapper, which its
     parser hands on as it is, with the digest that is known already as its identity (`multi_modal_uuids`).
 
-    For images that are kept (`adora_vl.rollout.rows`). Others stay as they are, because they may yet be drawn on.
+    For images that are kept (`adora_vl.rollout.distinct_rows`). Others stay as they are: they may yet be drawn on.
     """
     images = prompt.get("multi_modal_data", {}).get("image", [])
     images = images if isinstance(images, list) else [images]

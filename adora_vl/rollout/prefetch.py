@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from adora_vl.rollout.rows import DistinctRows
+from adora_vl.rollout.distinct_rows import DistinctRows
 
 Process = Callable[[dict[str, Any]], int]  # puts the images of a row into the cache; bytes that they take there
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-import statistics
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
+from adora_vl.models.tiny.fit import fit, fresh_text_model
 from adora_vl.models.tiny.place import save_built
 from adora_vl.models.tiny.processor import END_OF_TURN, build_tokenizer
 from adora_vl.models.tiny.text import build_text_config
@@ -30,19 +30,10 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(["any\n", "two\n", "ten\n", "guess\n"])
 
 
-def _fresh(tokenizer: PreTrainedTokenizerFast, layers: int, seed: int) -> Any:
+def _config(tokenizer: PreTrainedTokenizerFast, layers: int) -> Qwen2Config:
     config = build_text_config(tokenizer)
     config.num_hidden_layers, config.layer_types = layers, config.layer_types[:1] * layers
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = Qwen2ForCausalLM(config)
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                std = 0.05 if "embed_tokens" in name else 0.5 / parameter.shape[1] ** 0.5
-                torch.nn.init.normal_(parameter, std=std)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model
+    return config
 
 
 def build_start(folder: Path, start: Teaching, seed: int) -> None:
@@ -50,14 +41,9 @@ def build_start(folder: Path, start: Teaching, seed: int) -> None:
     if (folder / "model.safetensors").is_file():
         return
     tokenizer, rng = _tokenizer(), random.Random(f"start/{seed}")
-    model = _fresh(tokenizer, start.layers, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=start.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, start.learning_rate, total_steps=start.steps, pct_start=0.1
-    )
-    losses: list[float] = []
-    model.train()
-    for _ in range(start.steps):
+    model = fresh_text_model(_config(tokenizer, start.layers), tokenizer, seed)
+
+    def loss_of(step: int) -> Tensor:
         examples = [_example(rng, start) for _ in range(start.batch_size)]
         asked = tokenizer([problem.prompt for problem, _ in examples])["input_ids"]
         told = tokenizer([answer + END_OF_TURN for _, answer in examples])["input_ids"]
@@ -65,13 +51,9 @@ def build_start(folder: Path, start: Teaching, seed: int) -> None:
         ids_BT = pad_sequence([torch.tensor(a + t) for a, t in pairs], True, tokenizer.pad_token_id)
         labels_BT = pad_sequence([torch.tensor([-100] * len(a) + t) for a, t in pairs], True, -100)
         mask_BT = pad_sequence([torch.ones(len(a + t), dtype=torch.long) for a, t in pairs], True)
-        loss = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    model.eval()
-    facts = {"seed": seed, "loss": statistics.fmean(losses[-50:]), "plan": asdict(start)}
+        loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
+        return loss
+
+    loss = fit(model, loss_of, start.steps, start.learning_rate)
+    facts = {"seed": seed, "loss": loss, "plan": asdict(start)}
     save_built(folder, model, tokenizer, {**facts, "parameters": sum(p.numel() for p in model.parameters())})

@@ -12,9 +12,9 @@ from adora_vl.config.command_line import parse
 from adora_vl.dry_run.command import dry_run
 from adora_vl.dry_run.lengths import Lengths, limits_of, measure, quantile, tokenizer_counter
 from adora_vl.dry_run.options import DryRunOptions, take_options, wanted
+from adora_vl.dry_run.plan_text import batch_lines, limit_lines, steps_of
 from adora_vl.dry_run.planning import make_plan
 from adora_vl.dry_run.schedule import learning_rate_line
-from adora_vl.dry_run.words import batch_lines, limit_lines, steps_of
 from adora_vl.errors import UserError
 from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.models.tiny.architecture import TINY_FAMILIES, build_config

@@ -9,10 +9,10 @@ import pytest
 from accelerate import Accelerator
 from PIL import Image
 
+from adora_vl.rollout.distinct_rows import kept
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.environment import prepare_engine_environment
-from adora_vl.rollout.rows import kept
 
 prepare_engine_environment()
 

@@ -21,10 +21,10 @@ from adora_vl.models.tiny.architecture import TINY_FAMILIES
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.models.tiny.processor import processor_around
 from adora_vl.prompts import conversation, conversation_with_images
-from adora_vl.rollout import rows as rows_module
+from adora_vl.rollout import distinct_rows as rows_module
+from adora_vl.rollout.distinct_rows import DistinctRows, kept
 from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.requests import Request, asking_once, plan_requests
-from adora_vl.rollout.rows import DistinctRows, kept
 
 
 def picture(seed: int, size: tuple[int, int] = (70, 45), mode: str = "RGB") -> Image.Image:

@@ -21,8 +21,8 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from adora_vl import build
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
+from adora_vl.rollout.distinct_rows import DistinctRows
 from adora_vl.rollout.prefetch import ImagePrefetch, NoPrefetch
-from adora_vl.rollout.rows import DistinctRows
 from adora_vl.unreadable_images import hand_on_unreadable, only_decodes
 from tests.tiny_run import STEPS, train
 

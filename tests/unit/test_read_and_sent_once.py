@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from datasets import Image
 from PIL import Image as Pillow
 
-from adora_vl.rollout.rows import kept
+from adora_vl.rollout.distinct_rows import kept
 from adora_vl.rollout_log import texts
 from tests.tiny_run import train
 

@@ -7,17 +7,17 @@ wrong about half of the time, so that a reward has something to sort out.
 from __future__ import annotations
 
 import random
-import statistics
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from adora_vl.models.tiny.architecture import HEAD_SIZE, LAYERS, WIDTH
+from adora_vl.models.tiny.fit import fit, fresh_text_model
 from adora_vl.models.tiny.place import check_place, save_built
 from adora_vl.models.tiny.processor import END_OF_TURN, build_tokenizer
 from adora_vl.prompts import conversation
@@ -56,20 +56,7 @@ def build_text_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
     )
 
 
-def _fresh(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(build_text_config(tokenizer))
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2 and "norm" not in name:
-                std = 0.05 if "embed_tokens" in name else 0.5 / parameter.shape[1] ** 0.5
-                torch.nn.init.normal_(parameter, std=std)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model
-
-
-def _warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: TextStart) -> float:
+def _warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, plan: TextStart) -> float:
     """Train in place on a teacher's answers. Returns the mean loss of the last 50 steps."""
     rng = random.Random(plan.seed)
     examples = []
@@ -80,24 +67,16 @@ def _warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pla
         answer = row["meta"]["slip" if rng.random() < plan.slips else "solution"]
         ids, told = (tokenizer(text)["input_ids"] for text in (prompt, answer + END_OF_TURN))
         examples.append((torch.tensor(ids + told), torch.tensor([-100] * len(ids) + told)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, plan.learning_rate, total_steps=plan.steps, pct_start=0.1)
-    model.train()
-    losses: list[float] = []
-    for _ in tqdm(range(plan.steps), desc="warm start", disable=not sys.stderr.isatty()):
+
+    def loss_of(step: int) -> Tensor:
         picked = rng.sample(examples, plan.batch_size)
         ids_BT = pad_sequence([ids for ids, _ in picked], batch_first=True, padding_value=tokenizer.pad_token_id)
         labels_BT = pad_sequence([labels for _, labels in picked], batch_first=True, padding_value=-100)
         mask_BT = pad_sequence([torch.ones_like(ids) for ids, _ in picked], batch_first=True)
-        loss = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    model.eval()
-    return statistics.fmean(losses[-50:])
+        loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
+        return loss
+
+    return fit(model, loss_of, plan.steps, plan.learning_rate)
 
 
 def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[str, object]:
@@ -110,7 +89,7 @@ def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[s
     texts = [f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
              for row in generate(500, seed=_DATA_SEED)]  # fmt: skip
     tokenizer = build_tokenizer(texts)
-    model = _fresh(tokenizer, plan.seed)
+    model = fresh_text_model(build_text_config(tokenizer), tokenizer, plan.seed)
     loss = _warm_start(model, tokenizer, plan)
     parameters = sum(p.numel() for p in model.parameters())
     facts: dict[str, object] = {"parameters": parameters, "final_loss": round(loss, 4), "plan": asdict(plan)}

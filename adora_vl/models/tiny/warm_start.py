@@ -8,15 +8,14 @@ the situation that GRPO meets in a real pretrained model, at a size where it can
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
+from adora_vl.models.tiny.fit import fit
 from adora_vl.models.tiny.processor import END_OF_TURN
 from adora_vl.prompts import SYSTEM_PROMPT, conversation_with_images
 from data_prep.schema import Row
@@ -92,18 +91,9 @@ def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> 
     short = _encode(processor, rows, "Answer.")
     full = _encode(processor, rows, SYSTEM_PROMPT)
     answers = _answers(processor, rows, rng)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, plan.learning_rate, total_steps=plan.steps, pct_start=0.1)
-    model.train()
-    losses = []
-    for step in tqdm(range(plan.steps), desc="warm start", disable=not sys.stderr.isatty()):
+
+    def loss_of(step: int) -> Tensor:
         data = short if step < plan.short_prompt_steps else full
-        loss = _loss(model, data, answers, rng.sample(range(len(rows)), plan.batch_size))
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    model.eval()
-    return sum(losses[-50:]) / len(losses[-50:])
+        return _loss(model, data, answers, rng.sample(range(len(rows)), plan.batch_size))
+
+    return fit(model, loss_of, plan.steps, plan.learning_rate)

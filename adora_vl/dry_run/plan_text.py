@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from adora_vl.commands import amount
-from adora_vl.config.arithmetic import unit_size
 from adora_vl.dry_run.lengths import Lengths, quantile
+from adora_vl.dry_run.memory_text import memory_lines, section
 from adora_vl.dry_run.planning import Plan
 from adora_vl.dry_run.schedule import learning_rate_line
 from adora_vl.memory import GIB
 from adora_vl.memory.disk import checkpoint_bytes, run_bytes
-from adora_vl.memory.engine import cache_bytes_per_token
-from adora_vl.memory.predict import Sharing, fits, largest_batch, largest_image_tokens, predict
 
 
 def default_of(field: Field[Any]) -> Any:
@@ -36,16 +34,12 @@ def changed_keys(plan: Plan, given: Collection[str]) -> dict[str, Any]:
     return changed
 
 
-def _section(title: str, lines: Sequence[str]) -> list[str]:
-    return ["", title, "-" * len(title), *lines]
-
-
 def config_lines(plan: Plan, given: Collection[str]) -> list[str]:
     """`key: value` of what differs from the defaults."""
     changed = changed_keys(plan, given)
     width = max(map(len, changed), default=0) + 2
     lines = [f"{key + ':':{width}} {value}" for key, value in changed.items()]
-    return _section("Config, where it differs from the defaults (--write-config FILE: all of it)", lines)
+    return section("Config, where it differs from the defaults (--write-config FILE: all of it)", lines)
 
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
@@ -86,7 +80,7 @@ def batch_lines(plan: Plan) -> list[str]:
     lines.append(learning_rate_line(config, total))
     if config.save_strategy == "steps":
         lines.append(f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}.")
-    return _section("Batches", lines)
+    return section("Batches", lines)
 
 
 def other_processes_line(plan: Plan) -> str:
@@ -110,7 +104,7 @@ def length_lines(plan: Plan) -> list[str]:
     lengths, config = plan.lengths, plan.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
     lines += [_spread("prompt", lengths.prompt), _spread("image", lengths.image), *limit_lines(lengths, config)]
-    return _section(f"Prompts ({amount(len(lengths.prompt), 'row')})" if lengths.rows else "Prompts (assumed)", lines)
+    return section(f"Prompts ({amount(len(lengths.prompt), 'row')})" if lengths.rows else "Prompts (assumed)", lines)
 
 
 def limit_lines(lengths: Lengths, config: Any) -> list[str]:
@@ -136,145 +130,6 @@ def limit_lines(lengths: Lengths, config: Any) -> list[str]:
     return lines
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
-
-
-def _number(count: int) -> str:
-    return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
-
-
-def memory_lines(plan: Plan) -> list[str]:
-    """Predicted memory by component and phase, and the verdict."""
-    setup, card = plan.setup, plan.card
-    prediction = predict(setup, card)
-    names = list(prediction.phases)
-    parts = list(dict.fromkeys(part for phase in prediction.phases.values() for part in phase))
-    lines = [
-        f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
-        f"{setup.sharding.describe()}.",
-        f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + {setup.batch.completion_tokens}) "
-        f"tokens, {setup.batch.image_tokens} of each an image.",
-        "",
-        f"{'GiB per card':24}" + "".join(f"{name:>24}" for name in names),
-    ]
-    for part in parts:
-        cells = [_gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-" for name in names]
-        lines.append(f"{part:24}" + "".join(f"{cell:>24}" for cell in cells))
-    sums = [_gib(sum(prediction.phases[name].values())) for name in names]
-    lines.append(f"{'together':24}" + "".join(f"{cell:>24}" for cell in sums))
-    if prediction.states.host_optimizer:
-        host = prediction.states.host_optimizer * setup.sharding.local_processes
-        whose = "all processes on one host" if setup.sharding.machines == 1 else "the processes of one machine"
-        lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {whose}.")
-    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), _honesty(setup.accelerator)]
-    return _section(f"Memory, predicted, on {plan.card_name}", lines)
-
-
-def sharing_lines(plan: Plan) -> list[str]:
-    """What the rollouts of a group have in common in a micro-batch, and what that saves."""
-    setup, phase = plan.setup, "forward and backward"
-    batch, group = setup.micro_batch, setup.generations
-    if not (setup.sharing.vision or setup.sharing.prompts):
-        return []
-    ours, alone = (
-        sum(predict(one, plan.card).phases[phase].values()) for one in (setup, replace(setup, sharing=Sharing()))
-    )
-    shared = ["the image"] if batch.image_tokens and setup.sharing.images and batch.unit > 1 else []
-    shared += ["the prompt"] if batch.packed else []
-    lines = []
-    if shared:
-        lines = [
-            f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. With one for each "
-            f"{phase} would take {alone / GIB:.3g} GiB instead of {ours / GIB:.3g}."
-        ]
-    unit = unit_size(batch.sequences, group)
-    if unit < group:
-        lines.append(
-            f"per_device_train_batch_size: {batch.sequences} splits a group into {group // unit} parts, and each "
-            f"computes image and prompt anew; a multiple of num_generations: {group} does not."
-        )
-    return lines
-
-
-def _honesty(accelerator: bool) -> str:
-    if accelerator:
-        return (
-            "These are formulas, checked against torch's accounting on a CPU; no GPU has confirmed them yet. CUDA's "
-            "context, fragmentation and the engine's workspace are assumptions: docs/hardware.md."
-        )
-    return "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
-
-
-def engine_lines(plan: Plan) -> list[str]:
-    """How many rollouts the engine has room for."""
-    engine, setup = predict(plan.setup, plan.card).engine, plan.setup
-    if engine is None or setup.engine is None or not setup.accelerator:
-        return []
-    per_token = cache_bytes_per_token(setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel)
-    return [
-        f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of {setup.engine.max_sequences} rollouts "
-        f"{engine.concurrent} run at once if all reach {setup.engine.max_length} tokens, more if they end earlier."
-    ]
-
-
-def verdict_lines(plan: Plan) -> list[str]:
-    """Whether it fits, and what would."""
-    setup, card = plan.setup, plan.card
-    prediction = predict(setup, card)
-    good = fits(setup, card)
-    peak, share = prediction.peak / GIB, prediction.peak / card
-    if good:
-        lines = [f"It fits: {peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB."]
-    elif prediction.peak > card:
-        parts = prediction.phases[prediction.peak_phase]
-        largest = max(parts, key=lambda name: parts[name])
-        lines = [
-            f"It does NOT fit: {prediction.peak_phase} would take {peak:.3g} GiB of {card / GIB:.3g}; the largest part "
-            f"is {largest} ({parts[largest] / GIB:.3g} GiB). {remedy(plan)}"
-        ]
-    else:
-        lines = [
-            "It does NOT fit: the engine's share has no room for one rollout of full length; raise "
-            "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
-        ]
-    batch, tokens = largest_batch(setup, card), largest_image_tokens(setup, card)
-    most = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
-    lines.append(
-        f"Largest per_device_train_batch_size that fits, of those that keep groups of {setup.generations} whole or "
-        f"split them evenly: {most} (keep its product with gradient_accumulation_steps and processes)."
-    )
-    if setup.shape.vision is not None:
-        pixels = tokens * setup.shape.image_token_pixels
-        lines.append(f"Largest max_pixels that fits: {pixels or 'none'} ({tokens} image tokens).")
-    return lines
-
-
-def remedy(plan: Plan) -> str:
-    """What to change first, for the settings at hand."""
-    setup = plan.setup
-    wishes = []
-    if setup.engine and not setup.engine.sleep and setup.accelerator:
-        wishes.append("vllm_enable_sleep_mode: true")
-    if not setup.checkpointing:
-        wishes.append("gradient_checkpointing: true")
-    if setup.sharding.processes > 1 and setup.sharding.stage != 3:
-        wishes.append("ZeRO-3 (configs/accelerate/zero3.yaml)")
-    elif setup.sharding.stage == 3 and not setup.sharding.offload_optimizer:
-        wishes.append("the optimizer in host memory (configs/accelerate/zero3_offload.yaml)")
-    if setup.reference and not setup.shape.adapters:
-        wishes.append("beta: 0.0 (no reference model)")
-    if not setup.shape.adapters and setup.sharding.stage is None:
-        wishes.append("use_peft: true")
-    if setup.engine:
-        wishes.append("a lower vllm_gpu_memory_utilization")
-    if setup.sharding.stage == 3:
-        wishes.append("more machines (--machines N; docs/machines.md)")
-    if predict(setup, plan.card).peak_phase == "forward and backward":
-        wishes.append("a smaller per_device_train_batch_size or max_pixels")
-    return f"Try, in this order: {'; '.join(wishes)}."
-
-
 def disk_lines(plan: Plan) -> list[str]:
     """What the checkpoints will take."""
     setup, config = plan.setup, plan.config
@@ -289,7 +144,7 @@ def disk_lines(plan: Plan) -> list[str]:
         number = kept if kept is not None else math.ceil((total or 0) / int(config.save_steps))
         folder = run_bytes(one, setup.shape.total * setup.shape.weight_bytes, number)
         lines = [f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at most."]
-    return _section("Disk", lines)
+    return section("Disk", lines)
 
 
 def machine_lines(plan: Plan) -> list[str]:
@@ -302,12 +157,12 @@ def machine_lines(plan: Plan) -> list[str]:
         "setup/slurm/train.sbatch or setup/ssh/train.sh (docs/machines.md).",
         "output_dir must be on a disk that all of them share; the run does not start without one.",
     ]
-    return _section("Machines", lines)
+    return section("Machines", lines)
 
 
 def report(plan: Plan, given: Collection[str]) -> str:
     """The report of the whole dry run."""
-    notes = _section("Not known here", [f"- {note}" for note in plan.notes]) if plan.notes else []
+    notes = section("Not known here", [f"- {note}" for note in plan.notes]) if plan.notes else []
     sections = (
         config_lines(plan, given), machine_lines(plan), batch_lines(plan), length_lines(plan), memory_lines(plan),
         disk_lines(plan),
