@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import matplotlib
@@ -12,8 +13,8 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys):
-    """Its cells in order in one namespace, as a kernel does; the folder is the notebook's own."""
+def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys, tmp_path):
+    """Its cells in order as one script; the folder is the notebook's own."""
     matplotlib.use("Agg", force=True)
     monkeypatch.setenv("ADORA_RUN", str(adora_run))
     monkeypatch.setenv("ADORA_RUN_GRPO", str(grpo_run))
@@ -21,10 +22,9 @@ def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys):
     notebook = json.loads(path.read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert 4 <= len(cells) <= 12 and all(cell["outputs"] == [] for cell in cells)
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for number, cell in enumerate(cells):
-        code = compile("".join(cell["source"]), f"{path.name}, code cell {number}", "exec")
-        exec(code, namespace)  # noqa: S102  # our own notebooks
+    script = tmp_path / f"{path.stem}.py"
+    script.write_text("\n".join(f"# code cell {n}\n{''.join(cell['source'])}" for n, cell in enumerate(cells)))
+    runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out
 
 
