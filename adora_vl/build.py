@@ -52,6 +52,7 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
     return EngineSettings(
         dtype=engine_dtype(args),
         revision=revision,
+        enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
         keeps_images=not args.adora_cache_images,
     )

@@ -139,6 +139,7 @@ def build(options: argparse.Namespace, turns: Turns) -> Timed:
         vllm_gpu_memory_utilization=0.25,
         vllm_max_model_length=512,
         vllm_importance_sampling_mode="token_truncate",
+        adora_vllm_enforce_eager=False,  # as stock TRL builds its engine
         min_pixels=side * side,
         max_pixels=side * side,
         per_device_train_batch_size=4 * options.generations,

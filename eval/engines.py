@@ -133,7 +133,7 @@ class VLLMEngine:
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine: vllm is not installed; install it or use --engine transformers")
         from adora_vl.rollout.environment import prepare_engine_environment
-        from adora_vl.rollout.sync import prefill_options
+        from adora_vl.rollout.sync import engine_is_eager, prefill_options
 
         prepare_engine_environment()  # before the import: vLLM reads its environment there
         import torch
@@ -148,6 +148,7 @@ class VLLMEngine:
             max_model_len=longest,
             # On a CPU this is a share of the machine's memory, which others use too.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
+            enforce_eager=engine_is_eager(),
             **prefill_options(longest, 4096),
             limit_mm_per_prompt=None if chat.text_only else {"image": max(settings.max_images, 1), "video": 0},
             mm_processor_kwargs=chat.pixel_limits or None,

@@ -131,6 +131,13 @@ class AdoraGRPOConfig(OwnKeys, GRPOConfig):  # type: ignore[misc]  # TRL is unty
             "choices": ["auto", "float32", "bfloat16", "float16"],
         },
     )
+    adora_vllm_enforce_eager: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Run the engine without torch.compile and CUDA graphs. null: on a CPU, where compiling takes half "
+            "a minute at every start."
+        },
+    )
     adora_vllm_max_num_batched_tokens: int = field(
         default=4096, metadata={"help": "vLLM's prefill budget; must hold one prompt with its image tokens."}
     )

@@ -20,6 +20,7 @@ from adora_vl.rollout.lora import can_merge, merged_parameters
 from adora_vl.rollout.noise import Noise
 from adora_vl.rollout.seeds import rollout_seed
 from adora_vl.rollout.sync import (
+    engine_is_eager,
     engine_runs_on_cpu,
     prefill_options,
     push_weights,
@@ -78,6 +79,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         kwargs["dtype"] = self.settings.dtype or str(self.model.dtype).removeprefix("torch.")
         longest = kwargs.get("max_model_len") or self.model.config.get_text_config().max_position_embeddings
         kwargs |= prefill_options(longest, self.settings.max_num_batched_tokens)
+        kwargs["enforce_eager"] = engine_is_eager(self.settings.enforce_eager)
         kwargs["revision"] = self.settings.revision
         kwargs["logprobs_mode"] = self._logprobs_mode()
         if self.image_token_id is not None:

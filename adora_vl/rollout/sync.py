@@ -63,6 +63,15 @@ def engine_runs_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def engine_is_eager(wanted: bool | None = None) -> bool:
+    """Whether to run the engine without torch.compile and CUDA graphs. None: on a CPU.
+
+    There vLLM 0.31 compiles anew at every start, since it cannot load what it compiled before ("Compiling model again
+    due to a load failure"). That takes longer than what it saves in the rollouts of a short run.
+    """
+    return engine_runs_on_cpu() if wanted is None else wanted
+
+
 def prefill_options(max_model_len: int | None, budget: int) -> dict[str, Any]:
     """The `LLM` arguments for how many tokens the engine processes at once: `budget`, on a CPU at least a whole prompt.
 

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from PIL import Image
 
+from adora_vl.rollout import sync
 from adora_vl.rollout.distinct_rows import kept
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
@@ -21,6 +23,7 @@ from vllm.multimodal.hasher import MultiModalHasher  # noqa: E402
 from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids  # noqa: E402
 from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
 
+from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.rollout.llm import GroupingLLM, with_known_images  # noqa: E402
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
@@ -66,6 +69,19 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
     engine = AdoraVLLMGeneration(**given, mode=mode, generation_kwargs=asked, settings=EngineSettings())
     assert engine.generation_kwargs.get("detokenize") is detokenize
     SamplingParams(**engine.generation_kwargs)  # vLLM refuses strings to stop at without a text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on_cpu", "eager"), [(None, True, True), (None, False, False), (False, True, False), (True, False, True)]
+)
+def test_by_default_the_engine_compiles_on_a_card_alone(wanted, on_cpu, eager, monkeypatch):
+    monkeypatch.setattr(sync, "engine_runs_on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
+    engine = object.__new__(AdoraVLLMGeneration)
+    model = SimpleNamespace(dtype=torch.float32)
+    engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _bans_only=True)
+    engine.settings = EngineSettings(enforce_eager=wanted)
+    assert engine._build_llm(max_model_len=64)["enforce_eager"] is eager
 
 
 def test_the_doctor_samples_with_settings_of_its_own_and_the_run_gets_its_own_back():

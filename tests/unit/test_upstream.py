@@ -124,7 +124,7 @@ def test_trl_still_builds_its_engine_by_the_names_that_we_replace():
     (generation,) = _calls(GRPOTrainer.__init__, "VLLMGeneration")
     assert {"processing_class", "generation_kwargs", "model"} <= {keyword.arg for keyword in generation.keywords}
     (llm,) = _calls(VLLMGeneration._init_vllm, "LLM")
-    ours = {"dtype", "revision", "mm_processor_kwargs", "limit_mm_per_prompt"}
+    ours = {"dtype", "enforce_eager", "revision", "mm_processor_kwargs", "limit_mm_per_prompt"}
     assert not ours & {keyword.arg for keyword in llm.keywords}, "TRL has an argument of its own now: use that"
     assert grpo_trainer.VLLMGeneration is VLLMGeneration
 
