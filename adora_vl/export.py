@@ -17,6 +17,7 @@ from adora_vl.commands import Parser, exit_code_of
 from adora_vl.commands import path as a_path
 from adora_vl.errors import UserError
 from adora_vl.files import replacing, replacing_folder
+from adora_vl.models.load import check_weights
 
 ADAPTER = "adapter_config.json"
 _CHUNK = 16 << 20  # bytes at a time
@@ -30,9 +31,11 @@ _PROCESSOR = (
 def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = False) -> Path:
     """Write `output`, whole or not at all. Returns the folder that was exported.
 
-    Raises `UserError` where there is nothing to export, or `output` is there already.
+    Raises `UserError` where there is nothing to export, its weights are damaged, or `output` is there already.
     """
     source = find_weights(run)
+    if list(source.glob("*.safetensors")):  # else they are still in every rank's part
+        check_weights("RUN", str(source))
     _refuse_existing(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     if universal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def check_weights(key: str, name: str) -> None:
         return
     if not files:
         raise UserError(f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model")
+    _check_parts(key, folder)
     for file in files:
         try:
             with safe_open(file, framework="pt"):
@@ -67,6 +69,20 @@ def check_weights(key: str, name: str) -> None:
             raise UserError(
                 f"{key}: {str(file)!r} is damaged ({in_one_line(error)}); copy or download it again"
             ) from error
+
+
+def _check_parts(key: str, folder: Path) -> None:
+    """Of a model in several files: whether all that its index names are there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = next((part for part in parts if not (folder / part).is_file()), None)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise UserError(f"{key}: {str(index)!r} is damaged ({in_one_line(error)}); copy it again") from error
+    if missing is not None:
+        raise UserError(f"{key}: {str(folder)!r} has no {missing}, which its index names; copy or download it again")
 
 
 def restore_weights(model: Any, folder: Path) -> None:

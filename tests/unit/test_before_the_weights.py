@@ -15,6 +15,7 @@ from transformers.training_args import OptimizerNames
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.optimizer import check_optimizer, check_schedule, schedule_of
 from adora_vl.errors import UserError
+from adora_vl.export import main as export
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.train import main
 from tests.tiny_run import arguments
@@ -118,7 +119,32 @@ def test_weights_that_are_missing_or_cut_off(
     assert main(arguments(tmp_path / "run", model_name_or_path=model)) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: model_name_or_path: ") and ("has no weights" in said or "is damaged" in said)
-    assert not (tmp_path / "run").exists()
+    assert export([str(model), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: RUN: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ('{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}', "has no model-2.safetensors, which"),
+        ("{", "model.safetensors.index.json' is damaged"),
+        ("[]", "model.safetensors.index.json' is damaged"),
+    ],
+    ids=["a part is missing", "cut off", "no mapping"],
+)
+def test_weights_in_several_files_are_all_there(
+    index: str, said: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training and export both refuse them, and neither leaves anything behind."""
+    model = tmp_path / "model"
+    shutil.copytree(PRETRAINED, model)
+    (model / "model.safetensors.index.json").write_text(index)
+    assert main(arguments(tmp_path / "run", model_name_or_path=model)) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert export([str(model), str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_processor_that_is_cut_off(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
