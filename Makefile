@@ -19,8 +19,8 @@ demo: .venv/.installed ## the main job at a small size: draw problems, train, ev
 
 test: lint ## what CI runs: lint, types and every test, with real TRL, vLLM and DeepSpeed (30 to 45 minutes)
 	@# Two files at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long
-	@# to start.
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
+	@# to start. In the order of the folders: the files with engines come first, and quick ones fill the gaps at the end.
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 unit: .venv/.installed ## the unit tests that are quick: no engine, no training (under 3 minutes)
 	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q -m "not slow" tests/unit
