@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from adora_vl.guards import SkipBadSteps
     from adora_vl.trainer import AdoraGRPOTrainer
 
+# After which a rank takes itself for the only one that has found a mistake. Python takes seconds to end where torch is
+# imported, and longer on a busy machine.
+_ALONE_S = 20.0
+
 
 def build_trainer(run: Run) -> AdoraGRPOTrainer:
     """Weights are loaded here, and nowhere before."""
@@ -204,6 +208,19 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
     print(f"error{place}: {error}", file=sys.stderr, flush=True)
 
 
+def report_mistake(error: UserError) -> None:
+    """One line. Every rank finds most mistakes, and the first rank of each machine speaks for all of them.
+
+    A rank that has found one alone says it itself: the first one then waits for it in a collective call, so the
+    launcher, which ends all ranks once one has ended, has not ended this one after some seconds.
+    """
+    place = ""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_ALONE_S)
+        place = f" (rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')})"
+    print(f"error{place}: {error}", file=sys.stderr, flush=True)
+
+
 def dry_run(arguments: Sequence[str]) -> int:
     """With `--dry-run`: say what the run would do and whether it fits, load no weight, write nothing."""
     check_versions(use_vllm=False)
@@ -222,8 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return dry_run(words) if wants_dry_run(words) else train(words)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank finds the same mistake; once is enough
-            print(f"error: {error}", file=sys.stderr)
+        report_mistake(error)
         return 2
     except (RunError, RolloutError) as error:
         report_stop(error)

@@ -20,6 +20,7 @@ from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.report.commands import as_called, evaluate_any_command, interpreter, view_command
 from adora_vl.report.manifest import write_manifest
 from adora_vl.report.page import write_page
+from adora_vl.train import main as train
 from eval.__main__ import main as evaluate
 from eval.engines import check_model
 
@@ -72,6 +73,18 @@ def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
     assert evaluate(["geometry"]) == 2 and evaluate([]) == 2
     assert "did you mean 'geometry3k'?" in capsys.readouterr().err
     assert evaluate(["mmstar", "run"]) == 2 and "--model is missing" in capsys.readouterr().err
+
+
+def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
+    """The first rank speaks at once. Another one speaks where it is not ended meanwhile, as it is if all find it."""
+    waited: list[float] = []
+    monkeypatch.setattr("adora_vl.train.time.sleep", waited.append)
+    for rank, place in (("0", ""), ("1", " (rank 1 of 2)")):
+        for name, value in (("LOCAL_RANK", rank), ("RANK", rank), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        assert train(["--learning_rte", "1"]) == 2
+        assert capsys.readouterr().err.startswith(f"error{place}: ")
+        assert len(waited) == int(rank)
 
 
 def no_room(*args: object, **kwargs: object) -> None:
