@@ -61,21 +61,7 @@ def load(run: Run) -> AdoraGRPOTrainer:
             raise UserError(
                 f"model_init_kwargs: {wrong}: {given[wrong]!r:.60} is refused by the model ({in_one_line(error)})"
             ) from error
-        _check_processor(run)
         raise RunError(f"the model or the engine could not be loaded ({in_one_line(error)})") from error
-
-
-def _check_processor(run: Run) -> None:
-    """Raise `UserError` if what could not be loaded is the processor alone."""
-    from adora_vl.models.load import load_processor
-
-    name = str(run.model.model_name_or_path)
-    try:
-        load_processor(name, run.model.model_revision)
-    except Exception as error:  # a tokenizer's file that is cut off has an error for each kind of file
-        raise UserError(
-            f"model_name_or_path: the processor of {name!r} cannot be loaded ({in_one_line(error)}); save it again"
-        ) from error
 
 
 def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, SkipBadSteps]:

@@ -191,8 +191,9 @@ class TransformersEngine:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         kind: Any = AutoModelForCausalLM if self._chat.text_only else AutoModelForImageTextToText
         model: Any = kind.from_pretrained(
-            settings.model, revision=settings.revision, dtype=getattr(torch, self._chat.dtype(settings.dtype))
-        )
+            settings.model, revision=settings.revision, dtype=getattr(torch, self._chat.dtype(settings.dtype)),
+            trust_remote_code=False,
+        )  # fmt: skip
         self._model = model.to(self._device).eval()
         self._max_tokens = settings.max_tokens
         self._eos_ids = _end_tokens(model.generation_config.eos_token_id)
