@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.checkpoint.launcher import watch_launcher
 from adora_vl.commands import EXIT_INTERRUPTED
 from adora_vl.dry_run.options import wanted as wants_dry_run
-from adora_vl.errors import LOST_CONTACT, RolloutError, RunError, UserError, in_one_line, lost_contact
+from adora_vl.errors import RolloutError, RunError, UserError, in_one_line, lost_contact
 from adora_vl.files import written_to
 from adora_vl.prepare import Run, prepare
 from adora_vl.versions import check_versions
@@ -215,9 +215,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_stop(error)
         return 1
     except RuntimeError as error:
-        if not lost_contact(error):
+        lost = lost_contact(error)
+        if not lost:
             raise
-        report_stop(RunError(f"outside the training: {LOST_CONTACT} ({in_one_line(error)})"), cause=error)
+        report_stop(RunError(f"outside the training: {lost}"), cause=error)
         return 1
     except KeyboardInterrupt:  # while training a callback takes it, and saves
         if os.environ.get("LOCAL_RANK", "0") == "0":
