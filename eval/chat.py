@@ -33,12 +33,13 @@ class ChatProcessor:
         from transformers import AutoProcessor, AutoTokenizer
 
         from adora_vl.hub import only_here, why_missing
-        from adora_vl.models.load import pixel_limits, read_config
+        from adora_vl.models.load import auto_class, pixel_limits, read_config
         from adora_vl.rollout.tokens import never_sampled_ids
 
         here = only_here(model)
         try:
             self._config: Any = read_config("model", model, revision)
+            self.auto_class = auto_class(self._config)
             self.text_only = getattr(self._config, "vision_config", None) is None
             kind: Any = AutoTokenizer if self.text_only else AutoProcessor
             self._processor: Any = kind.from_pretrained(

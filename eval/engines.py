@@ -183,14 +183,13 @@ class TransformersEngine:
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+        from transformers import GenerationConfig
 
         self.batch_size = settings.batch_size or 64
         self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
         self.resolved = self._chat.resolved(settings.dtype)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        kind: Any = AutoModelForCausalLM if self._chat.text_only else AutoModelForImageTextToText
-        model: Any = kind.from_pretrained(
+        model: Any = self._chat.auto_class.from_pretrained(
             settings.model, revision=settings.revision, dtype=getattr(torch, self._chat.dtype(settings.dtype)),
             trust_remote_code=False,
         )  # fmt: skip

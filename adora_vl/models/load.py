@@ -8,7 +8,15 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, AutoProcessor, PretrainedConfig, __version__
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PretrainedConfig,
+    __version__,
+)
 
 from adora_vl.errors import UserError, in_one_line
 from adora_vl.families import known
@@ -48,6 +56,11 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
             f"model_name_or_path: {model!r} is neither a model folder here nor a model of the hub that can be reached "
             f"({why_missing(model, error)})"
         ) from error
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of Transformers that makes a model of this config: of one that sees, or of a language model."""
+    return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
 
 
 def check_weights(key: str, name: str) -> None:
