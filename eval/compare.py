@@ -15,7 +15,7 @@ from typing import Any
 from adora_vl.commands import Parser, exit_code_of, text
 from adora_vl.comparability import cautions, missing_answers
 from adora_vl.errors import UserError
-from eval.predictions import SCORE
+from eval.predictions import SCORE as SCORE  # read from here by adora_vl.report
 from eval.published import PUBLISHED
 from eval.statistics import bootstrap, mcnemar
 

@@ -13,8 +13,7 @@ from adora_vl.errors import UserError
 from adora_vl.report.manifest import facts_of_run, read_manifest
 from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
 from adora_vl.rollout_log.phases import PHASES
-from eval.compare import ScoreFile, read_run
-from eval.predictions import SCORE
+from eval.compare import SCORE, ScoreFile, read_run
 
 PASS_RATE = "adora/pass_rate"  # noqa: S105  # no password
 # Where a run writes, what it shows and how it may go on are no part of what is compared.

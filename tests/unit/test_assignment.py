@@ -169,7 +169,7 @@ RATE = ["--adora_method_options", '{"assign": "rate"}', "--gradient_accumulation
     ("words", "said"),
     [
         (["--adora_dynamic_sampling", "2"], "adora_dynamic_sampling: 2 with assign: rate"),
-        (["--steps_per_generation", "2"], "steps_per_generation: 2 with assign: rate, .* accumulation_steps: 4"),
+        (["--steps_per_generation", "2"], "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4"),
         (["--steps_per_generation", "6"], "steps_per_generation: 6 with assign: rate"),
     ],
 )
