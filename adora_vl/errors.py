@@ -31,12 +31,16 @@ _LOST = re.compile(
     r"Timed out waiting \d+ms|Read (error|timeout) \[|failed to (recv|send)|Socket Timeout",
     re.IGNORECASE,
 )
-LOST_CONTACT = "another process has ended, or its machine cannot be reached; its own last lines say why"
 
 
-def lost_contact(error: BaseException) -> bool:
-    """Whether a collective call failed because another process is gone or its machine cannot be reached."""
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+def lost_contact(error: BaseException) -> str:
+    """What to say where a collective call failed because another process is gone; empty for any other error."""
+    if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
+        return ""
+    return (
+        "another process has ended, or its machine cannot be reached; its own last lines say why "
+        f"({in_one_line(error)})"
+    )
 
 
 def in_one_line(error: BaseException) -> str:

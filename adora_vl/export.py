@@ -17,7 +17,8 @@ from adora_vl.commands import Parser, exit_code_of
 from adora_vl.commands import path as a_path
 from adora_vl.errors import UserError
 from adora_vl.files import replacing, replacing_folder
-from adora_vl.models.load import check_weights
+from adora_vl.hub import why_missing
+from adora_vl.models.load import auto_class, check_weights, read_config
 
 ADAPTER = "adapter_config.json"
 _CHUNK = 16 << 20  # bytes at a time
@@ -91,14 +92,13 @@ def _copy(source: Path, target: Path, patterns: Sequence[str]) -> None:
 def _merge(source: Path, target: Path) -> None:
     """The base model with the adapter added to its weights, in the base model's dtype."""
     from peft import PeftConfig, PeftModel
-    from transformers import AutoModelForImageTextToText
 
-    name = PeftConfig.from_pretrained(source).base_model_name_or_path
+    name = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
     try:
-        base = AutoModelForImageTextToText.from_pretrained(name, dtype="auto", trust_remote_code=False)
+        base = auto_class(read_config("RUN", name)).from_pretrained(name, dtype="auto", trust_remote_code=False)
     except OSError as error:
         raise UserError(
-            f"RUN: the adapter's base model {name!r} cannot be loaded ({str(error).splitlines()[0]})"
+            f"RUN: the adapter's base model {name!r} cannot be loaded ({why_missing(name, error)})"
         ) from error
     PeftModel.from_pretrained(base, source).merge_and_unload().save_pretrained(target)
 
@@ -106,10 +106,9 @@ def _merge(source: Path, target: Path) -> None:
 def _gather(source: Path, target: Path) -> None:
     """ZeRO-3 without `zero3_save_16bit_model`: the float32 weights out of every rank's part, in the model's dtype."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype)
+    config = read_config("RUN", str(source))
+    model = auto_class(config).from_config(config, dtype=config.dtype)
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)))
     model.save_pretrained(target)
 

@@ -18,15 +18,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from adora_vl.batch import Batch, LogFigure, Row, compared_mask
-from adora_vl.errors import (
-    LOST_CONTACT,
-    EngineError,
-    RolloutError,
-    RunError,
-    UserError,
-    in_one_line,
-    lost_contact,
-)
+from adora_vl.errors import EngineError, RolloutError, RunError, UserError, in_one_line, lost_contact
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.drift import drift_message, drift_sums, merge_drift
 from adora_vl.unreadable_images import unreadable_rows
@@ -187,7 +179,7 @@ def located(step: Callable[[], int], where_to_go_on: Callable[[], str]) -> Itera
     except (RolloutError, RunError, UserError):
         raise
     except Exception as error:
-        what = f"{LOST_CONTACT} ({in_one_line(error)})" if lost_contact(error) else in_one_line(error)
+        what = lost_contact(error) or in_one_line(error)
         raise RunError(f"step {step() + 1}: {what}; {where_to_go_on()}") from error
 
 

@@ -62,6 +62,12 @@ def only_here(name: str) -> bool:
     return Path(name).is_dir() or bool(no_hub())
 
 
+def why_missing(name: str, error: BaseException) -> str:
+    """Why a folder or hub id could not be loaded: the hub gives nothing, or else the first line of the error."""
+    missing = "" if Path(name).is_dir() else no_hub()
+    return missing or (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def notes_on(name: str) -> list[str]:
     """What to tell the user of a model that was found although the hub gives nothing: no line or one."""
     if Path(name).is_dir() or not no_hub():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.checkpoint.launcher import watch_launcher
 from adora_vl.commands import EXIT_INTERRUPTED
 from adora_vl.dry_run.options import wanted as wants_dry_run
-from adora_vl.errors import LOST_CONTACT, RolloutError, RunError, UserError, in_one_line, lost_contact
+from adora_vl.errors import RolloutError, RunError, UserError, in_one_line, lost_contact
 from adora_vl.files import written_to
 from adora_vl.prepare import Run, prepare
 from adora_vl.versions import check_versions
@@ -65,21 +65,7 @@ def load(run: Run) -> AdoraGRPOTrainer:
             raise UserError(
                 f"model_init_kwargs: {wrong}: {given[wrong]!r:.60} is refused by the model ({in_one_line(error)})"
             ) from error
-        _check_processor(run)
         raise RunError(f"the model or the engine could not be loaded ({in_one_line(error)})") from error
-
-
-def _check_processor(run: Run) -> None:
-    """Raise `UserError` if what could not be loaded is the processor alone."""
-    from adora_vl.models.load import load_processor
-
-    name = str(run.model.model_name_or_path)
-    try:
-        load_processor(name, run.model.model_revision)
-    except Exception as error:  # a tokenizer's file that is cut off has an error for each kind of file
-        raise UserError(
-            f"model_name_or_path: the processor of {name!r} cannot be loaded ({in_one_line(error)}); save it again"
-        ) from error
 
 
 def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, SkipBadSteps]:
@@ -245,9 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_stop(error)
         return 1
     except RuntimeError as error:
-        if not lost_contact(error):
+        lost = lost_contact(error)
+        if not lost:
             raise
-        report_stop(RunError(f"outside the training: {LOST_CONTACT} ({in_one_line(error)})"), cause=error)
+        report_stop(RunError(f"outside the training: {lost}"), cause=error)
         return 1
     except KeyboardInterrupt:  # while training a callback takes it, and saves
         if os.environ.get("LOCAL_RANK", "0") == "0":

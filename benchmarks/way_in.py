@@ -113,9 +113,8 @@ def engine_side(processor: Any, rows: list[dict[str, Any]], cache: ImageCache, o
 def fill(cache: ImageCache, processor: Any, rows: list[dict[str, Any]]) -> None:
     """Process the rows' images into the cache, as the trainer does."""
     image_processor = processor.image_processor
-    original = type(image_processor).preprocess.__get__(image_processor)
     for row in rows:
-        cache.get(image_processor, original, row["images"][0], effective_settings(image_processor, {}))
+        cache.get(image_processor, row["images"][0], effective_settings(image_processor, {}))
 
 
 class PartTimes:

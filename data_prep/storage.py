@@ -145,7 +145,8 @@ def features_of(folder: Path, split: str) -> Features:
 def load_split(folder: str | Path, split: str) -> Dataset:
     """One split of a prepared folder, images decoded on access.
 
-    Raises `UserError` where the folder, the split, its rows or a required column are missing, or the disk is full.
+    Raises `UserError` where the folder, the split, its rows or a required column are missing, a file is damaged, or the
+    disk is full.
     """
     folder = Path(folder)
     files = _files_of(folder, split)
@@ -163,7 +164,10 @@ def load_split(folder: str | Path, split: str) -> Dataset:
     try:
         return load_dataset("parquet", data_files={split: [str(path) for path in files]}, split=split)
     except (OSError, DatasetGenerationError) as error:
-        reason = in_one_line(error.__cause__ or error)
+        cause = error.__cause__ or error
+        reason = in_one_line(cause)
+        if getattr(cause, "errno", None) is None:  # not of the disk: Arrow, of what is in the file
+            raise UserError(f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again") from error
         raise UserError(
             f"dataset: {str(folder)!r} cannot be put into the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r} "
             f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -33,22 +32,24 @@ class ChatProcessor:
         # Here and not above: scoring, which loads no model, should not wait for them.
         from transformers import AutoProcessor, AutoTokenizer
 
-        from adora_vl.hub import no_hub, only_here
-        from adora_vl.models.load import pixel_limits, read_config
+        from adora_vl.hub import only_here, why_missing
+        from adora_vl.models.load import auto_class, pixel_limits, read_config
         from adora_vl.rollout.tokens import never_sampled_ids
 
         here = only_here(model)
         try:
             self._config: Any = read_config("model", model, revision)
+            self.auto_class = auto_class(self._config)
             self.text_only = getattr(self._config, "vision_config", None) is None
             kind: Any = AutoTokenizer if self.text_only else AutoProcessor
-            self._processor: Any = kind.from_pretrained(model, revision=revision, local_files_only=here)
+            self._processor: Any = kind.from_pretrained(
+                model, revision=revision, local_files_only=here, trust_remote_code=False
+            )
             self._image_processor: Any = None if self.text_only else self._processor.image_processor
         except UserError:
             raise
         except (OSError, ValueError, AttributeError) as error:
-            missing = "" if Path(model).is_dir() else no_hub()
-            reason = missing or (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = why_missing(model, error)
             raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
         if not self.text_only and pixel_limits(self._image_processor) is None:
             raise UserError(

@@ -170,7 +170,7 @@ def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> S
     fingerprint = read(path) if path.is_file() else None
     asked = (fingerprint or {}).get("asked") or {}
     fields = (fingerprint or {}).get("fields") or {}
-    vars(options)["answer_tags"] = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
+    options.answer_tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
     figures = benchmark.score(rows, options)
     items = figures.pop("items")
     return {

@@ -31,6 +31,15 @@ class ScoreFile:
     shares: dict[str, float]
     answers: int  # a problem, at most
 
+    @classmethod
+    def of(cls, name: str, score: dict[str, Any]) -> ScoreFile:
+        """The content of a score file with what its items say; a score without items has no shares."""
+        verdicts: dict[str, list[bool]] = {}
+        for item in score.get("items") or []:
+            verdicts.setdefault(item.get("pid"), []).append(item.get("verdict") == "correct")
+        shares = {pid: sum(right) / len(right) for pid, right in verdicts.items()}
+        return cls(name, score, shares, max(map(len, verdicts.values()), default=0))
+
     @property
     def cells(self) -> dict[str, dict[str, Any]]:
         """The figures that get a row of their own: all, ID and OOD."""
@@ -75,11 +84,7 @@ def read_run(path: str) -> ScoreFile:
         isinstance(items, list) and items and all(isinstance(i, dict) and {"pid", "verdict"} <= i.keys() for i in items)
     ):
         raise UserError(f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions again")
-    verdicts: dict[str, list[bool]] = {}
-    for item in items:
-        verdicts.setdefault(item["pid"], []).append(item["verdict"] == "correct")
-    shares = {pid: sum(right) / len(right) for pid, right in verdicts.items()}
-    return ScoreFile(path, score, shares, max(len(right) for right in verdicts.values()))
+    return ScoreFile.of(path, score)
 
 
 def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:

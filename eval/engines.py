@@ -183,16 +183,16 @@ class TransformersEngine:
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+        from transformers import GenerationConfig
 
         self.batch_size = settings.batch_size or 64
         self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
         self.resolved = self._chat.resolved(settings.dtype)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        kind: Any = AutoModelForCausalLM if self._chat.text_only else AutoModelForImageTextToText
-        model: Any = kind.from_pretrained(
-            settings.model, revision=settings.revision, dtype=getattr(torch, self._chat.dtype(settings.dtype))
-        )
+        model: Any = self._chat.auto_class.from_pretrained(
+            settings.model, revision=settings.revision, dtype=getattr(torch, self._chat.dtype(settings.dtype)),
+            trust_remote_code=False,
+        )  # fmt: skip
         self._model = model.to(self._device).eval()
         self._max_tokens = settings.max_tokens
         self._eos_ids = _end_tokens(model.generation_config.eos_token_id)

@@ -45,14 +45,10 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
 
 def _hub_commit(model: str, revision: str | None) -> str | None:
     """The full commit of a model on the hub; None for one that has none, such as a folder."""
-    from transformers import AutoConfig
+    from adora_vl.models.load import read_config
 
-    from adora_vl.hub import only_here
-
-    here = only_here(model)
     try:
-        config = AutoConfig.from_pretrained(model, revision=revision, local_files_only=here, trust_remote_code=False)
-        commit: str | None = config._commit_hash
+        commit: str | None = read_config("model", model, revision)._commit_hash
     except (OSError, ValueError):  # loading the model will say what is wrong
         return None
     return commit

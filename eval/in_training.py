@@ -64,7 +64,7 @@ def figures(
     for `<answer> </answer>`. At least one row.
     """
     options = options or score_defaults(benchmark.add_score_options)
-    vars(options)["answer_tags"] = answer_tags
+    options.answer_tags = answer_tags
     score = benchmark.score(rows, options)
     return {f"{benchmark.name}_{name}": value for name, value in _flat(score).items()}
 

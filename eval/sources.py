@@ -16,7 +16,7 @@ import pyarrow.parquet as pq  # pyarrow ships no types
 from PIL import Image
 
 from adora_vl.errors import UserError
-from adora_vl.hub import no_hub
+from adora_vl.hub import no_hub, why_missing
 from adora_vl.rows import PLACEHOLDER, problem_with_row
 from eval.engines import HUB_ID
 from eval.fingerprint import digest
@@ -132,11 +132,11 @@ def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[st
     """The rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
     from datasets import load_dataset
 
-    missing = no_hub()  # asked first, since the library tries again for minutes; what it has loaded once is found
+    no_hub()  # asked first, since the library tries again for minutes; what it has loaded once is found
     try:
         dataset = load_dataset(name, split=split, revision=revision)
     except Exception as error:  # the hub's library raises its own, the network's and the file system's
-        reason = missing or (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = why_missing(name, error)
         raise UserError(f"data: {name!r} split {split!r} cannot be loaded from the hub ({reason})") from error
     # The hub library's fingerprint is of the data and what was done to it.
     return _from_table(dataset.with_format("arrow")[:], image_columns, str(dataset._fingerprint), name)

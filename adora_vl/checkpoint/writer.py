@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from adora_vl.checkpoint.set_aside import delete_aside
 from adora_vl.checkpoint.store import STAGING, names_in, publish, rotate
-from adora_vl.errors import LOST_CONTACT, RunError, lost_contact
+from adora_vl.errors import RunError, lost_contact
 
 Save = Callable[[Path], dict[str, Any]]  # writes into this folder, and returns what the manifest says of it
 
@@ -46,7 +46,7 @@ class CheckpointWriter:
                 rotate(self.output_dir, self.keep)
         except Exception as error:  # torch and safetensors raise errors of their own for a full disk
             shutil.rmtree(staging / name, ignore_errors=True)
-            why = f"{LOST_CONTACT}: {error}" if lost_contact(error) else error
+            why = lost_contact(error) or error
             raise RunError(f"{name} could not be written ({why}); older checkpoints are as they were") from error
         finally:
             self.staging = None

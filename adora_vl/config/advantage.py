@@ -212,6 +212,12 @@ def _check_assignment(config: Any, adora: AdoraOptions | None) -> None:
             f"adora_dynamic_sampling: {config.adora_dynamic_sampling} with assign: rate, which needs one batch per "
             "generation to scale the learning rate by; set adora_dynamic_sampling: 0"
         )
+    if config.steps_per_generation * config.num_iterations % config.gradient_accumulation_steps:
+        raise UserError(
+            f"steps_per_generation: {config.steps_per_generation} with assign: rate, which needs optimizer steps of "
+            "one generation each; make steps_per_generation x num_iterations a multiple of "
+            f"gradient_accumulation_steps: {config.gradient_accumulation_steps}"
+        )
     if config.deepspeed is not None or getattr(config, "deepspeed_plugin", None) is not None:
         raise UserError(
             "adora_method_options: assign: rate does not work with DeepSpeed, which takes its optimizer step before "

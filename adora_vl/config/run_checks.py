@@ -29,6 +29,8 @@ def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig, num_processe
     """Keys that TRL knows and this command would take and then ignore or fail on late."""
     if model.load_in_4bit or model.load_in_8bit:
         raise UserError("load_in_4bit/load_in_8bit: quantised training is not supported; use LoRA on bfloat16 weights")
+    if config.trust_remote_code or dict(config.model_init_kwargs or {}).get("trust_remote_code"):
+        raise UserError("trust_remote_code: true: code that comes with a model is not run here; set it to false")
     if config.fsdp and num_processes == 1:
         raise UserError(f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate launch")
     if config.use_transformers_continuous_batching or config.use_transformers_paged:

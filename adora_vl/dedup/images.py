@@ -48,8 +48,8 @@ class DistinctImages:
         """Put the images of a row into the cache, for a generation to come. Returns the bytes that they take there."""
         cache, processor = self.cache, self._image_processor
         assert cache is not None
-        settings, preprocess = effective_settings(processor, {}), type(processor).preprocess.__get__(processor)
-        entries = [cache.get(processor, preprocess, image, settings) for image in row.get("images") or []]
+        settings = effective_settings(processor, {})
+        entries = [cache.get(processor, image, settings) for image in row.get("images") or []]
         return sum(entry.patches_RD.nbytes for entry in entries)
 
     def completed(self, batch: Batch) -> Batch:

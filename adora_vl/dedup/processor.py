@@ -127,11 +127,10 @@ class StepProcessor:
     def _referring(self) -> Any:
         """Inside this context the image processor returns references into the bank instead of pixels."""
         image_processor = self._processor.image_processor
-        original = type(image_processor).preprocess.__get__(image_processor)
 
         def preprocess(images: Any, **overrides: Any) -> BatchFeature:
             settings = effective_settings(image_processor, overrides)
-            entries = [self._cache.get(image_processor, original, image, settings) for image in flat(images)]
+            entries = [self._cache.get(image_processor, image, settings) for image in flat(images)]
 
             def normalize(patches: Any) -> Any:
                 return normalized(image_processor, patches, settings)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.integrations import deepspeed
 
 from adora_vl import compat
 from adora_vl.errors import UserError, nearest
 from adora_vl.families import Family, family_of
 from adora_vl.models.components import COMPONENTS, LANGUAGE_MODEL, component_of, freeze
-from adora_vl.models.load import load_config
+from adora_vl.models.load import auto_class, load_config
 
 SHAPES = Path(__file__).with_name("shapes")  # the public config.json of the models in our recipes, for planning offline
 
@@ -120,9 +120,8 @@ def describe(
 
 
 def _on_meta(config: PretrainedConfig) -> Any:
-    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
-        return auto.from_config(config)
+        return auto_class(config).from_config(config)
 
 
 def _check_names(model: Any, peft_config: Any) -> None:

@@ -8,11 +8,19 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, AutoProcessor, PretrainedConfig, __version__
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PretrainedConfig,
+    __version__,
+)
 
 from adora_vl.errors import UserError, in_one_line
 from adora_vl.families import known
-from adora_vl.hub import no_hub, only_here
+from adora_vl.hub import only_here, why_missing
 
 
 def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
@@ -44,12 +52,15 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        missing = "" if Path(model).is_dir() else no_hub()
-        reason = missing or str(error).strip().splitlines()[0]
         raise UserError(
             f"model_name_or_path: {model!r} is neither a model folder here nor a model of the hub that can be reached "
-            f"({reason})"
+            f"({why_missing(model, error)})"
         ) from error
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of Transformers that makes a model of this config: of one that sees, or of a language model."""
+    return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
 
 
 def check_weights(key: str, name: str) -> None:
@@ -110,9 +121,11 @@ def load_processor(model: str, revision: str | None = None) -> Any:
             model, revision=revision, truncation_side="left", padding_side="left", local_files_only=only_here(model),
             trust_remote_code=False,
         )  # fmt: skip
-    except (OSError, ValueError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"model_name_or_path: the processor of {model!r} cannot be loaded ({reason})") from error
+    except Exception as error:  # a tokenizer's file that is cut off has an error for each kind of file
+        raise UserError(
+            f"model_name_or_path: the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or download "
+            "it again"
+        ) from error
 
 
 def pixel_limits(image_processor: Any) -> dict[str, int] | None:

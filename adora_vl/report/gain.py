@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from adora_vl.commands import Parser, exit_code_of, text
@@ -99,7 +98,7 @@ def _check_comparable(first: Named, second: Named) -> None:
 def _beside_lines(after: Score, beside: Named) -> list[str]:
     """The difference to what stands beside, problem by problem, and where a stored score comes from."""
     name, score = beside
-    sides = [ScoreFile(title, one, _shares(one), 1) for title, one in (("after", after), beside)]
+    sides = [ScoreFile.of(title, one) for title, one in (("after", after), beside)]
     lines = []
     if sides[0].shares.keys() & sides[1].shares.keys():
         found = between_problems(sides[1:], sides[:1])
@@ -119,7 +118,7 @@ def _problems(score: Score) -> tuple[set[str], dict[str, dict[str, int]]]:
     """What is known of a score's problems: their ids, and how many of each family, kind and form there are."""
     groups = {key: score["groups"].get(key, {}) for key in ("family", "kind", "answer_form")}
     counts = {key: {name: cell["total"] for name, cell in cells.items()} for key, cells in groups.items()}
-    return set(_shares(score)), counts
+    return set(ScoreFile.of("", score).shares), counts
 
 
 def _as_if_made_now(score: Score, before: Score) -> Score:
@@ -131,14 +130,6 @@ def _as_if_made_now(score: Score, before: Score) -> Score:
         return score
     now = ((before.get("fingerprint") or {}).get("fields") or {}).get("data_hash")
     return {**score, "fingerprint": {**score["fingerprint"], "fields": {**fields, "data_hash": now}}}
-
-
-def _shares(score: Score) -> dict[str, float]:
-    """For each problem the share of right answers; nothing where a score has no items."""
-    verdicts: dict[str, list[bool]] = {}
-    for item in score.get("items") or []:
-        verdicts.setdefault(str(item.get("pid")), []).append(item.get("verdict") == "correct")
-    return {pid: fmean(right) for pid, right in verdicts.items()}
 
 
 def _named(value: str) -> tuple[str, str]:

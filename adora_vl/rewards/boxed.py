@@ -11,7 +11,7 @@ MAX_CHARS = 1_100_000  # of the end of a response; one character is a few tenths
 # not a pair: models that escape twice write `\\boxed{5}`.
 _TOKEN = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\\\(?!(?:boxed|fbox)\s*\{)|\\[{}]|(?P<open>\{)|(?P<close>\})")
 
-_BEGIN, _END = "<answer>", "</answer>"
+ANSWER_TAGS = ("<answer>", "</answer>")
 
 
 class _Box(NamedTuple):
@@ -64,12 +64,13 @@ def last_answer(response: str) -> str | None:
     not.
     """
     response = response[-MAX_CHARS:]
-    begin = response.rfind(_BEGIN, 0, max(0, response.rfind(_END)))
+    opening, closing = ANSWER_TAGS
+    begin = response.rfind(opening, 0, max(0, response.rfind(closing)))
     if begin < 0:
         return last_boxed(response)
-    block = response[begin + len(_BEGIN) :]
+    block = response[begin + len(opening) :]
     boxed = last_boxed(block)
-    return boxed if boxed is not None else block[: block.find(_END)].strip()
+    return boxed if boxed is not None else block[: block.find(closing)].strip()
 
 
 def _peel(response: str, complete: list[_Box]) -> _Box:

@@ -1,4 +1,4 @@
-"""The rewards of knights and knaves: every person named with the right kind, in the last box or `<answer>` block.
+"""The rewards of knights and knaves: every person named with the right kind, in the last `<answer>` block or box.
 
 Deterministic string work on bounded text: no parser that could hang, so no worker process.
 """
@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from adora_vl.errors import UserError
-from adora_vl.rewards.boxed import last_boxed
+from adora_vl.rewards.boxed import ANSWER_TAGS, last_answer
 from adora_vl.rewards.completion import completion_text
+from adora_vl.rewards.thinking import THINK_TAGS
 
 RIGHT, COMPLETE, NOTHING = 1.0, 0.1, 0.0  # the `adora` preset's steps
 # Of Logic-RL and the half of ADORA for language models (`verl/utils/reward_score/kk.py` of its repository): 1 or -1 for
 # the form, and 2 for the right answer, -1.5 for a wrong one, -2 for none.
 LOGIC_RL = {"correct": 3.0, "wrong": -0.5, "unparseable": -1.0}
 WRONG_FORM = -3.0
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_TAGS = (*THINK_TAGS, *ANSWER_TAGS)
 _ROLE = re.compile(r"\b([A-Za-z]+)\s+is\s+(?:a\s+)?((?i:knight|knave))\b")
 
 
@@ -31,13 +32,6 @@ def roles_in(text: str) -> dict[str, str] | None:
     return found
 
 
-def last_answer_block(text: str) -> str | None:
-    """What stands between the last `</answer>` and the `<answer>` before it; None where there is no such block."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return text[start + len("<answer>") : end] if start >= 0 else None
-
-
 def has_logic_rl_form(text: str) -> bool:
     """Whether the tags of thinking and answer stand in the text once each and in order, whatever is around them."""
     places = [text.find(tag) for tag in _TAGS]
@@ -45,7 +39,7 @@ def has_logic_rl_form(text: str) -> bool:
 
 
 def knights_verdict(response: str, gold: str) -> tuple[str, str | None]:
-    """`correct`, `wrong` or `unparseable`, and the last box as it was read, or without any the last `<answer>` block.
+    """`correct`, `wrong` or `unparseable`, and the answer as it was read (`last_answer`).
 
     Wrong is an answer that names exactly the people of the gold with one kind each; whatever names others, leaves
     someone out or contradicts itself is no answer. Raises `UserError` for a gold without roles.
@@ -53,12 +47,11 @@ def knights_verdict(response: str, gold: str) -> tuple[str, str | None]:
     expected = roles_in(gold)
     if not expected:
         raise UserError(f"answer {gold!r} names nobody as a knight or a knave: prepare the data with data_prep knights")
-    box = last_boxed(response)
-    box = box if box is not None else last_answer_block(response)
-    roles = roles_in(box) if box is not None else None
+    given = last_answer(response)
+    roles = roles_in(given) if given is not None else None
     if roles is None or roles.keys() != expected.keys():
         return "unparseable", None
-    return ("correct" if roles == expected else "wrong"), box
+    return ("correct" if roles == expected else "wrong"), given
 
 
 def knights_reward(

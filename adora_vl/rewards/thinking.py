@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from adora_vl.rewards.boxed import ANSWER_TAGS
 from adora_vl.rewards.completion import completion_text
 
-_THINK = ("<think>", "</think>")
-_ANSWER = ("<answer>", "</answer>")
+THINK_TAGS = ("<think>", "</think>")
 
 
 def is_think(text: str) -> bool:
     """`<think> ... </think> ...`: one block with something in it, first, and something after it."""
-    rest = _after_block(text.strip(), _THINK)
-    return rest is not None and rest != "" and not _has(rest, (*_THINK, *_ANSWER))
+    rest = _after_block(text.strip(), THINK_TAGS)
+    return rest is not None and rest != "" and not _has(rest, (*THINK_TAGS, *ANSWER_TAGS))
 
 
 def is_think_answer(text: str) -> bool:
     """`<think> ... </think> <answer> ... </answer>`: both blocks once, with something in them, and nothing else."""
-    rest = _after_block(text.strip(), _THINK)
-    return rest is not None and _after_block(rest, _ANSWER) == ""
+    rest = _after_block(text.strip(), THINK_TAGS)
+    return rest is not None and _after_block(rest, ANSWER_TAGS) == ""
 
 
 def _after_block(text: str, tags: tuple[str, str]) -> str | None:
     """What follows the block that `text` begins with, stripped; None where there is no such block, or an empty one."""
     begin, end = tags
     inside, found, rest = text.removeprefix(begin).partition(end)
-    if not text.startswith(begin) or not found or not inside.strip() or _has(inside, (*_THINK, *_ANSWER)):
+    if not text.startswith(begin) or not found or not inside.strip() or _has(inside, (*THINK_TAGS, *ANSWER_TAGS)):
         return None
     return rest.strip()
 

@@ -14,7 +14,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from adora_vl import compat
 from adora_vl.errors import RolloutError, engine_call
 from adora_vl.models.components import component_of, trainable_components
-from adora_vl.rollout.engine_settings import EngineSettings, pixel_limits
+from adora_vl.models.load import pixel_limits
+from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.lora import can_merge, merged_parameters
 from adora_vl.rollout.noise import Noise
@@ -83,7 +84,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         kwargs["revision"] = self.settings.revision
         kwargs["logprobs_mode"] = self._logprobs_mode()
         if self.image_token_id is not None:
-            kwargs["mm_processor_kwargs"] = pixel_limits(self.processing_class)
+            # vLLM reads the limits of the model's folder. With the trainer's own the two prompts agree.
+            kwargs["mm_processor_kwargs"] = pixel_limits(getattr(self.processing_class, "image_processor", None))
             kwargs["limit_mm_per_prompt"] = {"video": 0}  # otherwise vLLM reserves memory for a video
             if not self.settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0

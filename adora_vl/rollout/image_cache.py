@@ -73,14 +73,16 @@ class ImageCache:
         self.processed = 0
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
 
-    def get(self, image_processor: Any, preprocess: Preprocess, image: Any, settings: dict[str, Any]) -> ProcessedImage:
-        """The processed `image`; `preprocess` is the processor's own method."""
+    def get(self, image_processor: Any, image: Any, settings: dict[str, Any]) -> ProcessedImage:
+        """The processed `image`."""
         key = _key(image, settings)
         if key in self._images:
             self._images.move_to_end(key)
             return self._images[key]
         size = settings["size"]
-        output = preprocess(
+        # The class's own method: that of the object may be one that asks this cache.
+        output = type(image_processor).preprocess(
+            image_processor,
             [image],
             do_rescale=False,
             do_normalize=False,
@@ -101,11 +103,10 @@ class ImageCache:
 
     def preprocess(self, image_processor: Any) -> Preprocess:
         """The processor's `preprocess` with this cache before it: the same arguments, the same output."""
-        original: Preprocess = type(image_processor).preprocess.__get__(image_processor)
 
         def cached(images: Any, **overrides: Any) -> BatchFeature:
             settings = effective_settings(image_processor, overrides)
-            entries = [self.get(image_processor, original, image, settings) for image in flat(images)]
+            entries = [self.get(image_processor, image, settings) for image in flat(images)]
             patches = [entry.patches_RD for entry in entries]
             pixels = torch.cat(patches) if len(patches) > 1 else patches[0]  # one image is handed on without a copy
             if settings["do_rescale"] or settings["do_normalize"]:

@@ -128,7 +128,7 @@ def sabotage(name: str) -> None:
     elif name == "stale_prefix_cache":
         put("reset_caches", lambda llm: llm.llm_engine.reset_encoder_cache())
     elif name == "pixel_limits":
-        put("pixel_limits", lambda processing_class: {"min_pixels": 28 * 28, "max_pixels": 28 * 28})
+        put("pixel_limits", lambda image_processor: {"min_pixels": 28 * 28, "max_pixels": 28 * 28})
     elif name:
         raise SystemExit(f"unknown sabotage {name}")
 

@@ -54,6 +54,9 @@ def test_every_room_is_on_the_page():
     rooms = {f"{path.name}/" for path in (ROOT / "adora_vl").iterdir() if (path / "__init__.py").exists()}
     rooms |= {path.name for path in (ROOT / "adora_vl").glob("*.py") if path.name != "__init__.py"}
     assert len(rooms) > 30 and rooms - set(SPANS) == set()
+    listed = re.findall(r"^\| (`[^|]+) \|", TEXT.partition("| room |")[2].partition("\n\n")[0], re.MULTILINE)
+    names = [name for cell in listed for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(names) >= len(rooms) and len(names) == len(set(names)), "a room is on the page twice"
 
 
 def test_every_kind_of_thread_is_on_the_page():

@@ -160,6 +160,30 @@ def test_the_key_and_what_does_not_fit_it():
     assert (method_run(config(*words)).judged_by.assign, method_run(config(*words)).seed) == ("random", 7)
     with pytest.raises(UserError, match="assign: 'randm' is not one of criterion, random, reversed, rate"):
         method_run(config("--adora_method_options", '{"assign": "randm"}'))
-    resampling = config("--adora_method_options", '{"assign": "rate"}', "--adora_dynamic_sampling", "2")
-    with pytest.raises(UserError, match="adora_dynamic_sampling: 2 with assign: rate"):
-        check_method(resampling)
+
+
+RATE = ["--adora_method_options", '{"assign": "rate"}', "--gradient_accumulation_steps", "4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--adora_dynamic_sampling", "2"], "adora_dynamic_sampling: 2 with assign: rate"),
+        (["--steps_per_generation", "2"], "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4"),
+        (["--steps_per_generation", "6"], "steps_per_generation: 6 with assign: rate"),
+    ],
+)
+def test_a_step_has_one_rate(words, said):
+    """Of two generations in one optimizer step, the step would take the rate of the second alone."""
+    for fits in (["8"], ["2", "--num_iterations", "2"]):
+        check_method(config(*RATE, "--steps_per_generation", *fits))
+    with pytest.raises(UserError, match=said):
+        check_method(config(*RATE, *words))
+
+
+def test_a_rate_is_not_scaled_under_deepspeed():
+    ours = config(*RATE)
+    check_method(ours)
+    ours.deepspeed_plugin = object()
+    with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
+        check_method(ours)

@@ -92,6 +92,8 @@ def test_arguments_of_an_optimizer_that_are_none(given: str) -> None:
         ({"use_transformers_continuous_batching": "true"}, "set use_vllm: true instead"),
         ({"push_to_hub": "true"}, "push_to_hub: true, but HF_HUB_OFFLINE is set"),
         ({"deepspeed": __file__}, "is not a JSON file with a mapping in it"),
+        ({"trust_remote_code": "true"}, "trust_remote_code: true: code that comes with a model is not run here"),
+        ({"model_init_kwargs": '{"trust_remote_code": true}'}, "trust_remote_code: true: code that comes with a model"),
     ],
     ids=str,
 )

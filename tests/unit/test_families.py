@@ -24,7 +24,7 @@ from adora_vl.errors import UserError
 from adora_vl.families import DEEPSTACK, FAMILIES, shares_prompts
 from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.components import COMPONENTS, component_of
-from adora_vl.models.load import load_config
+from adora_vl.models.load import load_config, load_processor
 from adora_vl.train import main
 from data_prep import pixels
 from eval.chat import ChatProcessor
@@ -148,6 +148,18 @@ def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_pat
             load()
         assert "model_type internvl_chat, which Transformers" in str(caught.value)
         assert "qwen3_vl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkeypatch):
+    """Transformers has the model, but not the tokenizer's class."""
+    LlamaConfig().save_pretrained(tmp_path)
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "tokenization.py").write_text("raise SystemExit('run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (load_processor, ChatProcessor):
+        with pytest.raises(UserError, match="cannot be loaded"):
+            load(str(tmp_path))
 
 
 def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():

@@ -141,6 +141,21 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
     assert load_split(prepared / "data", "train").num_rows == 2
 
 
+def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is whole, so that its columns and the number of its rows can be read."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    shutil.copytree(prepared / "data", tmp_path / "data")
+    (file,) = (tmp_path / "data" / "data").glob("train-*.parquet")
+    content = bytearray(file.read_bytes())
+    content[4:400] = bytes(396)
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"^dataset: .* cannot be read \(.*\); prepare it again") as caught:
+        load_split(tmp_path / "data", "train")
+    assert len(str(caught.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize("old", [None, b"old"])
 def test_a_file_that_cannot_take_its_place_is_taken_away(
     old: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

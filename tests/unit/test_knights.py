@@ -95,6 +95,10 @@ ANSWERS = {
     "nothing": ("", 0.0),
     "the reference's form": ("<answer> (1) Ada is a knight\n(2) Ben is a knave\n(3) Cleo is a knight </answer>", 1.0),
     "a box goes before a block": (rf"<answer>Ada is a knight</answer> \boxed{{{GOLD}}}", 1.0),
+    "but not one that was only thought": (
+        rf"<think>\boxed{{{GOLD.replace('Ben is a knave', 'Ben is a knight')}}}? No.</think><answer>{GOLD}</answer>",
+        1.0,
+    ),
     "the last block counts": (f"<answer>{GOLD}</answer> no <answer>{GOLD.replace('knight', 'knave')}</answer>", 0.1),
     "an unclosed block": (f"<answer>{GOLD}", 0.0),
     "the question's example": (r"\boxed{Ada is a knight, Ben is a knave, ...}", 0.0),
@@ -122,6 +126,7 @@ LOGIC_RL_REWARDS = {  # `verl/utils/reward_score/kk.py` there: 1 or -1 for the f
     "wrong": (f"{THOUGHT}<answer>{GOLD.replace('Ben is a knave', 'Ben is a knight')}</answer>", -0.5),
     "someone left out": (f"{THOUGHT}<answer>Ada is a knight</answer>", -1.0),
     "words around the blocks": (f"So: {THOUGHT} hence <answer>{GOLD}</answer> !", 3.0),
+    "a box in the thinking": (rf"<think>\boxed{{{GOLD}}}?</think><answer>Ada is a knight</answer>", -1.0),
     "no thinking": (f"<answer>{GOLD}</answer>", -3.0),
     "thinking twice": (f"{THOUGHT}{THOUGHT}<answer>{GOLD}</answer>", -3.0),
     "the other order": (f"<answer>{GOLD}</answer>{THOUGHT}", -3.0),

@@ -7,7 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from adora_vl.export import main as export
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k.benchmark import BENCHMARK
@@ -43,3 +47,16 @@ def test_without_the_merged_model_one_line_says_how_to_make_it(
     assert evaluate(BENCHMARK, words) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "adora_vl.export" in said and str(run) in said
+
+
+def test_the_adapter_of_a_language_model_is_exported_too(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_key_value_heads=2, **sizes))
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = str(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "run")
+    assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    ids = torch.arange(8)[None]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(exported(ids).logits, adapted(ids).logits, atol=1e-5)

@@ -9,13 +9,16 @@ import socket
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from accelerate import Accelerator
 
 from adora_vl import assets
 from adora_vl.checkpoint import ranks, store
 from adora_vl.checkpoint.ranks import Seen, check_ranks, leave_token, problem_among
 from adora_vl.checkpoint.store import facts_of, publish
+from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.command_line import parse
 from adora_vl.config.run_checks import check_machines
 from adora_vl.errors import RunError, UserError, lost_contact
@@ -263,13 +266,16 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77: remote process exited or there w
 
 
 @pytest.mark.parametrize("words", [GLOO, RESET, NCCL])
-def test_the_loss_of_a_machine_is_said_in_one_line(words, monkeypatch, capsys):
-    def lose(*_: object) -> None:
-        raise RuntimeError(words)
+def test_the_loss_of_a_machine_is_said_in_one_line(words, monkeypatch, capsys, tmp_path):
+    def lose(*_: object) -> Any:
+        raise RuntimeError(f"{words}\nframe #0: c10d::ProcessGroup")
 
     lost = pytest.raises(RunError, match="step 4: another process has ended, or its machine cannot be reached")
     with lost, located(lambda: 3, lambda: "the same command goes on from checkpoint-3"):
         lose()
+    with pytest.raises(RunError, match="checkpoint-3 could not be written .*cannot be reached") as caught:
+        CheckpointWriter(tmp_path, None, Accelerator(cpu=True)).write(3, lose)
+    assert len(str(caught.value).splitlines()) == 1
     monkeypatch.setattr("adora_vl.train.train", lose)
     assert main(["--config", "a.yaml"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]

@@ -231,11 +231,11 @@ def test_a_micro_batch_of_distorted_rollouts_alone_is_no_drift():
 def test_the_cache_of_images_does_not_keep_what_is_seen_once():
     processor, cache = Qwen2VLImageProcessor(min_pixels=784, max_pixels=3136), ImageCache(2**20)
     settings, image = effective_settings(processor, {}), drawing()
-    clean = cache.get(processor, processor.preprocess, image, settings)
+    clean = cache.get(processor, image, settings)
     held = cache.bytes_held
-    noisy = cache.get(processor, processor.preprocess, distorted(image, "gaussian", 300.0, 1), settings)
+    noisy = cache.get(processor, distorted(image, "gaussian", 300.0, 1), settings)
     assert noisy.grid_3.tolist() == clean.grid_3.tolist() and not torch.equal(noisy.patches_RD, clean.patches_RD)
-    assert cache.bytes_held == held and cache.get(processor, processor.preprocess, image, settings) is clean
+    assert cache.bytes_held == held and cache.get(processor, image, settings) is clean
 
 
 ENGINE = ["--use_vllm", "true", "--vllm_mode", "colocate", "--adora_noisy_rollouts", "0.5"]

@@ -1,7 +1,7 @@
 """The tiny model's teacher: at the start of the demo, ADORA's length criterion must not be the label of one subtype.
 
 It once was. Vertical angles were copied in 13 tokens, and their slip took 18, so every mixed group of this one subtype
-was attenuated and no other: GRPO with ADORA ended nine points below GRPO, for a reason that lay in the drawings.
+was attenuated and no other: GRPO with ADORA ended eight points below GRPO, for a reason that lay in the drawings.
 """
 
 from __future__ import annotations
