@@ -137,6 +137,7 @@ def train(arguments: Sequence[str]) -> int:
     trainer = load(run)
     trainer.run_facts = {"fingerprint": run.fingerprint}
     manifest = run.manifest(arguments)
+    manifest["model"]["sees_images"] = getattr(trainer.model.config, "vision_config", None) is not None
     trainer.card.text = partial(model_card, manifest)
     output_dir, is_main = Path(run.config.output_dir), trainer.accelerator.is_main_process
     if is_main:

@@ -41,6 +41,18 @@ inputs = processor(text=[text], images=[image], return_tensors="pt").to(model.de
 tokens = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)
 print(processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])
 ```"""
+_LOAD_TEXT = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # where this file lies
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+problem = "Ada says: Ben is a knave. Ben says: Ada is a knight. Who is what?"
+messages = {messages}
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+tokens = model.generate(**inputs.to(model.device), max_new_tokens={max_new_tokens}, do_sample=False)
+print(tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])
+```"""
 _ADAPTER = """Trained as a LoRA adapter. Where this folder holds an `adapter_config.json`, merge it into its base \
 model first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
 
@@ -64,12 +76,14 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     config = manifest.get("config", {})
     mode = config.get("adora_mode", "attenuation")
     method = "GRPO" if mode == "off" else f"GRPO with ADORA {mode}"
-    name = str(manifest.get("model", {}).get("name") or "")
-    load = (_ADAPTER if config.get("use_peft") else "") + _how_to_load(config)
+    model = manifest.get("model", {})
+    name, sees = str(model.get("name") or ""), bool(model.get("sees_images", True))
+    load = (_ADAPTER if config.get("use_peft") else "") + _how_to_load(config, sees)
+    about = "geometric diagrams" if sees else "problems in words"
     sections = [
-        _front_matter(name),
+        _front_matter(name, sees),
         f"# {short_name(name) or 'Model'}, {amount(step, 'step')} of {method}",
-        "Trained with adora_vl to reason about geometric diagrams by reinforcement learning (ADORA: arXiv 2602.10019). "
+        f"Trained with adora_vl to reason about {about} by reinforcement learning (ADORA: arXiv 2602.10019). "
         "The licence is that of the base model and of the data.",
         "## Load and prompt it",
         load,
@@ -85,20 +99,24 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front_matter(name: str) -> str:
+def _front_matter(name: str, sees: bool) -> str:
     """The metadata that the hub reads. The base model is only named if its name is a hub id."""
     is_folder = not name or Path(name).exists() or name.startswith(("/", "."))
     base = [] if is_folder else [f"base_model: {json.dumps(name)}"]
-    lines = ["library_name: transformers", "pipeline_tag: image-text-to-text", *base, "tags: [grpo, adora, geometry]"]
+    kind, tags = ("image-text-to-text", "[grpo, adora, geometry]") if sees else ("text-generation", "[grpo, adora]")
+    lines = ["library_name: transformers", f"pipeline_tag: {kind}", *base, f"tags: {tags}"]
     return "\n".join(["---", *lines, "---"])
 
 
-def _how_to_load(config: Mapping[str, Any]) -> str:
+def _how_to_load(config: Mapping[str, Any], sees: bool) -> str:
     system = config.get("adora_system_prompt", SYSTEM_PROMPT)
-    first = f'\n    {{"role": "system", "content": [{{"type": "text", "text": {system!r}}}]}},' if system else ""
-    user = '{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": problem}]}'
-    messages = f"[{first}\n    {user},\n]"
-    load = _LOAD.format(messages=messages, max_new_tokens=config.get("max_completion_length") or 4096)
+    told = f'[{{"type": "text", "text": {system!r}}}]' if sees else repr(system)
+    first = f'\n    {{"role": "system", "content": {told}}},' if system else ""
+    asked = '[{"type": "image"}, {"type": "text", "text": problem}]' if sees else "problem"
+    messages = f'[{first}\n    {{"role": "user", "content": {asked}}},\n]'
+    load = (_LOAD if sees else _LOAD_TEXT).format(
+        messages=messages, max_new_tokens=config.get("max_completion_length") or 4096
+    )
     template = config.get("adora_prompt")
     if not template:
         return load

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import sys
 
 import pandas as pd
@@ -41,3 +43,8 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     assert len(table) == 8 and table["prompt"].str.contains("knave").all()
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(out).chat_template
+    (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
+    (tmp_path / "card.py").write_text(code)
+    monkeypatch.chdir(out)
+    said = runpy.run_path(str(tmp_path / "card.py"))
+    assert said["tokens"].shape[1] > said["inputs"]["input_ids"].shape[1], "the code of the card answers"

@@ -148,6 +148,12 @@ def test_a_card_without_facts_and_one_of_an_adapter():
     assert "| dataset | data/geometry3k |" in card and "| input | raw |" in card and "/home" not in card
 
 
+def test_the_card_of_a_text_only_policy_asks_for_no_image():
+    card = model_card({"model": {"sees_images": False}}, [], 1)
+    assert "AutoModelForCausalLM" in card and "pipeline_tag: text-generation" in card
+    assert "image" not in card and "diagram" not in card
+
+
 def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_run, tmp_path):
     """Its own words are taken as they are: the viewer's command writes the page."""
     words = dict(
