@@ -56,19 +56,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("side", 448), ("problems", 4), ("generations", 8), ("tokens", 40), ("turns", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--compile", action="store_true", help="with torch.compile, as vLLM does by itself")
     parser.add_argument("--profile", choices=list(WAYS), help="also print where this way spends its time")
     options = parser.parse_args()
     from vllm import SamplingParams
 
     from adora_vl.rollout.llm import GroupingLLM
 
-    longest = 512 + options.tokens
+    longest, start = 512 + options.tokens, time.process_time()
     llm: Any = GroupingLLM(
         model=str(PRETRAINED), dtype="float32", max_model_len=longest, gpu_memory_utilization=0.25, seed=0,
         max_num_seqs=options.problems * options.generations, logprobs_mode="raw_logprobs",
         limit_mm_per_prompt={"video": 0}, mm_processor_kwargs={"min_pixels": 784, "max_pixels": options.side**2},
-        **prefill_options(longest, 4096),
+        enforce_eager=not options.compile, **prefill_options(longest, 4096),
     )  # fmt: skip
+    print(f"the engine's start: {time.process_time() - start:.1f} s")
     rows = prompts(options.side, options.problems, options.generations)
     groups = [row // options.generations for row in range(len(rows))]
     banned = dict.fromkeys(never_sampled_ids(llm.get_tokenizer()), -100.0)

@@ -7,6 +7,7 @@ from typing import Any
 
 from adora_vl.commands import MAX_SEED, number, optional, path, text, whole
 from adora_vl.errors import UserError
+from adora_vl.prompts import SYSTEM_PROMPT
 from data_prep.pixels import MAX_PIXELS, UNIT
 from eval.prompting import OF_THE_RUN, settle_prompts
 
@@ -73,6 +74,8 @@ def _filter(arguments: argparse.Namespace) -> None:
         raise UserError("model: give --model, to sample answers with, or --predictions, answers that are there")
     if arguments.min_pixels and arguments.max_pixels and arguments.min_pixels > arguments.max_pixels:
         raise UserError(f"min_pixels: {arguments.min_pixels} is over max_pixels, {arguments.max_pixels}; lower it")
+    if arguments.predictions is not None:
+        _refuse_prompts(arguments)
     filtering.check_input(arguments.input, arguments.split)
     filtering.check_output(arguments.input, arguments.output)
     predictions = arguments.predictions
@@ -102,7 +105,8 @@ def _filter(arguments: argparse.Namespace) -> None:
             prompt=arguments.prompt,
         )
         facts = {"model": settings.model, "samples": arguments.samples, "temperature": settings.temperature}
-        facts |= {"prompt": arguments.prompt} if arguments.prompt else {}
+        asked = {"prompt": (arguments.prompt, None), "system_prompt": (arguments.system_prompt, SYSTEM_PROMPT)}
+        facts |= {name: value for name, (value, default) in asked.items() if value != default}
     manifest = filtering.filter_dataset(
         arguments.input,
         arguments.output,
@@ -114,3 +118,11 @@ def _filter(arguments: argparse.Namespace) -> None:
         arguments=facts,
     )
     print(f"{arguments.output}: {filtering.in_words(manifest)}")
+
+
+def _refuse_prompts(arguments: argparse.Namespace) -> None:
+    """Answers that are there were asked for in their own words."""
+    for name in ("prompt", "system_prompt"):
+        if getattr(arguments, name) is not OF_THE_RUN:
+            option = name.replace("_", "-")
+            raise UserError(f"{name}: --{option} is for sampling, and --predictions has answers already; leave one out")

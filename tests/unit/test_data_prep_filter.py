@@ -134,6 +134,7 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(data, model, tm
     assert model.asked.total() == 24 and len(rows_of(tmp_path / "given")) == 4, "0.1:0.9, as with boxes"
     manifest = read_manifest(tmp_path / "given")
     assert manifest is not None and manifest["arguments"]["prompt"] == "Look: {problem}"
+    assert manifest["arguments"]["system_prompt"] == words[3]
     assert run(data, tmp_path / "given", *words[2:], "--overwrite") == 2
     assert "prompt: the predictions in" in capsys.readouterr().err, "of another prompt"
     assert run(data, tmp_path / "typo", "--prompt", "{problm}") == 2
@@ -192,6 +193,8 @@ def test_rates_at_the_edges_by_hand():
         (["--split", "validation"], "has no 'validation'; it has train, test"),
         (["--keep", "0.3:0.4"], "leaves no row; the pass rates are 0 of 1, 0.25 of 1, 0.5 of 2, 0.75 of 1, 1 of 1"),
         (["--predictions", "x.jsonl", "--model", "tiny"], "give --model, to sample answers with, or --predictions"),
+        (["--predictions", "x.jsonl", "--prompt", "{problem}"], "prompt: --prompt is for sampling, and --predictions"),
+        (["--predictions", "x.jsonl", "--system-prompt", "Box it."], "--system-prompt is for sampling, and"),
         (["--min-pixels", "9000", "--max-pixels", "8000"], "min_pixels: 9000 is over"),
     ],
     ids=str,

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -398,5 +399,6 @@ def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh):
     )  # fmt: skip
     while not (ssh / "starting").exists():
         assert script.poll() is None
+        time.sleep(0.02)
     script.terminate()
     assert script.wait(100) == 128 + signal.SIGTERM
