@@ -90,7 +90,7 @@ class Recorder(AdoraGRPOTrainer):
 
     def pixels(self, references: torch.Tensor) -> torch.Tensor:
         """What the references of this batch stand for, which they do until the next one is made."""
-        if references.is_floating_point() or not len(references):
+        if references.is_floating_point():
             return references
         bank = self.images.banks.of(int(references[0, 0]))
         return bank.pixels(bank.starts)[0][references[:, 0] - bank.first]

@@ -17,13 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adora_vl.export import main as export
 from adora_vl.families import FAMILIES
 from adora_vl.models.components import COMPONENTS, component_of
 from adora_vl.models.tiny.architecture import DEFAULT_FAMILY, TINY_FAMILIES
 from adora_vl.models.tiny.build import build_tiny_model
 from adora_vl.models.tiny.warm_start import WarmStart
-from adora_vl.report.__main__ import main as report
 from benchmarks.kill_and_resume import facts
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
@@ -96,24 +94,6 @@ def test_a_killed_run_goes_on_to_the_bit(trained: Trained, tmp_path: Path) -> No
     assert facts(again) == facts(trained.run)
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_its_weights_come_out_and_its_page_shows_every_rollout(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export([str(trained.run), str(tmp_path / "exported")]) == 0
-    assert same_weights(trained.run, tmp_path / "exported")
-    for name in ("processor_config.json", "tokenizer.json", "chat_template.jinja", "config.json", "README.md"):
-        assert (tmp_path / "exported" / name).read_bytes() == (trained.run / name).read_bytes(), name
-    capsys.readouterr()
-    assert report([str(trained.run), "--output", str(tmp_path / "page.html")]) == 0
-    said = capsys.readouterr().out
-    assert f"{STEPS} lines of metrics, {STEPS * 8} rollouts" in said and "left out" not in said
-
-
 def score(model: Path, data: Path, output: Path) -> dict[str, object]:
     words = ["run", "--model", str(model), "--data", str(data), "--output", str(output), "--engine", "transformers"]
     assert evaluate(BENCHMARK, [*words, "--max-tokens", "8"]) == 0
@@ -128,5 +108,3 @@ def test_a_run_and_its_adapter_are_evaluated(trained: Trained, data: Path, tmp_p
     parts = moved(trained.model, adapted / "merged")
     assert any(parts["language_model"]) and not any(parts["projector"]) and not any(parts["vision_tower"])
     assert score(adapted, data, tmp_path / "adapted")["total"] == 2
-    assert export([str(adapted), str(tmp_path / "exported")]) == 0
-    assert same_weights(adapted / "merged", tmp_path / "exported")
