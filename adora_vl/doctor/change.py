@@ -30,7 +30,8 @@ def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
         and (vision or ".layers." in name)
     ]
     direct = [one for one in found if any(vision.projector[0] in one[0] for vision in seeing_families().values())]
-    return (direct or found or [None])[-1]
+    chosen = direct or found
+    return chosen[-1] if chosen else None
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
