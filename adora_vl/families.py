@@ -21,9 +21,10 @@ class Vision:
     multiples. `min_pixels`, `max_pixels`: of the published image processor. `features`: the fields of the vision
     output that enter the language model, at the image tokens: `EMBEDDINGS` is a tensor per image and takes the place
     of the token embeddings; `DEEPSTACK` is a tensor per layer for all images, added to the hidden states behind each
-    of the first layers. `projector`: parts of a parameter's name by which it belongs to the projector. All other
-    parameters whose names have `tower` in them belong to the vision tower. `swiglu`: blocks with a gated MLP and RMS
-    norms, else with two products around a GELU and layer norms, which keep less for the backward pass.
+    of the first layers. `projector`: parts of a parameter's name by which it belongs to the projector; the first one is
+    of what makes the embeddings. All other parameters whose names have `tower` in them belong to the vision tower.
+    `swiglu`: blocks with a gated MLP and RMS norms, else with two products around a GELU and layer norms, which keep
+    less for the backward pass.
     """
 
     image_token: str
@@ -121,3 +122,19 @@ def shares_prompts(config: Any) -> bool:
     family = family_of(config)
     kinds = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
     return family is not None and set(kinds) <= family.sharable
+
+
+def misplaced_by_vllm(config: Any) -> str:
+    """Why vLLM would place the images of this model otherwise than Transformers, and the remedy; else empty."""
+    family, rotary = family_of(config), getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if family is None or not family.interleaved or rotary.get("mrope_interleaved"):
+        return ""
+    return (
+        "has no mrope_interleaved in the rope_parameters of its text_config; set it to true: Transformers interleaves "
+        "the positions of images either way, vLLM only then"
+    )
+
+
+def has_linear_attention(config: Any) -> bool:
+    """Whether some layers of this model carry one state along the sequence."""
+    return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())

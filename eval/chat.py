@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from adora_vl.errors import UserError
-from adora_vl.families import known
+from adora_vl.families import has_linear_attention, known, misplaced_by_vllm
 from adora_vl.prompts import Message
 
 if TYPE_CHECKING:
@@ -62,6 +62,21 @@ class ChatProcessor:
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
         self.pad_id: int = self._tokenizer.pad_token_id
         self.context: int = self._config.get_text_config().max_position_embeddings
+
+    def check_vllm(self, model: str, dtype: str) -> None:
+        """Raise `UserError` for a model that vLLM would run otherwise than Transformers, or not at all. `dtype`: what
+        the user has asked for.
+        """
+        from adora_vl.rollout.environment import find_cpu_build
+
+        problem = misplaced_by_vllm(self._config)
+        if problem:
+            raise UserError(f"model: {model!r} {problem}")
+        if find_cpu_build() and self.dtype(dtype) == "float32" and has_linear_attention(self._config):
+            raise UserError(
+                f"model: {model!r} is in float32, and on a CPU vLLM computes its linear attention in bfloat16 alone; "
+                "use --engine transformers"
+            )
 
     def _limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[dict[str, int], int]:
         """The limits for the image processor, and the number of pixels of the largest image that results."""

@@ -96,7 +96,9 @@ def check_loadable(settings: AnswerEngineSettings) -> None:
 
     if settings.endpoint is None and Path(settings.model).is_dir():
         check_weights("model", settings.model)
-        ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        if settings.engine == "vllm":
+            chat.check_vllm(settings.model, settings.dtype)
 
 
 def build_engine(settings: AnswerEngineSettings) -> AnswerEngine:
@@ -129,7 +131,9 @@ class VLLMEngine:
 
     @classmethod
     def start(cls, settings: AnswerEngineSettings) -> VLLMEngine:
-        """Load the model into a new vLLM engine. Raises `UserError` if vLLM is not installed."""
+        """Load the model into a new vLLM engine. Raises `UserError` if vLLM is not installed, or would run this model
+        otherwise than Transformers.
+        """
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine: vllm is not installed; install it or use --engine transformers")
         from adora_vl.rollout.environment import prepare_engine_environment
@@ -140,6 +144,7 @@ class VLLMEngine:
         from vllm import LLM
 
         chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        chat.check_vllm(settings.model, settings.dtype)
         longest = chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens)
         llm = LLM(
             model=settings.model,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adora_vl.families import seeing_families
 from adora_vl.models.components import LANGUAGE_MODEL, component_of
 
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the policy has moved
@@ -17,7 +18,8 @@ SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the
 def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
     """The last trained matrix of the language model's layers, or of what sees; None where nothing there is trained.
 
-    The last one, since its effect on the output is the most direct.
+    The last one, since its effect on the output is the most direct; of what sees the last one before the embeddings,
+    since features that enter at later layers ("deepstack") are added to much larger numbers and hardly move an answer.
     """
     found = [
         (name, parameter)
@@ -27,7 +29,9 @@ def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
         and (component_of(name) != LANGUAGE_MODEL) == vision
         and (vision or ".layers." in name)
     ]
-    return found[-1] if found else None
+    direct = [one for one in found if any(vision.projector[0] in one[0] for vision in seeing_families().values())]
+    chosen = direct or found
+    return chosen[-1] if chosen else None
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.errors import UserError
-from adora_vl.families import Family, family_of, known
+from adora_vl.families import family_of, has_linear_attention, known, misplaced_by_vllm
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
@@ -41,7 +41,7 @@ def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) 
     name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
     if family is not None:
         if run.use_vllm:
-            _check_engine(str(name), family, config.get_text_config(), on_cpu=run.use_cpu)
+            _check_engine(str(name), family.name, config, on_cpu=run.use_cpu)
         return [f"{name}: {family.note}"] if family.note else []
     if not hasattr(config, "vision_config"):
         return [
@@ -58,16 +58,13 @@ def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) 
     )
 
 
-def _check_engine(name: str, family: Family, text: Any, *, on_cpu: bool) -> None:
-    rotary = getattr(text, "rope_parameters", None) or {}
-    if family.interleaved and not rotary.get("mrope_interleaved"):
+def _check_engine(name: str, family: str, config: PretrainedConfig, *, on_cpu: bool) -> None:
+    problem = misplaced_by_vllm(config)
+    if problem:
+        raise UserError(f"model_name_or_path: {name!r} {problem}")
+    if on_cpu and has_linear_attention(config):
         raise UserError(
-            f"model_name_or_path: {name!r} has no mrope_interleaved in the rope_parameters of its text_config; set it "
-            "to true: Transformers interleaves the positions of images either way, vLLM only then"
-        )
-    if on_cpu and "linear_attention" in (getattr(text, "layer_types", None) or ()):
-        raise UserError(
-            f"use_vllm: true, but on a CPU vLLM computes the linear attention of {family.name} in bfloat16 alone, and "
+            f"use_vllm: true, but on a CPU vLLM computes the linear attention of {family} in bfloat16 alone, and "
             "training there is in float32; set it to false"
         )
 

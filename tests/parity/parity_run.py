@@ -1,6 +1,7 @@
 """Trains a few large steps and writes how far engine and trainer were apart: run by the parity tests, on 1 or 2 ranks.
 
-Usage: accelerate launch ... parity_run.py --model DIR --output FILE.json [--sabotage NAME] [key=value ...]
+Usage: accelerate launch ... -m tests.parity.parity_run --model DIR --output FILE.json [--sabotage NAME] [--look NAME]
+[key=value ...]
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
+from tests.parity.looks import AFTER, BEFORE  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "use_cpu": True,
@@ -140,6 +142,7 @@ def main() -> None:
     parser.add_argument("--sabotage", default="")
     parser.add_argument("--prompt-repeats", type=int, default=1, help="of the system prompt; 9 make about 200 tokens")
     parser.add_argument("--mixed", action="store_true", help="problems with one, no, two and no images")
+    parser.add_argument("--look", choices={**BEFORE, **AFTER}, action="append", default=[], help="at this too")
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
     sabotage(options.sabotage)
@@ -155,6 +158,7 @@ def main() -> None:
     dataset = dataset.add_column("prompt", prompts)
     trainer = Recorder(model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset)
     vision = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if component_of(n) == "vision_tower"}
+    looks = {name: look(trainer, list(dataset)) for name, look in BEFORE.items() if name in options.look}
     trainer.train()
     vision_moved = max(
         (p.detach() - vision[n]).abs().max().item() if p.numel() else 0.0
@@ -168,8 +172,9 @@ def main() -> None:
     gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
     moved = trainer.accelerator.gather(moved[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
+    names = [name for name, _ in trainer.model.named_parameters()]
+    looks |= {name: look(trainer, list(dataset)) for name, look in AFTER.items() if name in options.look}
     if trainer.accelerator.is_main_process:
-        names = [name for name, _ in trainer.model.named_parameters()]
         result = {
             "gaps": gaps.tolist(),
             "moved": moved.item(),
@@ -181,6 +186,7 @@ def main() -> None:
                 part: sum(component_of(n) == part for n in names) for part in sorted(set(map(component_of, names)))
             },
             "log": trainer.state.log_history,
+            "looks": looks,
         }
         options.output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

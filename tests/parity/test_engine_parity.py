@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from adora_vl.advantage import adora_weights
 from adora_vl.config.speed import SWITCHES
+from adora_vl.doctor.engine import BANNED, BUFFERS, COLD, DISTANT, FEATURES, LANGUAGE, PROMPTS, SLEEP, VISION
 from adora_vl.models.tiny.build import PRETRAINED, build_tiny_model
 from adora_vl.models.tiny.warm_start import WarmStart
 from tests.integration.support import launch, lost_image_features
 
 pytestmark = pytest.mark.slow
-SCRIPT = str(Path(__file__).with_name("parity_run.py"))
+SCRIPT = ("-m", "tests.parity.parity_run")
 # Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's rounding differs by small
 # factors between processors, not by 50; what the corrections are there for is 0.04 and more.
 BOUND = 1e-4
@@ -26,7 +28,7 @@ BOUND = 1e-4
 
 def parity(tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED) -> dict[str, Any]:
     output = tmp_path / "result.json"
-    done = launch(config, SCRIPT, "--model", str(model), "--output", str(output), *words, check=check)
+    done = launch(config, *SCRIPT, "--model", str(model), "--output", str(output), *words, check=check)
     result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}
     return {**result, "returncode": done.returncode, "stderr": done.stderr}
 
@@ -48,14 +50,53 @@ def test_one_process(tmp_path, words):
     assert result["sent"] == [sum(result["tensors"].values())] * 6
 
 
-def test_another_family_with_any_number_of_images_a_row(tmp_path):
+def make_lively(weights: Path) -> None:
+    """Or a fresh model says much the same whatever it is shown."""
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        if tensor.ndim >= 2 and "visual" not in name and "embed" not in name:
+            tensor *= 3
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Qwen3-VL, with random weights: entropy moves them. A generation has rows with one, no and two images."""
-    build_tiny_model(tmp_path / "model", WarmStart(steps=0), "qwen3_vl")
+    folder = tmp_path_factory.mktemp("qwen3_vl")
+    build_tiny_model(folder / "model", WarmStart(steps=0), "qwen3_vl")
     words = ["per_device_train_batch_size=16", "entropy_coef=1.0", "learning_rate=0.003", "max_steps=4"]
-    result = parity(tmp_path, "cpu", "--mixed", *words, model=tmp_path / "model")
-    assert len(result["gaps"]) == 4 and max(result["gaps"]) <= BOUND
-    assert result["moved"] > 0.1 and result["vision_moved"] > 0
-    assert result["sent"] == [sum(result["tensors"].values())] * 4 and result["tensors"]["projector"] == 18
+    looks = [word for look in ("doctor", "answers", "lora") for word in ("--look", look)]
+    make_lively(folder / "model" / "model.safetensors")
+    return parity(folder, "cpu", "--mixed", *looks, *words, model=folder / "model")
+
+
+def test_another_family_with_any_number_of_images_a_row(qwen3_vl):
+    assert len(qwen3_vl["gaps"]) == 4 and max(qwen3_vl["gaps"]) <= BOUND
+    assert qwen3_vl["moved"] > 0.1 and qwen3_vl["vision_moved"] > 0
+    assert qwen3_vl["sent"] == [sum(qwen3_vl["tensors"].values())] * 4 and qwen3_vl["tensors"]["projector"] == 18
+
+
+def test_the_doctor_on_another_family(qwen3_vl):
+    """On rows that have images and rows that have none, in one batch."""
+    status = {check["name"]: check["status"] for check in qwen3_vl["looks"]["doctor"]}
+    assert status.pop(SLEEP) == "skipped"
+    assert status.pop(VISION) != "failed", (
+        "of a fresh model's answers so little may come from the image that it is skipped"
+    )
+    assert set(status) == {FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, BANNED}
+    assert set(status.values()) == {"passed"}, qwen3_vl["looks"]["doctor"]
+
+
+def test_both_engines_of_the_evaluators_answer_alike_for_another_family(qwen3_vl):
+    found = qwen3_vl["looks"]["answers"]
+    assert found["vllm"] == found["transformers"] and len(found["vllm"]) == 4
+    assert len({answer["text"] for answer in found["vllm"]}) > 1, "the same answer whatever is asked"
+
+
+def test_lora_of_another_family_reaches_the_engine(qwen3_vl):
+    """An adapter in its language model, vision tower, merger and deepstack mergers."""
+    found = qwen3_vl["looks"]["lora"]
+    assert found["moved"] > 0.1 and found["gap"] <= BOUND
 
 
 LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from adora_vl.errors import UserError
-from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.tiny.build import PRETRAINED, build_tiny_model
+from adora_vl.models.tiny.warm_start import WarmStart
 from data_prep.cli import main as data_prep
 from eval import command
 from eval.geometry3k.benchmark import BENCHMARK
@@ -21,8 +23,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refusal(data: Path, model: str, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    words = ["run", "--model", model, "--data", str(data), "--output", str(output), "--engine", "transformers"]
+def refusal(
+    data: Path, model: str, output: Path, capsys: pytest.CaptureFixture[str], engine: str = "transformers"
+) -> str:
+    words = ["run", "--model", model, "--data", str(data), "--output", str(output), "--engine", engine]
     capsys.readouterr()
     assert command.main(BENCHMARK, words) == 2
     return capsys.readouterr().err
@@ -42,6 +46,25 @@ def test_a_file_of_the_model_that_is_missing_or_cut_off(
         (model / file).write_bytes(content[:size])
     said = refusal(data, str(model), tmp_path / "out", capsys)
     assert said.startswith("error: model: ") and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("qwen3_vl", "has no mrope_interleaved in the rope_parameters"), ("qwen3_5", "use --engine transformers")],
+)
+def test_a_model_that_vllm_would_run_otherwise(
+    kind: str, why: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the key vLLM places images otherwise than Transformers, and nothing else would show it."""
+    model = tmp_path / "model"
+    build_tiny_model(model, WarmStart(steps=0), kind)
+    if kind == "qwen3_vl":
+        config = json.loads((model / "config.json").read_text())
+        del config["text_config"]["rope_parameters"]["mrope_interleaved"]
+        (model / "config.json").write_text(json.dumps(config))
+    said = refusal(data, str(model), tmp_path / "out", capsys, "vllm")
+    assert said.startswith(f"error: model: {str(model)!r} ") and why in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

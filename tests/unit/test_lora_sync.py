@@ -8,15 +8,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from adora_vl.models.tiny.architecture import build_model
+from adora_vl.models.components import COMPONENTS, component_of
+from adora_vl.models.tiny.architecture import DEFAULT_FAMILY, TINY_FAMILIES, build_model
 from adora_vl.models.tiny.processor import build_processor
 from adora_vl.rollout.lora import can_merge, merged_parameters
 
 
-def policy(dtype, **options):
-    model = build_model(build_processor(["Find x."]).tokenizer).to(dtype)
+def policy(dtype, family=DEFAULT_FAMILY, targets=("q_proj", "up_proj", "fc1"), **options):
+    model = build_model(build_processor(["Find x."]).tokenizer, family=family).to(dtype)
     names = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "fc1"], **options)
+    config = LoraConfig(r=4, target_modules=list(targets), **options)
     model = get_peft_model(model, config, autocast_adapter_dtype=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -46,6 +47,20 @@ def test_it_is_what_peft_would_merge_under_the_models_own_names():
         assert torch.allclose(tensor, merged[name], atol=1e-6), name
     changed = {name for name in tensors if not torch.equal(tensors[name], original[name])}
     assert changed == {name for name in original if name.endswith(("q_proj.weight", "up_proj.weight"))}
+
+
+@pytest.mark.parametrize("family", [kind for kind in TINY_FAMILIES if kind != DEFAULT_FAMILY])
+def test_every_part_of_another_family_is_sent_merged(family):
+    """Their towers and mergers have other layers: `linear_fc1` and `linear_fc2`."""
+    model, original = policy(torch.float32, family, targets=("q_proj", "down_proj", "linear_fc2"))
+    tensors = sent(model)
+    assert tensors.keys() == original.keys()
+    changed = {name for name in tensors if not torch.equal(tensors[name], original[name])}
+    ends = ("q_proj.weight", "down_proj.weight", "linear_fc2.weight")
+    assert changed == {name for name in original if name.endswith(ends)}
+    assert {component_of(name) for name in changed} == set(COMPONENTS)
+    merged = dict(model.merge_and_unload().named_parameters())
+    assert all(torch.allclose(tensors[name], merged[name], atol=1e-6) for name in changed)
 
 
 def test_twenty_syncs_leave_bfloat16_weights_as_they_were():

@@ -1,0 +1,71 @@
+"""What a parity run looks at beside its updates, since its engine is there anyway: the doctor's table,
+answers of both engines of the evaluators, and a LoRA adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from adora_vl.doctor.engine import Examination, examine
+from adora_vl.doctor.probe import difference, read_prompts, score
+from adora_vl.doctor.result import as_json
+from adora_vl.prompts import conversation_with_images
+from eval.chat import ChatProcessor
+from eval.engines import AnswerEngineSettings, AnswerRequest, TransformersEngine, VLLMEngine
+
+Rows = Sequence[dict[str, Any]]
+TOKENS = 8  # of an answer
+
+
+def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
+    """The lines of the doctor's table that need an engine. It looks closer at the first rows, so here the second one
+    comes first: of mixed rows that is one without images.
+    """
+    merge = trainer.processing_class.image_processor.merge_size
+    prompts = read_prompts(trainer, [*rows[1:], *rows[:1]])
+    return as_json(examine(Examination(trainer, prompts), merge))
+
+
+def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
+    """Greedy answers of the trainer's own vLLM, and of Transformers to the model that was saved."""
+    folder = f"{trainer.args.output_dir}/saved"
+    trainer.save_model(folder)
+    requests = [
+        AnswerRequest(conversation_with_images(row["problem"], len(row["images"])), list(row["images"])) for row in rows
+    ]
+    other = TransformersEngine(AnswerEngineSettings(folder, "transformers", max_tokens=TOKENS))
+    with trainer.vllm_generation.lent() as llm:
+        engine = VLLMEngine(ChatProcessor(folder), llm, max_tokens=TOKENS, temperature=0.0, batch_size=len(requests))
+        return {
+            "vllm": list(map(vars, engine.generate(requests))),
+            "transformers": list(map(vars, other.generate(requests))),
+        }
+
+
+def lora(trainer: Any, rows: Rows) -> dict[str, float]:
+    """In nats: how far an adapter in all parts of the model moves the policy, and how far the engine is from it then.
+
+    The trainer keeps the adapter.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    examination = Examination(trainer, read_prompts(trainer, rows))
+    _, rollouts, before_BC = examination.drift("before the adapter")
+    torch.manual_seed(0)
+    adapted = get_peft_model(trainer.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", "linear_fc2"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    trainer.model = trainer.vllm_generation.model = adapted
+    moved = difference(trainer, score(trainer, examination.prompts, rollouts), before_BC, rollouts.mask_BC)
+    trainer.vllm_generation.sync_weights()
+    gap, _, _ = examination.drift("with the adapter")
+    return {"moved": moved.mean, "gap": gap.largest}
+
+
+Look = Callable[[Any, Rows], Any]
+BEFORE: dict[str, Look] = {"doctor": doctor, "answers": answers}  # the updates; they change nothing
+AFTER: dict[str, Look] = {"lora": lora}
