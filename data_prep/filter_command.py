@@ -7,9 +7,8 @@ from typing import Any
 
 from adora_vl.commands import MAX_SEED, number, optional, path, text, whole
 from adora_vl.errors import UserError
-from adora_vl.prompts import SYSTEM_PROMPT
 from data_prep.pixels import MAX_PIXELS, UNIT
-from eval.prompting import OF_THE_RUN, settle_prompts
+from eval.prompting import OF_THE_RUN, settle_prompts, unusual_prompts
 
 MAX_SAMPLES, MAX_TOKENS = 1024, 2**20
 
@@ -105,8 +104,7 @@ def _filter(arguments: argparse.Namespace) -> None:
             prompt=arguments.prompt,
         )
         facts = {"model": settings.model, "samples": arguments.samples, "temperature": settings.temperature}
-        asked = {"prompt": (arguments.prompt, None), "system_prompt": (arguments.system_prompt, SYSTEM_PROMPT)}
-        facts |= {name: value for name, (value, default) in asked.items() if value != default}
+        facts |= unusual_prompts(arguments)
     manifest = filtering.filter_dataset(
         arguments.input,
         arguments.output,

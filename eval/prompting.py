@@ -29,6 +29,11 @@ def settle_prompts(options: Namespace) -> None:
             print(f"{name}: that of the model's training, {value!r:.80}", file=sys.stderr)
 
 
+def unusual_prompts(options: Namespace) -> dict[str, Any]:
+    """The settled prompts that are not the defaults, for a manifest."""
+    return {name: getattr(options, name) for name, (_, default) in _KEYS.items() if getattr(options, name) != default}
+
+
 def trained_with(model: str | None) -> dict[str, Any]:
     """The config in the manifest of the run that wrote this model: its folder, or a checkpoint or `merged` in it.
 
