@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
-from adora_vl.commands import Parser, exit_code_of
+from adora_vl.commands import Parser, exit_code_of, imports
 from adora_vl.commands import path as a_path
 from adora_vl.errors import UserError
 from adora_vl.files import replacing, replacing_folder
-from adora_vl.hub import why_missing
-from adora_vl.models.load import auto_class, check_weights, read_config
+
+with imports():
+    from adora_vl.hub import why_missing
+    from adora_vl.models.load import auto_class, check_weights, read_config
 
 ADAPTER = "adapter_config.json"
 _CHUNK = 16 << 20  # bytes at a time
