@@ -117,6 +117,11 @@ def known() -> str:
     return ", ".join(FAMILIES)
 
 
+def sees_images(config: Any) -> bool:
+    """Whether a model of this Transformers config takes images, of whatever family; else it is a language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
 def shares_prompts(config: Any) -> bool:
     """Whether every layer of this model can let the rollouts of a group share their prompt."""
     family = family_of(config)

@@ -18,6 +18,7 @@ from adora_vl.checkpoint.launcher import watch_launcher
 from adora_vl.commands import EXIT_INTERRUPTED
 from adora_vl.dry_run.options import wanted as wants_dry_run
 from adora_vl.errors import RolloutError, RunError, UserError, in_one_line, lost_contact
+from adora_vl.families import sees_images
 from adora_vl.files import written_to
 from adora_vl.prepare import Run, prepare
 from adora_vl.versions import check_versions
@@ -137,7 +138,7 @@ def train(arguments: Sequence[str]) -> int:
     trainer = load(run)
     trainer.run_facts = {"fingerprint": run.fingerprint}
     manifest = run.manifest(arguments)
-    manifest["model"]["sees_images"] = getattr(trainer.model.config, "vision_config", None) is not None
+    manifest["model"]["sees_images"] = sees_images(trainer.model.config)
     trainer.card.text = partial(model_card, manifest)
     output_dir, is_main = Path(run.config.output_dir), trainer.accelerator.is_main_process
     if is_main:

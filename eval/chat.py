@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from adora_vl.errors import UserError
-from adora_vl.families import has_linear_attention, known, misplaced_by_vllm
+from adora_vl.families import has_linear_attention, known, misplaced_by_vllm, sees_images
 from adora_vl.prompts import Message
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class ChatProcessor:
         try:
             self._config: Any = read_config("model", model, revision)
             self.auto_class = auto_class(self._config)
-            self.text_only = getattr(self._config, "vision_config", None) is None
+            self.text_only = not sees_images(self._config)
             kind: Any = AutoTokenizer if self.text_only else AutoProcessor
             self._processor: Any = kind.from_pretrained(
                 model, revision=revision, local_files_only=here, trust_remote_code=False

@@ -30,7 +30,7 @@ from adora_vl.dry_run.lengths import (
 )
 from adora_vl.dry_run.options import DryRunOptions
 from adora_vl.errors import UserError
-from adora_vl.families import family_of
+from adora_vl.families import family_of, sees_images
 from adora_vl.memory import GIB
 from adora_vl.memory.activations import MicroBatch
 from adora_vl.memory.engine import Engine
@@ -73,7 +73,7 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     name = resolve_model(model.model_name_or_path)
     model_config, note = config_for_planning(name, model.model_revision)
     notes = [*([note] if note else []), *check_family(model, config, model_config)]
-    if family_of(model_config) is None and hasattr(model_config, "vision_config"):
+    if family_of(model_config) is None and sees_images(model_config):
         notes.append(
             f"the images of model_type {model_config.model_type} are counted as those of Qwen2.5-VL, and what its "
             "vision tower keeps for the backward pass is not in the prediction"
@@ -82,7 +82,7 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     if processor is not None:
         limit_pixels(processor, config.min_pixels, config.max_pixels)
     limits = limits_of(processor, model_config, config.min_pixels, config.max_pixels)
-    sees = getattr(model_config, "vision_config", None) is not None
+    sees = sees_images(model_config)
     lengths = _lengths(script, config, processor, limits, options, sees=sees)
     batches = _checked(config, model, model_config, lengths, sharding, elsewhere)
     shape = describe(

@@ -10,7 +10,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.errors import UserError
-from adora_vl.families import family_of, has_linear_attention, known, misplaced_by_vllm
+from adora_vl.families import family_of, has_linear_attention, known, misplaced_by_vllm, sees_images
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
@@ -43,7 +43,7 @@ def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) 
         if run.use_vllm:
             _check_engine(str(name), family.name, config, on_cpu=run.use_cpu)
         return [f"{name}: {family.note}"] if family.note else []
-    if not hasattr(config, "vision_config"):
+    if not sees_images(config):
         return [
             f"{name}: model_type {kind} is not among the families that can share a prompt ({known()}): every rollout "
             "computes its prompt again, everything else works"
@@ -74,7 +74,7 @@ def check_model(model: ModelConfig, config: PretrainedConfig, *, has_images: boo
 
     `has_images`: whether a row of the dataset has one.
     """
-    if has_images and not hasattr(config, "vision_config"):
+    if has_images and not sees_images(config):
         raise UserError(
             f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset has images; name a "
             "vision-language model, or a dataset without images"

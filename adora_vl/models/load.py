@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from adora_vl.errors import UserError, in_one_line
-from adora_vl.families import known
+from adora_vl.families import known, sees_images
 from adora_vl.hub import only_here, why_missing
 
 
@@ -60,7 +60,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of Transformers that makes a model of this config: of one that sees, or of a language model."""
-    return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def check_weights(key: str, name: str) -> None:

@@ -44,12 +44,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     ) -> None:
         """`timed_sync`: makes the context in which a weight sync runs, which counts its seconds."""
         processing_class = kwargs["processing_class"]
-        self.settings = settings
-        self._timed_sync = timed_sync
+        self.settings, self._timed_sync = settings, timed_sync
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
-        self.tensors_sent = 0  # by the last sync
-        self.bytes_sent = 0  # by the last sync
+        self.tensors_sent = self.bytes_sent = 0  # by the last sync
         self.position: tuple[int, str] | None = None  # the run's seed and where it stands; None: the engine's own seed
         self.image_cache: ImageCache | None = None  # where the engine's processor takes its images from
         self.group_requests = True
@@ -77,17 +75,17 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def _build_llm(self, **kwargs: Any) -> Any:
         from adora_vl.rollout.llm import GroupingLLM  # imports vLLM, which only a colocated engine needs
 
-        kwargs["dtype"] = self.settings.dtype or str(self.model.dtype).removeprefix("torch.")
+        settings = self.settings
+        kwargs["dtype"] = settings.dtype or str(self.model.dtype).removeprefix("torch.")
         longest = kwargs.get("max_model_len") or self.model.config.get_text_config().max_position_embeddings
-        kwargs |= prefill_options(longest, self.settings.max_num_batched_tokens)
-        kwargs["enforce_eager"] = engine_is_eager(self.settings.enforce_eager)
-        kwargs["revision"] = self.settings.revision
-        kwargs["logprobs_mode"] = self._logprobs_mode()
+        kwargs |= prefill_options(longest, settings.max_num_batched_tokens)
+        kwargs |= {"enforce_eager": engine_is_eager(settings.enforce_eager), "logprobs_mode": self._logprobs_mode()}
+        kwargs["revision"] = settings.revision
         if self.image_token_id is not None:
             # vLLM reads the limits of the model's folder. With the trainer's own the two prompts agree.
             kwargs["mm_processor_kwargs"] = pixel_limits(getattr(self.processing_class, "image_processor", None))
             kwargs["limit_mm_per_prompt"] = {"video": 0}  # otherwise vLLM reserves memory for a video
-            if not self.settings.keeps_images:  # the trainer's cache has them already
+            if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         return GroupingLLM(**kwargs)
 

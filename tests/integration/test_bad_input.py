@@ -45,6 +45,7 @@ def refused(monkeypatch, capsys, data, tmp_path):
 
 
 REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
+NOWHERE = Path(__file__).with_name("nowhere")
 BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 
 
@@ -52,8 +53,8 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
     ("words", "expected"),
     [
         (["--adora_factr", "0.2"], "unknown key 'adora_factr'; did you mean 'adora_factor'?"),
-        ([*BATCH, "--model_name_or_path", "/nowhere/model"], "model_name_or_path: '/nowhere/model'"),
-        ([*BATCH, "--dataset_name", "/nowhere/data"], "no folder '/nowhere/data'"),
+        ([*BATCH, "--model_name_or_path", f"{NOWHERE}/model"], f"model_name_or_path: '{NOWHERE}/model'"),
+        ([*BATCH, "--dataset_name", f"{NOWHERE}/data"], f"no folder '{NOWHERE}/data'"),
         ([*BATCH, "--dataset_train_split", "dev"], "has no split 'dev'"),
         (["--per_device_train_batch_size", "6", "--num_generations", "4"], "must be divisible by num_generations (4)"),
         (
@@ -110,7 +111,7 @@ BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
             "adora_eval: 'mathvist=x' is not BENCHMARK=DATA with one of geometry3k, mathvista, mmstar, knights; did",
         ),
         ([*BATCH, "--resume_from_checkpoint", "true"], "resume_from_checkpoint: true, but"),
-        ([*BATCH, "--resume_from_checkpoint", "/nowhere"], "'/nowhere' is no checkpoint folder"),
+        ([*BATCH, "--resume_from_checkpoint", str(NOWHERE)], f"'{NOWHERE}' is no checkpoint folder"),
         (
             [*BATCH, "--max_completion_length", "32", "--adora_truncated_at", "40"],
             "adora_truncated_at: 40 is above max_completion_length: 32",

@@ -31,7 +31,8 @@ FIELDS = {
     "models, processors and tokenizers of ours": {"chat_template", "decoder", "eos_token_id", "generation_config"}
     | {"pad_token_id", "padding_side", "pooler_output", "pre_tokenizer", "size", "suppress_tokens"},
     "vLLM's requests and their outputs, each a copy": {"n", "outputs", "seed"},
-    "argparse and subprocess": {"answer_tags", "choices", "metavar", "returncode", "type"},  # the first is an option
+    "argparse and subprocess": {"choices", "metavar", "returncode", "type"},
+    "options of our own commands": {"answer_tags"},
     "names of our own functions": {"__name__", "__qualname__"},
     "images of a row, see KeptImage": {"__class__"},
     "the output of a forward pass, and a copy of a module": {"config", "last_hidden_state"},

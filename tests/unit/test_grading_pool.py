@@ -170,7 +170,9 @@ def test_a_worker_ends_itself_where_nobody_kills_it() -> None:
     worker.kill()
 
 
-@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
+@pytest.mark.parametrize(
+    "python", ["/bin/false", str(Path(__file__).with_name("no-python"))], ids=["it ends", "it is missing"]
+)
 def test_a_worker_that_cannot_start_is_a_timeout_and_a_warning(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", python)
     with pytest.warns(RuntimeWarning, match="is sympy installed"):
