@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from adora_vl.rollout.build_locks import release_killed_builds
+
 
 def find_cpu_build() -> bool:
     """Whether vLLM's CPU build is installed. It has the same import name as the CUDA build."""
@@ -46,6 +48,8 @@ def prepare_engine_environment() -> None:
     """Make the engine live in this process and fit a small machine. What the user has set stays as it is."""
     put_own_programs_on_path()
     use_one_gpu()
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        release_killed_builds()  # before the first operator is asked for
     # Weights are synced by reaching into the engine, so it must not live in a process of its own.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
