@@ -29,6 +29,9 @@ class Batch(TypedDict, total=False):
     num_images: list[int]
     # added by this package
     distorted: Tensor  # (B,), bool: sampled on a distorted image (adora_vl.rollout.noise); only where some can be
+    token_weights: Tensor  # (B, C), factors of the advantage (adora_vl.visual); only where tokens are weighed
+    visual_dependency: Tensor  # (B,), nats per token, NaN without an image
+    visual_scale: Tensor  # (B,), the factor of the rollout in its `token_weights`
     rollout_number: Tensor  # (B,), adora_vl.rollout_log.rollout_numbers
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
 

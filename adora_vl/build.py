@@ -15,6 +15,7 @@ from adora_vl.advantage.run import MethodRun
 from adora_vl.batch import LogFigure
 from adora_vl.batching.batcher import Batcher, Shape
 from adora_vl.batching.dynamic_sampling import DynamicSampling
+from adora_vl.batching.replay import SampleReplay
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.noise import noise_settings
@@ -32,6 +33,7 @@ from adora_vl.rollout_log.progress import ProgressLine
 from adora_vl.rollout_log.recorder import KeepRecord, Recorder
 from adora_vl.rollout_log.rollouts import Record
 from adora_vl.unreadable_images import only_decodes
+from adora_vl.visual import VisualDependency
 from adora_vl.weighing import Truncation, Weigher
 
 _RECORDED_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")  # beside our own keys
@@ -115,6 +117,22 @@ def dynamic_sampling(args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFi
     return DynamicSampling(accelerator, log, args, generations=args.num_generations, seed=args.seed, pad_id=pad_id)
 
 
+def sample_replay(
+    args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFigure, banks: ImageBanks, pad_id: int
+) -> SampleReplay:
+    """What replaces groups without signal by earlier ones, where `adora_replay_groups` says so."""
+    return SampleReplay(
+        accelerator,
+        banks,
+        log,
+        capacity=args.adora_replay_groups,
+        alpha=args.adora_replay_alpha,
+        generations=args.num_generations,
+        rows=args.per_device_train_batch_size,
+        pad_id=pad_id,
+    )
+
+
 def logs_tables(args: AdoraGRPOConfig) -> bool:
     """Whether a tracker gets TRL's table of completions; tensorboard has no tables."""
     return bool(args.log_completions and {"wandb", "trackio"} & set(args.report_to))
@@ -160,6 +178,20 @@ def noisy_rollouts(
         return float(state().global_step / max(state().max_steps, 1))
 
     return NoisyRollouts(noise_settings(args), accelerator, log, progress)
+
+
+def visual_dependency(
+    args: AdoraGRPOConfig, accelerator: Accelerator, images: DistinctImages, log: LogFigure
+) -> VisualDependency:
+    """What weighs tokens by how much they depend on the image."""
+    return VisualDependency(
+        accelerator,
+        images,
+        log,
+        share=args.adora_visual_tokens,
+        smallest=args.adora_visual_scale_min,
+        rows=args.per_device_train_batch_size,
+    )
 
 
 def recorder(args: AdoraGRPOConfig, accelerator: Accelerator, shape: Shape) -> Recorder:

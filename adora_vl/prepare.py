@@ -80,6 +80,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.config.advantage import method_needs
     from adora_vl.config.command_line import config_folder, parse
     from adora_vl.config.run_checks import check_machines, check_run
+    from adora_vl.config.visual import visual_needs
     from adora_vl.evaluation import take_evaluations
     from adora_vl.hub import notes_on
     from adora_vl.memory.sharding import machines_of
@@ -124,6 +125,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
             f"{amount(len(dataset), 'training problem')}; {plan.describe()}",
             *notes,
             *method_needs(config),
+            *visual_needs(config),
             *start.notes,
         ]
         print("\n".join(lines), flush=True)

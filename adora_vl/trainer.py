@@ -109,11 +109,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.resample = build.dynamic_sampling(args, accelerator, log, pad_id)
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until there is a loader
+        self.replay = build.sample_replay(args, accelerator, log, self.images.banks, pad_id)
         self.batcher = build.batcher(args, accelerator, log, self.shape, self.images.banks, pad_id, counts_all)
         self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
         self.log_probabilities = LogProbabilities(accelerator, args, images=self.images.shown)
         self.ratio = build.importance_ratio(args, accelerator, log)
         self.noise = build.noisy_rollouts(args, accelerator, log, lambda: self.state)
+        self.visual = build.visual_dependency(args, accelerator, self.images, log)
         self.recorder = build.recorder(args, accelerator, self.shape)
         self._buffered_inputs: list[Batch] | None = None  # the micro-batches of the present generation, as TRL has it
         self._ready: Batch | None = None  # the micro-batch that `training_step` has prepared
@@ -140,6 +142,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if self._step % self.shape.cycle == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             batch = self.resample(batch, self._collect, DistinctRows(self.train_dataset), self._place)
+            batch = self.replay(batch, self._policy_pass, self.state.global_step, f"{self.args.seed}/{self._place}")
             self._buffered_inputs = self.batcher.split(batch)
         return self._buffered_inputs[self._step % self.shape.steps]
 
@@ -163,7 +166,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         with (
             processor as taken,
             compat.PROCESSOR.replaced_by(taken, on=self),
-            self._old_pass(needed=not training),
+            self._old_pass(needed=not training or self.replay.capacity > 0),
         ):
             batch = self.images.completed(self._sample_and_grade(rows, mode, attempt))
         assert self._scores is not None
@@ -177,6 +180,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if training:
             first = self.accelerator.process_index * len(rows)
             batch["advantages"] = weighed.advantages_PG.flatten()[first : first + len(rows)]
+            with self.clock.phase("policy"):
+                self.visual.weigh(batch, self._policy_pass, f"{self.args.seed}/{self._place}/{attempt}")
             batch["rollout_number"] = self.recorder.number(len(rows))
             with self.clock.phase("other"):
                 self.recorder.add(
@@ -246,7 +251,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         the ratio to the engine in the policy's own pass, weighs a micro-batch by its rows, and skips a step in which
         the ratio of new to old policy explodes.
         """
-        micro = cast("Batch", {**inputs})
+        micro = self.visual.applied(cast("Batch", {**inputs}))
         logps: list[Tensor] = []
         corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
@@ -269,6 +274,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         return self.log_probabilities(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
+    def _policy_pass(self, *args: Any, **kwargs: Any) -> Any:
+        return self._get_per_token_logps_and_entropies(self.model, *args, **kwargs)
+
     def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
         """Inside, TRL makes no pass for the old log-probabilities if they equal those of the policy's own pass."""
         on_policy = self.shape.has_one_step and not has_dropout(self.model)
@@ -288,6 +296,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         def save(folder: Path) -> dict[str, Any]:
             stock(model, trial)
             table = completions_table.to_json(self._logs)
+            self.replay.save(folder)
             return {**self._facts(), **self.unfinished.save(folder, self._step, self._buffered_inputs, table)}
 
         self.checkpoints.write(self.state.global_step, save)
@@ -314,6 +323,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         facts = facts_of(Path(checkpoint))
         self.checkpoints.began_at = checkpoint
         self.methods.load(facts.get("methods", {}))
+        self.replay.load(Path(checkpoint))
         unfinished = self.unfinished.load(Path(checkpoint))
         if unfinished is not None:
             self._step, self._buffered_inputs, table = unfinished

@@ -39,6 +39,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "d3s": ("--adora_method", "d3s"),
     "ssb": ("--adora_method", "ssb"),
     "rrb": ("--adora_method", "rrb"),
+    "replay": ("--adora_method", "grpo", "--adora_replay_groups", "64"),
+    "vppo": ("--adora_method", "grpo", "--adora_visual_tokens", "0.4", "--adora_visual_scale_min", "0.9"),
     "noisy": ("--adora_method", "grpo", "--adora_noisy_rollouts", "0.5"),
     "grpo_x4": ("--adora_method", "grpo", *FOUR_UPDATES),
     "clip_higher_x4": ("--adora_method", "grpo", "--epsilon_high", "0.28", *FOUR_UPDATES),

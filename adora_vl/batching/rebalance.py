@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply, send_to_device
 from torch import distributed
-from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+from trl.trainer.utils import split_pixel_values_by_grid
 
 from adora_vl.batching.dynamic_sampling import joined
 from adora_vl.batching.micro_batches import take_rows
-from adora_vl.dedup.image_bank import ImageBanks, first_patches
+from adora_vl.batching.parcels import packed_up, unpacked
+from adora_vl.dedup.image_bank import ImageBanks
 
 _CPU = torch.device("cpu")
 
@@ -93,11 +93,11 @@ def rebalanced(
             number = len(live) - 1 - live[::-1].index(True)
             live[number] = False
             rows = range(number * unit, (number + 1) * unit)
-            sending.append(_packed_up(take_rows(split, rows), banks))
+            sending.append(packed_up(take_rows(split, rows), banks))
             advantages[rows.start : rows.stop] = 0
     batch = {**batch, "advantages": advantages}
     for parcel in carry(plan, sending, rank):
-        batch = joined(batch, _unpacked(parcel, banks, advantages.device), pad_id)
+        batch = joined(batch, unpacked(parcel, banks, advantages.device), pad_id)
         live.append(True)
     banks.more()  # all ranks must take part in the same vision passes, which gather sharded weights
     return batch, live
@@ -109,32 +109,3 @@ def movable(batch: Mapping[str, Any]) -> tuple[str, ...]:
     """
     pixels = batch.get("pixel_values")
     return () if pixels is not None and pixels.is_floating_point() else tuple(sorted(batch))
-
-
-def _packed_up(rows: dict[str, Any], banks: ImageBanks) -> dict[str, Any]:
-    """The rows, copied to the CPU as separate tensors. Each image is included once, in place of references to it."""
-    parcel: dict[str, Any] = _apart({name: value for name, value in rows.items() if name != "pixel_values"})
-    references = rows.get("pixel_values")
-    if isinstance(references, list):
-        starts = [first_patches(own, grid) for own, grid in zip(references, rows["image_grid_thw"], strict=True)]
-        parcel["pixel_values"] = starts
-        parcel["images"] = {start: _apart(banks.of(start).image(start)) for start in {s for row in starts for s in row}}
-    return parcel
-
-
-def _apart(values: Any) -> Any:
-    return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
-
-
-def _unpacked(parcel: dict[str, Any], banks: ImageBanks, device: torch.device) -> dict[str, Any]:
-    rows: dict[str, Any] = send_to_device({k: v for k, v in parcel.items() if k != "images"}, device)
-    bank = banks.more()
-    if "images" in parcel and bank is not None:
-        held = {
-            start: bank.hold(key, patches.to(device), grid).to(device)
-            for start, (key, patches, grid) in parcel["images"].items()
-        }
-        none = torch.zeros(0, 1, dtype=torch.long, device=device)
-        rows["pixel_values"] = [torch.cat([none, *(held[start] for start in row)]) for row in parcel["pixel_values"]]
-    whole: dict[str, Any] = unsplit_pixel_values_by_grid(rows)
-    return whole

@@ -10,8 +10,10 @@ from adora_vl.config.advantage import check_method
 from adora_vl.config.arithmetic import BatchPlan, check_rows, plan_batches
 from adora_vl.config.noise import check_noise
 from adora_vl.config.optimizer import check_optimizer, check_schedule
+from adora_vl.config.replay import check_replay
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.speed import check_speed
+from adora_vl.config.visual import check_visual
 from adora_vl.errors import UserError
 from adora_vl.rollout.sync import refuse_on_cpu
 
@@ -126,6 +128,8 @@ def check_run(
     _check_adora(config)
     check_method(config)
     check_noise(config)
+    check_replay(config)
+    check_visual(config, model_config)
     check_schedule(config)
     if for_this_machine:
         check_optimizer(config)

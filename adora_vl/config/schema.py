@@ -13,9 +13,11 @@ from adora_vl.config.device import check_device
 from adora_vl.config.faults import FaultOptions
 from adora_vl.config.noise import NoiseOptions
 from adora_vl.config.record import RecordOptions
+from adora_vl.config.replay import ReplayOptions
 from adora_vl.config.self_check import CheckOptions
 from adora_vl.config.speed import SpeedOptions
 from adora_vl.config.values import check_fields
+from adora_vl.config.visual import VisualOptions
 from adora_vl.prompts import SYSTEM_PROMPT
 
 
@@ -63,7 +65,16 @@ class AdoraScriptArguments(DataOptions):
 
 
 @dataclass
-class OwnKeys(AdvantageConfig, CheckOptions, FaultOptions, NoiseOptions, RecordOptions, SpeedOptions):
+class OwnKeys(
+    AdvantageConfig,
+    CheckOptions,
+    FaultOptions,
+    NoiseOptions,
+    RecordOptions,
+    ReplayOptions,
+    SpeedOptions,
+    VisualOptions,
+):
     """Our keys that have a file of their own."""
 
 

@@ -68,7 +68,7 @@ class SpeedOptions:
 def regroups(options: SpeedOptions) -> bool:
     """Whether any switch wants micro-batches of whole groups instead of TRL's shuffled rows."""
     wanted = options.adora_share_vision or options.adora_share_prompt or options.adora_skip_zero_signal
-    return wanted or options.adora_dynamic_sampling > 0
+    return wanted or options.adora_dynamic_sampling > 0 or getattr(options, "adora_replay_groups", 0) > 0
 
 
 def regroup_obstacle(config: Any) -> str:

@@ -7,7 +7,8 @@ works on references too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +69,9 @@ class ImageBank:
         return list(self._images)
 
 
+_ANOTHER = "another"  # beside the modes `train` and `eval`
+
+
 class ImageBanks:
     """The banks that are in use: one for the training batch and one for the evaluation batch."""
 
@@ -90,8 +94,18 @@ class ImageBanks:
         return bank
 
     def of_training(self) -> ImageBank | None:
-        """The bank of the training batch. None before the first batch."""
-        return self._banks.get("train")
+        """The bank of the training batch, or the one in its place. None before the first batch."""
+        return self._banks.get(_ANOTHER, self._banks.get("train"))
+
+    @contextmanager
+    def another(self) -> Iterator[ImageBank]:
+        """An empty bank that takes the place of the training batch's inside the block."""
+        bank = self.new(_ANOTHER)
+        try:
+            yield bank
+        finally:
+            self._next = max(self._next, bank.end)
+            del self._banks[_ANOTHER]
 
     def of(self, reference: int) -> ImageBank:
         """The bank that holds this patch."""

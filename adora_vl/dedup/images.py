@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adora_vl.batch import Batch, Row
 from adora_vl.config.speed import SpeedOptions
+from adora_vl.dedup.blackened import half_black
 from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.processor import FlatProcessor, StepProcessor
 from adora_vl.dedup.shared_vision import SharedVision
@@ -61,6 +62,10 @@ class DistinctImages:
         tokens_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         return cast("Batch", with_image_columns(dict(batch), tokens_BT))
 
+    def half_black(self, batch: Batch, place: str) -> AbstractContextManager[Tensor | None]:
+        """Yields the `pixel_values` of the batch with half of every image black (`adora_vl.dedup.blackened`)."""
+        return half_black(self.banks, self._image_processor, batch, place)
+
     @contextmanager
     def generation(self, rows: Sequence[Row], mode: str, *, further: bool, processor: Any) -> Iterator[Any]:
         """Yields the processor for these rows.
@@ -68,7 +73,8 @@ class DistinctImages:
         `mode` is `train` or `eval`. With `further` the rows are added to the present batch. Otherwise a new batch
         begins, and the images of the previous one are released.
         """
-        self.vision.share = self._switches.adora_share_vision
+        # Without a cache there are no references, and every pass takes the tower's way, also on a rank without images.
+        self.vision.share = self._switches.adora_share_vision and self.cache is not None
         self.vision.batch_windows(self._switches.adora_batch_windows)
         bank = self.banks.more() if further else None
         if bank is None:

@@ -7,14 +7,40 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from adora_vl.batch import Batch
 from adora_vl.config.speed import SpeedOptions
 from adora_vl.dedup.packed_forward import PackedForward, Result
 from adora_vl.dedup.without_images import with_image_columns
 
 Seen = Callable[[Tensor], None]
+Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
+
+# What TRL hands on to a pass besides tokens, as in its `_compute_loss`
+_INPUTS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+def of_generation(batch: Batch, policy: Pass, rows: int, pixels: Tensor | None = None) -> Tensor:
+    """Log-probabilities of the completions of a whole generation, (B, C), without gradients, `rows` at a time. `pixels`
+    take the place of the batch's.
+    """
+    inputs = {name: batch[name] for name in _INPUTS if name in batch}  # type: ignore[literal-required]
+    if pixels is not None:
+        inputs["pixel_values"] = pixels
+    with torch.no_grad():
+        return policy(
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            batch_size=rows,
+            **inputs,
+        )[0]
 
 
 class LogProbabilities:

@@ -20,6 +20,8 @@ from adora_vl.weighing import Scores, Weighed
 
 # The reward functions' columns of TRL's completions table
 _EXTRA = ("verdict", "extracted", "reason")
+# Columns of a batch, (B,), that only some runs have
+_NOW_AND_THEN = ("distorted", "visual_dependency", "visual_scale")
 
 
 class Recorder:
@@ -61,14 +63,17 @@ class Recorder:
             return
         self._spans.append(slice(self._counted - len(rows), self._counted))
         drift_B = self.accelerator.gather(self._drift(batch, len(rows)))
-        distorted_B = self.accelerator.gather(batch["distorted"]) if "distorted" in batch else None
+        now_and_then = {
+            name: self.accelerator.gather(batch[name]).tolist()  # type: ignore[literal-required]
+            for name in _NOW_AND_THEN
+            if name in batch
+        }
         facts = gather_object([self._of_row(row) for row in rows])
         if self.accelerator.is_main_process and not self.record.failed:
             columns = _columns(scores, weighed, table, functions)
             columns["step"] = [step + 1] * len(facts)
             columns["drift"] = drift_B.tolist()
-            if distorted_B is not None:
-                columns["distorted"] = distorted_B.tolist()
+            columns |= now_and_then
             columns |= {name: [row[name] for row in facts] for name in facts[0]}
             self.record.add(columns, weighed.groups.rewards_PG.shape[1])
 

@@ -40,6 +40,8 @@ _TYPES: dict[str, pa.DataType] = {
     "length": pa.int32(),
     "truncated": pa.bool_(),
     "distorted": pa.bool_(),  # sampled on a distorted image (adora_noisy_rollouts); its drift is unknown
+    "visual_dependency": pa.float32(),  # nats per token (adora_visual_tokens); null without an image
+    "visual_scale": pa.float32(),  # the factor of the advantage on those tokens that are learned from
     "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
 }
 Columns = dict[str, list[Any]]

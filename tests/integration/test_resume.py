@@ -47,6 +47,8 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
             "daro+adora",
             "--adora_noisy_rollouts",
             "0.5",
+            "--adora_visual_tokens",
+            "0.5",
             "--dataset_name",
             "synthetic",
             str(tmp_path / "own"),

@@ -20,7 +20,7 @@ from tests.integration.support import launch, processes_with
 pytestmark = pytest.mark.slow
 RUN = [
     "--config", "configs/train/smoke_cpu.yaml", "--adora_synthetic_rows", "64", "--num_generations", "4",
-    "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "4",
+    "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "4", "--adora_visual_scale_min", "0.5",
 ]  # fmt: skip
 TWO = ["--per_device_train_batch_size", "8"]
 ONE = ["--per_device_train_batch_size", "16"]

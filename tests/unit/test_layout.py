@@ -36,6 +36,7 @@ ALLOWED = {
         "adora_vl.advantage",
         "adora_vl.commands",
         "adora_vl.errors",
+        "adora_vl.families",
         "adora_vl.prompt_template",
         "adora_vl.prompts",
         "adora_vl.rollout",
@@ -56,7 +57,14 @@ ALLOWED = {
     "adora_vl.rows": ("adora_vl.errors",),
     "adora_vl.words": (),
     "adora_vl.batch": (),
-    "adora_vl.dedup": ("adora_vl.batch", "adora_vl.compat", "adora_vl.config", "adora_vl.families", "adora_vl.rollout"),
+    "adora_vl.dedup": (
+        "adora_vl.batch",
+        "adora_vl.compat",
+        "adora_vl.config",
+        "adora_vl.errors",
+        "adora_vl.families",
+        "adora_vl.rollout",
+    ),
     "adora_vl.batching": (
         "adora_vl.batch",
         "adora_vl.checkpoint",

@@ -1,0 +1,138 @@
+"""Selective sample replay over steps: earlier groups take the places of groups that teach nothing.
+
+Source: SSR of VL-Rethinker (arXiv 2504.08837) and its repository (TIGER-AI-Lab/VL-Rethinker,
+`openrlhf/trainer/ppo_utils/replay_buffer.py`). Groups without signal give their places to groups of earlier
+generations, which are drawn with a chance that grows with their advantages. Those keep the log-probabilities of the
+policy that sampled them, so the loss corrects for the updates since.
+
+The repository keeps single rollouts, and as many as half a generation. Ours keeps whole groups, whose rollouts share
+one pass over their prompt and image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from trl.trainer.utils import split_pixel_values_by_grid
+
+from adora_vl.batch import Batch, LogFigure, loss_mask
+from adora_vl.batching.dynamic_sampling import joined, refilled
+from adora_vl.batching.micro_batches import live_units, take_rows
+from adora_vl.batching.parcels import Parcel, packed_up, unpacked
+from adora_vl.dedup.image_bank import ImageBanks
+from adora_vl.dedup.log_probabilities import Pass, of_generation
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A group of an earlier generation."""
+
+    parcel: Parcel
+    columns: tuple[str, ...]  # of the batch that it is from
+    size: float  # the sum of |advantages|
+    step: int  # optimizer steps that had been made when it was sampled
+
+
+def drawn(sizes: list[float], alpha: float, count: int, place: str) -> list[int]:
+    """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`. `place` seeds it."""
+    if not sizes or not count:
+        return []
+    digest = hashlib.sha256(f"replay/{place}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    relative = torch.tensor(sizes, dtype=torch.float64) / max(sizes)  # powers of large sums would overflow
+    chances = (relative**alpha).clamp(min=1e-12)
+    found: list[int] = torch.multinomial(chances, min(count, len(sizes)), generator=generator).tolist()
+    return found
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """The file of a rank in the checkpoint `folder`."""
+    return folder / f"replay-{rank:05}.pt"
+
+
+class SampleReplay:
+    """Keeps groups with signal, and replaces those without. All ranks call every method together."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        banks: ImageBanks,
+        log: LogFigure,
+        *,
+        capacity: int,
+        alpha: float,
+        generations: int,
+        rows: int,
+        pad_id: int,
+    ) -> None:
+        """`capacity`: how many groups this rank keeps, 0 for no replay. `rows`: rollouts per pass."""
+        self.accelerator, self.banks, self.log = accelerator, banks, log
+        self.capacity, self.alpha, self.generations, self.pad_id = capacity, alpha, generations, pad_id
+        self.rows = rows
+        self.kept: list[Kept] = []  # the oldest first
+
+    def __call__(self, batch: Batch, policy: Pass, step: int, place: str) -> Batch:
+        """`batch` with groups without signal replaced as far as there are earlier ones. Its own groups with signal are
+        kept for later. `policy` makes a pass of the policy, where none was made for the old log-probabilities. `place`
+        says where the run is, so that a resumed run draws the same groups.
+        """
+        if not self.capacity:
+            return batch
+        if "old_per_token_logps" not in batch:
+            batch = {**batch, "old_per_token_logps": of_generation(batch, policy, self.rows)}
+        live = live_units(batch["advantages"], self.generations)
+        fresh = self._fresh(batch, live, step)
+        alike = [one for one in self.kept if one.columns == tuple(sorted(batch))]
+        numbers = drawn([one.size for one in alike], self.alpha, live.count(False), place)
+        taken = [alike[number] for number in numbers]
+        batch = self._refilled(batch, live, taken)
+        self.kept = [*self.kept, *fresh][-self.capacity :]
+        self._log(len(live), [step - one.step for one in taken])
+        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        return batch
+
+    def _fresh(self, batch: Batch, live: list[bool], step: int) -> list[Kept]:
+        split, size, found = split_pixel_values_by_grid(dict(batch)), self.generations, []
+        for group in (number for number, alive in enumerate(live) if alive):
+            rows = range(group * size, (group + 1) * size)
+            parcel = packed_up(take_rows(split, rows), self.banks)
+            advantages = batch["advantages"][rows.start : rows.stop]
+            found.append(Kept(parcel, tuple(sorted(batch)), float(advantages.abs().sum()), step))
+        return found[-self.capacity :]
+
+    def _refilled(self, batch: Batch, live: list[bool], taken: list[Kept]) -> Batch:
+        if not taken:
+            return batch
+        device = batch["prompt_ids"].device
+        parts = [unpacked(one.parcel, self.banks, device) for one in taken]
+        further = reduce(lambda one, other: joined(one, other, self.pad_id), parts)
+        dead = [group for group, alive in enumerate(live) if not alive]
+        pairs = list(zip(dead, range(len(taken)), strict=False))
+        return cast("Batch", refilled(dict(batch), further, pairs, self.generations, self.pad_id))
+
+    def _log(self, groups: int, ages: list[int]) -> None:
+        """Also tells every rank whether any has new images: all must take part in the same vision passes."""
+        own = torch.tensor([[len(ages), sum(ages), groups]], device=self.accelerator.device)
+        replayed, age, all_groups = self.accelerator.gather(own).sum(dim=0).tolist()
+        if replayed:
+            self.banks.more()
+            self.log("adora/replay_age", age / replayed)
+        self.log("adora/replayed_groups", replayed / all_groups)
+
+    def save(self, folder: Path) -> None:
+        """Write the kept groups of this rank into a checkpoint."""
+        if self.kept:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save([dict(vars(one)) for one in self.kept], file_of(folder, self.accelerator.process_index))
+
+    def load(self, checkpoint: Path) -> None:
+        """Read what `save` wrote; nothing where it wrote nothing, as for a rank that the earlier run did not have."""
+        file = file_of(checkpoint, self.accelerator.process_index)
+        own: list[dict[str, Any]] = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else []
+        self.kept = [Kept(**one) for one in own][-self.capacity :] if self.capacity else []
