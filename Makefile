@@ -1,5 +1,5 @@
 # Targets explain themselves: `make help` prints the comments behind `##`.
-.PHONY: help setup demo test unit coverage lint pythons tiny-model clean-runs
+.PHONY: help setup demo test unit coverage lint trackers pythons tiny-model clean-runs
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON_BIN := .venv/bin/python
@@ -33,6 +33,9 @@ lint: .venv/.installed ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+trackers: .venv/.installed ## run the tests of tensorboard, wandb and trackio, installed by their extra (about 2 minutes)
+	@bash setup/check_trackers.sh
 
 pythons: .venv/.installed ## check every supported Python: wheels of all pins, and two training steps where it is installed
 	@bash setup/check_pythons.sh
