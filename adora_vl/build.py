@@ -19,8 +19,10 @@ from adora_vl.batching.replay import SampleReplay
 from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.noise import noise_settings
+from adora_vl.config.visual import weighs_visually
 from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.images import DistinctImages
+from adora_vl.errors import UserError
 from adora_vl.learning_rate import ScaledRate
 from adora_vl.rollout.distinct_rows import DistinctRows
 from adora_vl.rollout.engine_settings import EngineSettings
@@ -118,12 +120,20 @@ def dynamic_sampling(args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFi
 
 
 def sample_replay(
-    args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFigure, banks: ImageBanks, pad_id: int
+    args: AdoraGRPOConfig, accelerator: Accelerator, log: LogFigure, images: DistinctImages, pad_id: int
 ) -> SampleReplay:
-    """What replaces groups without signal by earlier ones, where `adora_replay_groups` says so."""
+    """What replaces groups without signal by earlier ones, where `adora_replay_groups` says so.
+
+    Raises `UserError` where every rollout would keep an image of its own.
+    """
+    if args.adora_replay_groups and images.shown and images.cache is None:
+        raise UserError(
+            f"adora_replay_groups: {args.adora_replay_groups} needs an image processor whose output can be kept "
+            "(adora_cache_images), and that of this model is of another kind; set it to 0"
+        )
     return SampleReplay(
         accelerator,
-        banks,
+        images.banks,
         log,
         capacity=args.adora_replay_groups,
         alpha=args.adora_replay_alpha,
@@ -181,9 +191,14 @@ def noisy_rollouts(
 
 
 def visual_dependency(
-    args: AdoraGRPOConfig, accelerator: Accelerator, images: DistinctImages, log: LogFigure
+    args: AdoraGRPOConfig, accelerator: Accelerator, images: DistinctImages, log: LogFigure, *, dropout: bool
 ) -> VisualDependency:
-    """What weighs tokens by how much they depend on the image."""
+    """What weighs tokens by how much they depend on the image. Raises `UserError` where no patch can be blackened."""
+    if weighs_visually(args) and images.shown and not images.knows_patches:
+        raise UserError(
+            "adora_visual_tokens: the image processor of this model cuts images in a way that is not known here; set "
+            "adora_visual_tokens and adora_visual_scale_min to 1"
+        )
     return VisualDependency(
         accelerator,
         images,
@@ -191,6 +206,7 @@ def visual_dependency(
         share=args.adora_visual_tokens,
         smallest=args.adora_visual_scale_min,
         rows=args.per_device_train_batch_size,
+        has_dropout=dropout,
     )
 
 

@@ -253,6 +253,6 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         else:
             bound = self.ratios.bound
             why = f"were skipped: the largest importance ratio of the last is {ratio:.3g} (adora_max_ratio: {bound})"
-            causes = "a learning rate that is too high, or too many optimizer steps per generation"
+            causes = "a learning rate that is too high, too many optimizer steps per generation, or old replayed groups"
         self.reason = f"{self.in_a_row} steps in a row {why}; the weights are those of before. Likely causes: {causes}"
         control.should_save = control.should_training_stop = True

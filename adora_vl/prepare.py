@@ -79,6 +79,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.checkpoint.resume import Start
     from adora_vl.config.advantage import method_needs
     from adora_vl.config.command_line import config_folder, parse
+    from adora_vl.config.replay import replay_needs
     from adora_vl.config.run_checks import check_machines, check_run
     from adora_vl.config.visual import visual_needs
     from adora_vl.evaluation import take_evaluations
@@ -125,6 +126,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
             f"{amount(len(dataset), 'training problem')}; {plan.describe()}",
             *notes,
             *method_needs(config),
+            *replay_needs(config),
             *visual_needs(config),
             *start.notes,
         ]

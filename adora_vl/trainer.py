@@ -109,13 +109,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.resample = build.dynamic_sampling(args, accelerator, log, pad_id)
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until there is a loader
-        self.replay = build.sample_replay(args, accelerator, log, self.images.banks, pad_id)
+        self.replay = build.sample_replay(args, accelerator, log, self.images, pad_id)
         self.batcher = build.batcher(args, accelerator, log, self.shape, self.images.banks, pad_id, counts_all)
         self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
         self.log_probabilities = LogProbabilities(accelerator, args, images=self.images.shown)
         self.ratio = build.importance_ratio(args, accelerator, log)
         self.noise = build.noisy_rollouts(args, accelerator, log, lambda: self.state)
-        self.visual = build.visual_dependency(args, accelerator, self.images, log)
+        self.visual = build.visual_dependency(args, accelerator, self.images, log, dropout=has_dropout(self.model))
         self.recorder = build.recorder(args, accelerator, self.shape)
         self._buffered_inputs: list[Batch] | None = None  # the micro-batches of the present generation, as TRL has it
         self._ready: Batch | None = None  # the micro-batch that `training_step` has prepared
@@ -181,7 +181,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             first = self.accelerator.process_index * len(rows)
             batch["advantages"] = weighed.advantages_PG.flatten()[first : first + len(rows)]
             with self.clock.phase("policy"):
-                self.visual.weigh(batch, self._policy_pass, f"{self.args.seed}/{self._place}/{attempt}")
+                live_B = weighed.live_B[first : first + len(rows)]
+                self.visual.weigh(batch, live_B, self._policy_pass, f"{self.args.seed}/{self._place}/{attempt}")
             batch["rollout_number"] = self.recorder.number(len(rows))
             with self.clock.phase("other"):
                 self.recorder.add(
@@ -266,6 +267,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
+            if self.ratio_guard.exploded is not None:
+                self.replay.forget()
         return self.batcher.scaled(loss, micro)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +278,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return self.log_probabilities(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _policy_pass(self, *args: Any, **kwargs: Any) -> Any:
-        return self._get_per_token_logps_and_entropies(self.model, *args, **kwargs)
+        """A pass of the policy as it answers, without dropout."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            return self._get_per_token_logps_and_entropies(self.model, *args, **kwargs)
+        finally:
+            self.model.train(training)
 
     def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
         """Inside, TRL makes no pass for the old log-probabilities if they equal those of the policy's own pass."""

@@ -24,33 +24,38 @@ class VisualDependency:
         share: float,
         smallest: float,
         rows: int,
+        has_dropout: bool = False,
     ) -> None:
         """`share`: of each rollout's tokens that are learned from. `smallest`: the smallest factor of an advantage.
-        `rows`: rollouts per pass. With both at 1 nothing is weighed.
+        With both at 1 nothing is weighed. `rows`: rollouts per pass. `has_dropout`: whether the pass for the old
+        log-probabilities has, so that it cannot be compared with another one.
         """
         self.accelerator, self.images, self.log = accelerator, images, log
-        self.share, self.smallest, self.rows = share, smallest, rows
+        self.share, self.smallest, self.rows, self.has_dropout = share, smallest, rows, has_dropout
         self.active = share < 1 or smallest < 1
 
-    def weigh(self, batch: Batch, policy: Pass, place: str) -> None:
-        """Put `token_weights` into a generation whose advantages are final. `policy` makes a pass of the policy, and
-        `place` says where the run is, so that a resumed run blackens the same patches.
+    def weigh(self, batch: Batch, live_B: Tensor, policy: Pass, place: str) -> None:
+        """Put `token_weights` into a generation whose advantages are final.
 
-        The policy has already seen the images in the pass for the old log-probabilities, where that was made.
+        Args:
+            batch: the generation.
+            live_B: which rollouts are of groups with signal. Only these are compared with one another.
+            policy: makes a pass of the policy, without dropout.
+            place: where the run is, so that a resumed run blackens the same patches.
         """
         if not self.active:
             return
         mask_BC = loss_mask(batch)
-        seen_BC = batch.get("old_per_token_logps")
+        seen_BC = None if self.has_dropout else batch.get("old_per_token_logps")
         seen_BC = of_generation(batch, policy, self.rows) if seen_BC is None else seen_BC
         with self.images.half_black(batch, place) as pixels:
             blind_BC = of_generation(batch, policy, self.rows, pixels)
         dependency_BC = visual_dependency(seen_BC, blind_BC, mask_BC)
         tokens_B, shown_B = mask_BC.sum(dim=1), self._shown(batch)
-        known_B = shown_B & (tokens_B > 0)
-        own_B = torch.where(known_B, dependency_BC.sum(dim=1) / tokens_B, torch.nan)
+        own_B = torch.where(shown_B & (tokens_B > 0), dependency_BC.sum(dim=1) / tokens_B, torch.nan)
         learned_BC = most_dependent(dependency_BC, mask_BC, self.share) | ~shown_B[:, None]
-        scale_B = rollout_scale(own_B, self.accelerator.gather(own_B), self.smallest)
+        compared_B = own_B.masked_fill(~live_B, torch.nan)
+        scale_B = rollout_scale(compared_B, self.accelerator.gather(compared_B), self.smallest)
         batch["token_weights"] = learned_BC * mask_BC * scale_B[:, None]
         batch["visual_dependency"], batch["visual_scale"] = own_B, scale_B
         self._log(own_B, (learned_BC * mask_BC).sum(dim=1), tokens_B)

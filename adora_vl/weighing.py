@@ -68,6 +68,11 @@ class Weighed:
     advantages_PG: Tensor  # as the loss gets them
     figures: dict[str, float]  # of the methods, for the log
 
+    @property
+    def live_B(self) -> Tensor:
+        """Which rollouts are of groups with signal, bool, (P x G,)."""
+        return self.advantages_PG.bool().any(dim=1, keepdim=True).expand_as(self.advantages_PG).flatten()
+
 
 @dataclass(frozen=True)
 class Truncation:

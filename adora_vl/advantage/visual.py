@@ -6,7 +6,7 @@ black. The loss takes a share of each rollout's tokens, those that depend on it 
 more than others has a larger advantage.
 
 The repository takes smallest and largest dependency of one rank's mini-batch, and the mean of a micro-batch. Ours takes
-all three of the whole generation, so the sizes of batches and the number of ranks make no difference.
+all three of all groups with signal of a generation, so the sizes of batches and the number of ranks do not matter.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor
 
 _LARGEST = 10.0  # nats, for one token; the repository's bound
 _EVEN = 1e-6  # below this spread all rollouts depend on their images alike
+# How many times as far above the smallest factor as the mean the largest may lie. In the repository, where the mean is
+# that of a micro-batch of 16, it cannot lie further; of a whole generation one rollout could take hundreds of times.
+_FURTHEST = 16.0
 
 
 def visual_dependency(seen_BC: Tensor, blind_BC: Tensor, mask_BC: Tensor) -> Tensor:
@@ -47,14 +50,14 @@ def most_dependent(dependency_BC: Tensor, mask_BC: Tensor, share: float) -> Tens
 def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
     """The factor of each rollout's advantage, (B,), from `smallest` up, with a mean of 1 over all N rollouts.
 
-    `own_B` and `all_N`: mean dependency per token of this rank's rollouts and of all ranks', NaN for a rollout without
-    an image or without tokens, whose factor is 1. The dependency is first brought to 0 to 1, from the smallest of all
-    rollouts to the largest.
+    `own_B` and `all_N`: mean dependency per token of this rank's rollouts and of all ranks', NaN for a rollout that is
+    not to be compared, whose factor is 1. The dependency is first brought to 0 to 1, from the smallest of all rollouts
+    to the largest. No factor is above `smallest + 16 (1 - smallest)`; where one would be, the mean is below 1.
     """
     known_N = all_N[~all_N.isnan()]
     if known_N.numel() < 2 or known_N.max() - known_N.min() <= _EVEN:
         return torch.ones_like(own_B)
     low, spread = known_N.min(), known_N.max() - known_N.min()
     largest = smallest + (1 - smallest) / ((known_N - low) / spread).mean()
-    scale_B = smallest + (own_B - low) / spread * (largest - smallest)
+    scale_B = smallest + ((own_B - low) / spread * (largest - smallest)).clamp(max=_FURTHEST * (1 - smallest))
     return torch.where(own_B.isnan(), 1.0, scale_B)

@@ -23,7 +23,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from adora_vl.batch import Batch, LogFigure, loss_mask
 from adora_vl.batching.dynamic_sampling import joined, refilled
-from adora_vl.batching.micro_batches import live_units, take_rows
+from adora_vl.batching.micro_batches import live_units, take_rows, without_padding
 from adora_vl.batching.parcels import Parcel, packed_up, unpacked
 from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.log_probabilities import Pass, of_generation
@@ -89,6 +89,7 @@ class SampleReplay:
         live = live_units(batch["advantages"], self.generations)
         fresh = self._fresh(batch, live, step)
         alike = [one for one in self.kept if one.columns == tuple(sorted(batch))]
+        place = f"{place}/{self.accelerator.process_index}"
         numbers = drawn([one.size for one in alike], self.alpha, live.count(False), place)
         taken = [alike[number] for number in numbers]
         batch = self._refilled(batch, live, taken)
@@ -99,12 +100,12 @@ class SampleReplay:
 
     def _fresh(self, batch: Batch, live: list[bool], step: int) -> list[Kept]:
         split, size, found = split_pixel_values_by_grid(dict(batch)), self.generations, []
-        for group in (number for number, alive in enumerate(live) if alive):
+        for group in [number for number, alive in enumerate(live) if alive][-self.capacity :]:
             rows = range(group * size, (group + 1) * size)
-            parcel = packed_up(take_rows(split, rows), self.banks)
+            parcel = packed_up(without_padding(take_rows(split, rows)), self.banks)
             advantages = batch["advantages"][rows.start : rows.stop]
             found.append(Kept(parcel, tuple(sorted(batch)), float(advantages.abs().sum()), step))
-        return found[-self.capacity :]
+        return found
 
     def _refilled(self, batch: Batch, live: list[bool], taken: list[Kept]) -> Batch:
         if not taken:
@@ -124,6 +125,10 @@ class SampleReplay:
             self.banks.more()
             self.log("adora/replay_age", age / replayed)
         self.log("adora/replayed_groups", replayed / all_groups)
+
+    def forget(self) -> None:
+        """Keep nothing: the policy has moved too far from the one that sampled these groups."""
+        self.kept = []
 
     def save(self, folder: Path) -> None:
         """Write the kept groups of this rank into a checkpoint."""

@@ -212,6 +212,11 @@ def _check_assignment(config: Any, adora: AdoraOptions | None) -> None:
             f"adora_dynamic_sampling: {config.adora_dynamic_sampling} with assign: rate, which needs one batch per "
             "generation to scale the learning rate by; set adora_dynamic_sampling: 0"
         )
+    if config.adora_replay_groups:
+        raise UserError(
+            f"adora_replay_groups: {config.adora_replay_groups} with assign: rate, which would learn from earlier "
+            "groups at the rate of the present ones; set adora_replay_groups: 0"
+        )
     if config.steps_per_generation * config.num_iterations % config.gradient_accumulation_steps:
         raise UserError(
             f"steps_per_generation: {config.steps_per_generation} with assign: rate, which needs optimizer steps of "

@@ -40,7 +40,22 @@ def check_replay(config: Any) -> None:
     obstacle = regroup_obstacle(config)
     if obstacle:
         raise UserError(f"{key} does not go with {obstacle}, which depends on the rows of a micro-batch; set it to 0")
+    if config.sync_ref_model:
+        raise UserError(
+            f"{key} does not go with sync_ref_model: true, whose reference is another one by then; set it to 0"
+        )
     if not config.adora_cache_images:
         raise UserError(
             f"{key} needs adora_cache_images: true; else every rollout would be kept with an image of its own"
         )
+
+
+def replay_needs(config: Any) -> list[str]:
+    """What it costs, for the first lines of the run."""
+    kept = config.adora_replay_groups
+    if not kept:
+        return []
+    lines = [f"sample replay: up to {kept} groups and their images per process, in memory and in every checkpoint"]
+    if config.delta is None:
+        lines.append("sample replay: without TRL's delta, a token of a wrong answer that is likely by now is not clipped")
+    return lines

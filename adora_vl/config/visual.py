@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from adora_vl.errors import UserError
-from adora_vl.families import sees_images
+from adora_vl.families import family_of, sees_images
 
 
 @dataclass
@@ -44,6 +44,9 @@ def check_visual(config: Any, model_config: PretrainedConfig) -> None:
     key = f"{name}: {getattr(config, name)}"
     if not sees_images(model_config):
         raise UserError(f"{key} needs a model that sees images; leave it out")
+    if family_of(model_config) is None:
+        raise UserError(f"{key} needs a model whose image patches are known, and {model_config.model_type} is none; "
+                        f"set it to 1")  # fmt: skip
     for other, value, off in (
         ("loss_type", config.loss_type, "another loss"),
         ("off_policy_mask_threshold", config.off_policy_mask_threshold, "null"),

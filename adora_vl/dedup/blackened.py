@@ -45,7 +45,11 @@ def half_black(banks: ImageBanks, image_processor: Any, batch: Batch, place: str
     """
     pixels, grids = batch.get("pixel_values"), batch.get("image_grid_thw")
     with banks.another() as bank:
-        if pixels is None or grids is None or not len(grids):
+        if pixels is None:
+            yield None
+        elif grids is None:
+            raise AssertionError("pixels without a grid: of a family that check_visual refuses")
+        elif not len(grids):
             yield pixels
         elif pixels.is_floating_point():
             yield _of_pixels(pixels, grids, image_processor, place)

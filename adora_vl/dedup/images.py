@@ -45,6 +45,11 @@ class DistinctImages:
         """The cache of processed images, which the engine uses too. None if sharing is impossible or switched off."""
         return self._cache if self._switches.adora_cache_images else None
 
+    @property
+    def knows_patches(self) -> bool:
+        """Whether the processor cuts images into patches in the way that is known here."""
+        return can_cache(self._image_processor)
+
     def process(self, row: Row) -> int:
         """Put the images of a row into the cache, for a generation to come. Returns the bytes that they take there."""
         cache, processor = self.cache, self._image_processor

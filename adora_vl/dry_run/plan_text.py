@@ -13,7 +13,7 @@ from adora_vl.dry_run.memory_text import memory_lines, section
 from adora_vl.dry_run.planning import Plan
 from adora_vl.dry_run.schedule import learning_rate_line
 from adora_vl.memory import GIB
-from adora_vl.memory.disk import checkpoint_bytes, run_bytes
+from adora_vl.memory.disk import checkpoint_bytes, replay_bytes, run_bytes
 
 
 def default_of(field: Field[Any]) -> Any:
@@ -134,6 +134,7 @@ def disk_lines(plan: Plan) -> list[str]:
     """What the checkpoints will take."""
     setup, config = plan.setup, plan.config
     one = checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed)
+    one += replay_bytes(config.adora_replay_groups, setup.sharding.processes, setup.batch.image_tokens, setup.shape)
     kept = config.save_total_limit
     _, total = steps_of(plan)
     if config.save_strategy != "steps":

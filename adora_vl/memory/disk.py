@@ -26,6 +26,11 @@ def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, proc
     return model + optimizer + module + processor + _SMALL
 
 
+def replay_bytes(groups: int, processes: int, image_tokens: int, shape: ModelShape) -> int:
+    """The images of `adora_replay_groups` in a checkpoint, of all processes. Their tokens are small beside them."""
+    return groups * processes * image_tokens * shape.merge**2 * shape.patch_values * _FLOAT
+
+
 def run_bytes(checkpoint: int, model: int, kept: int) -> int:
     """The largest size of a run's folder: `kept` checkpoints, the one that is written before the oldest is deleted, and
     the final model."""

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.kill_and_resume import facts
 from tests.integration.support import launch
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.slow
 STEPS = {"save_steps": 1, "max_steps": 3, "per_device_train_batch_size": 4, "steps_per_generation": 4}
 RUN = {
     "config": "configs/train/smoke_cpu.yaml", "use_vllm": "false", "logging_steps": 1, "save_total_limit": 9,
-    "num_generations": 4, "max_completion_length": 16, "adora_synthetic_rows": 32, "learning_rate": 1e-3, **STEPS,
+    "num_generations": 4, "max_completion_length": 16, "adora_synthetic_rows": 32, "learning_rate": 1e-3,
+    "adora_replay_groups": 4, **STEPS,
 }  # fmt: skip
 
 
@@ -29,6 +31,10 @@ def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
         "generation-00000.pt", "generation-00001.pt"
     }  # fmt: skip
+    kept = [
+        torch.load(tmp_path / "run" / "checkpoint-2" / f"replay-0000{rank}.pt", weights_only=True) for rank in (0, 1)
+    ]
+    assert kept[0] and kept[1], "the groups that may come again, of each rank"
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = train(tmp_path / "run")
     assert list(whole["steps"]) == [1, 2, 3] and len(whole["rollouts"]) == 3

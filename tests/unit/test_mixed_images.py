@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +10,16 @@ import torch
 from datasets import Dataset
 from torch import Tensor, distributed
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
+from adora_vl.config.speed import SpeedOptions
 from adora_vl.dedup.image_bank import ImageBanks
+from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.shared_vision import SharedVision
 from adora_vl.dedup.without_images import has_images, with_image_columns
 from tests.unit.test_split_attention import BOUND, IMAGE, TEXT, VISION, VISION_BOUND, VOCABULARY, build
 
+CPU = torch.device("cpu")
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # Transformers' linear attention computes in float32 whatever the model's dtype is, and the gradients of its decay are
 # sums of small differences: 7e-8 and 1.6e-4 were measured, with and without sharing.
@@ -161,6 +166,24 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(kind, monkeypa
         assert inner.get_image_features(*none).pooler_output[0].shape == (0, 32)
         assert len(calls) == 1, "a later pass of the generation"
         calls.clear()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["images kept", "images not kept"])
+def test_without_kept_images_a_frozen_tower_runs_in_every_pass(kept, monkeypatch):
+    """As on the processes that have images: without references to kept ones, they cannot know features again."""
+    model = model_of("qwen2_5_vl")
+    model.model.visual.requires_grad_(False)
+    calls: list[int] = []
+    model.model.visual.register_forward_hook(lambda *_: calls.append(1))
+    switches = SpeedOptions(adora_cache_images=kept)
+    images = DistinctImages([model], SimpleNamespace(image_processor=Qwen2VLImageProcessor()), CPU, switches)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
+    with images.generation([], "train", further=False, processor=None):
+        for _ in range(3):
+            model.model.get_image_features(*none)
+    assert len(calls) == (1 if kept else 3)
 
 
 def test_a_data_set_tells_whether_it_has_images():

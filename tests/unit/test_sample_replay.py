@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trl import GRPOTrainer
 
+from adora_vl import build
 from adora_vl.batch import Batch
 from adora_vl.batching.replay import Kept, SampleReplay, drawn, file_of
 from adora_vl.config.command_line import parse
-from adora_vl.config.replay import check_replay
+from adora_vl.config.replay import check_replay, replay_needs
 from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.errors import UserError
 from tests.tiny_run import STEPS, train
@@ -151,6 +152,45 @@ def test_after_a_resume_the_same_groups_are_there(tmp_path):
     assert other.kept == [], "a checkpoint without replays, or of fewer processes"
 
 
+def test_padding_is_not_kept():
+    banks = ImageBanks()
+    one = replay(banks)
+    batch = generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0], completion=9)
+    batch["completion_mask"][:2, 4:] = 0
+    one(batch, no_pass, 0, "0")
+    assert one.kept[0].parcel["completion_ids"].shape == (2, 4)
+
+
+def test_two_processes_draw_differently():
+    places = [drawn([1.0] * 9, 1.0, 3, f"42/7/0/{rank}") for rank in range(4)]
+    assert len({tuple(sorted(found)) for found in places}) > 1
+
+
+def test_after_a_ratio_that_exploded_nothing_is_replayed_again():
+    banks = ImageBanks()
+    one = replay(banks)
+    one(generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), no_pass, 0, "0")
+    one.forget()
+    assert one(generation(banks, "ccdd", [0.0] * 4), no_pass, 1, "1")["advantages"].tolist() == [0] * 4
+
+
+def test_what_it_costs_is_said():
+    config = parse([*CPU, "--adora_replay_groups", "4"])[1]
+    memory, clip = replay_needs(config)
+    assert "up to 4 groups and their images per process" in memory and "without delta" in clip
+    config.delta = 10.0
+    assert replay_needs(config) == [memory]
+    config.adora_replay_groups = 0
+    assert replay_needs(config) == []
+
+
+def test_images_that_cannot_be_kept_once_are_refused():
+    images: Any = SimpleNamespace(shown=True, cache=None)
+    config = parse([*CPU, "--adora_replay_groups", "4"])[1]
+    with pytest.raises(UserError, match="adora_replay_groups: 4 needs an image processor"):
+        build.sample_replay(config, cast("Any", None), print, images, 0)
+
+
 def test_a_smaller_capacity_keeps_the_newest_of_a_checkpoint(tmp_path):
     banks = ImageBanks()
     one = replay(banks)
@@ -170,6 +210,7 @@ def test_a_smaller_capacity_keeps_the_newest_of_a_checkpoint(tmp_path):
         (["--per_device_train_batch_size", "4"], "adora_replay_groups: 4 needs whole groups"),
         (["--loss_type", "bnpo"], "adora_replay_groups: 4 does not go with loss_type: bnpo"),
         (["--adora_cache_images", "false"], "adora_replay_groups: 4 needs adora_cache_images: true"),
+        (["--sync_ref_model", "true"], "adora_replay_groups: 4 does not go with sync_ref_model"),
     ],
 )
 def test_what_it_does_not_go_with_is_said_in_one_line(arguments, said):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, Gemma3Config
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from trl import GRPOTrainer
 
+from adora_vl import build
 from adora_vl.advantage.visual import most_dependent, rollout_scale, visual_dependency
 from adora_vl.batch import Batch
 from adora_vl.config.command_line import parse
@@ -28,6 +30,7 @@ from adora_vl.config.visual import check_visual, visual_needs
 from adora_vl.dedup import blackened as module
 from adora_vl.dedup.blackened import black_patch, blackened, half_black
 from adora_vl.dedup.image_bank import ImageBanks
+from adora_vl.dedup.log_probabilities import _INPUTS
 from adora_vl.errors import UserError
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.visual import VisualDependency
@@ -82,6 +85,15 @@ def test_the_mean_factor_is_one_and_no_rank_sees_another(values: list[float], sm
     assert whole.min().item() >= min(smallest, 1.0) - 1e-9
     ranks = torch.cat([rollout_scale(part, all_N, smallest) for part in (all_N[:cut], all_N[cut:])])
     assert torch.equal(ranks, whole)
+
+
+@pytest.mark.parametrize("count", [16, 64, 512, 3072])
+def test_one_rollout_that_stands_out_does_not_take_everything(count):
+    """0.9 + 16 x 0.1 = 2.5 is the most, as in the authors' micro-batches of 16. Without a bound it would be 308."""
+    all_N = torch.full((count,), 0.02)
+    all_N[3] = 2.0
+    found = rollout_scale(all_N, all_N, 0.9)
+    assert found.max().item() == pytest.approx(2.5) and found.min().item() == pytest.approx(0.9)
 
 
 def test_rollouts_that_depend_alike_keep_their_advantages():
@@ -157,6 +169,12 @@ def test_pixels_without_a_bank_are_blackened_alike_for_copies_of_an_image():
         assert torch.equal(first, second) and not torch.equal(first, pixels)
 
 
+def test_pixels_whose_grid_is_not_known_are_not_taken_for_half_black():
+    batch = cast("Batch", {"pixel_values": torch.zeros(2, 3, 8, 8)})
+    with pytest.raises(AssertionError, match="without a grid"), half_black(ImageBanks(), processor(), batch, "x"):
+        pass
+
+
 @pytest.mark.parametrize("columns", [{}, {"pixel_values": torch.zeros(0, 1), "image_grid_thw": torch.zeros(0, 3)}])
 def test_a_rank_without_images_passes_what_it_has(columns):
     with half_black(ImageBanks(), processor(), cast("Batch", columns), "x") as found:
@@ -190,6 +208,7 @@ def passes(*found: Tensor) -> Any:
     return lambda *args, **kwargs: (left.pop(0), None, None)
 
 
+ALL = torch.ones(3, dtype=torch.bool)  # every group has signal
 SEEN = torch.zeros(3, 4)
 BLIND = torch.tensor([[-1.0, 0, -2, 0], [0, 0, 0, -1], [-3, -3, -3, -3]])
 
@@ -198,7 +217,7 @@ def test_what_a_batch_learns_from_by_hand():
     """The first rollout depends on its image most, the third has none."""
     log: dict[str, float] = {}
     batch = batch_of([1, 1, 0])
-    weigher(log, share=0.5, smallest=0.9).weigh(batch, passes(SEEN, BLIND), "x")
+    weigher(log, share=0.5, smallest=0.9).weigh(batch, ALL, passes(SEEN, BLIND), "x")
     one, two = math.exp(-1), math.exp(-2) + 1
     assert batch["visual_dependency"].tolist() == pytest.approx([(one + two) / 4, one / 4, NAN], nan_ok=True)
     # two rollouts, at 0 and 1 of the range: 0.9 and 0.9 + 0.1 / 0.5
@@ -213,7 +232,7 @@ def test_what_a_batch_learns_from_by_hand():
 
 def test_the_pass_for_the_old_log_probabilities_is_not_made_twice():
     batch = batch_of([1, 1, 1], old_per_token_logps=SEEN)
-    weigher({}, share=0.5, smallest=1.0).weigh(batch, passes(BLIND), "x")
+    weigher({}, share=0.5, smallest=1.0).weigh(batch, ALL, passes(BLIND), "x")
     assert batch["token_weights"][0].tolist() == [1, 0, 1, 0]
 
 
@@ -222,21 +241,42 @@ def test_smallest_and_largest_are_those_of_all_ranks():
         return torch.cat([tensor, torch.tensor([10.0])]) if tensor.ndim == 1 else tensor
 
     batch = batch_of([1, 1, 0])
-    weigher({}, gather, share=1.0, smallest=0.9).weigh(batch, passes(SEEN, BLIND), "x")
+    weigher({}, gather, share=1.0, smallest=0.9).weigh(batch, ALL, passes(SEEN, BLIND), "x")
     assert batch["visual_scale"][0] < 1, "another rank's rollout depends on its image far more"
     assert batch["token_weights"].bool().all()
 
 
+def test_only_groups_with_signal_are_compared():
+    """The first rollout depends on its image most, but nothing is learned from it."""
+    batch = batch_of([1, 1, 1])
+    weigher({}, share=1.0, smallest=0.5).weigh(batch, torch.tensor([False, True, True]), passes(SEEN, BLIND), "x")
+    assert batch["visual_scale"].tolist() == pytest.approx([1.0, 0.5, 1.5])
+    assert batch["visual_dependency"].gt(0).all(), "of all of them it is recorded"
+
+
+def test_a_pass_with_dropout_is_not_compared_with_one_without():
+    batch = batch_of([1, 1, 1], old_per_token_logps=torch.full((3, 4), -7.0))
+    weigher({}, share=0.5, smallest=1.0, has_dropout=True).weigh(batch, ALL, passes(SEEN, BLIND), "x")
+    assert batch["token_weights"][0].tolist() == [1, 0, 1, 0]
+
+
+def test_every_image_argument_of_a_pass_is_handed_on():
+    """TRL's own, by its signature: one that TRL adds has to be handed on too."""
+    parameters = set(signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    others = {"self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"}
+    assert parameters - others - {"compute_entropy", "compute_aux_loss"} == set(_INPUTS)
+
+
 def test_both_keys_at_one_do_nothing():
     batch = batch_of([1, 1, 1])
-    weigher({}, share=1.0, smallest=1.0).weigh(batch, passes(), "x")
+    weigher({}, share=1.0, smallest=1.0).weigh(batch, ALL, passes(), "x")
     assert "token_weights" not in batch and VisualDependency.applied(batch) is batch
 
 
 def test_tokens_of_tools_and_padding_are_neither_weighed_nor_counted():
     tools = torch.tensor([[0, 1, 1, 1]] * 3)
     batch = batch_of([1, 1, 1], tool_mask=tools)
-    weigher({}, share=0.3, smallest=1.0).weigh(batch, passes(SEEN, BLIND), "x")
+    weigher({}, share=0.3, smallest=1.0).weigh(batch, ALL, passes(SEEN, BLIND), "x")
     assert batch["token_weights"][0].tolist() == [0, 0, 1, 0], "one of three, and not the tool's, which depends most"
 
 
@@ -267,6 +307,19 @@ def test_a_model_without_eyes_is_refused():
     with pytest.raises(UserError, match="adora_visual_tokens: 0.4 needs a model that sees images"):
         check_visual(config, AutoConfig.from_pretrained(PRETRAINED).text_config)
     assert "half of every image black" in visual_needs(config)[0]
+
+
+def test_a_family_whose_patches_are_not_known_is_refused():
+    config = parse([*CPU, "--adora_visual_scale_min", "0.9"])[1]
+    with pytest.raises(UserError, match="adora_visual_scale_min: 0.9 .* and gemma3 is none"):
+        check_visual(config, Gemma3Config())
+
+
+def test_an_image_processor_that_is_not_known_is_refused_before_a_rollout():
+    images: Any = SimpleNamespace(shown=True, knows_patches=False)
+    config = parse([*CPU, "--adora_visual_tokens", "0.4"])[1]
+    with pytest.raises(UserError, match="adora_visual_tokens: the image processor"):
+        build.visual_dependency(config, cast("Any", None), images, print, dropout=False)
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +365,9 @@ def test_the_loss_gets_the_recorded_advantage_on_two_fifths_of_the_tokens(run):
 def test_a_run_says_how_much_its_rollouts_depend_on_their_images(run):
     rollouts, _, folder = run
     assert rollouts["visual_dependency"].gt(0).all() and rollouts["visual_scale"].min() == pytest.approx(0.8)
-    assert rollouts.groupby("step")["visual_scale"].mean().tolist() == pytest.approx([1.0] * STEPS, abs=1e-5)
+    live = rollouts.groupby(["step", "group"])["advantage"].transform(lambda group: group.ne(0).any())
+    assert rollouts[live].groupby("step")["visual_scale"].mean().tolist() == pytest.approx([1.0] * STEPS, abs=1e-5)
+    assert rollouts[~live]["visual_scale"].eq(1).all()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "adora/visual_tokens" in line]
     assert len(steps) == STEPS
