@@ -33,7 +33,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
 from adora_vl.config.speed import regroup_obstacle, regroups
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.log_probabilities import LogProbabilities
+from adora_vl.dedup.log_probabilities import LogProbabilities, evaluating
 from adora_vl.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard
 from adora_vl.models.components import freeze
 from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
@@ -58,13 +58,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     reward_funcs: list[Any]
 
     def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: AdoraGRPOConfig | None = None,
-        processing_class: Any = None,
+        self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, processing_class: Any = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Stock TRL builds its own generation class; ours takes that place, with the same arguments.
 
         Raises `UserError` where a part to freeze has no parameters, or the CPU engine cannot sync this model.
@@ -279,12 +275,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def _policy_pass(self, *args: Any, **kwargs: Any) -> Any:
         """A pass of the policy as it answers, without dropout."""
-        training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             return self._get_per_token_logps_and_entropies(self.model, *args, **kwargs)
-        finally:
-            self.model.train(training)
 
     def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
         """Inside, TRL makes no pass for the old log-probabilities if they equal those of the policy's own pass."""
@@ -362,14 +354,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     # -------------------------------------------------------------------------------- data, log, and the engine's end
 
     def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Any = None,
-        is_training: bool = False,
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
         dataloader_key: str | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Stock TRL reads and decodes every copy of a row; ours reads each row of a training batch once, if possible
         while the policy learns from the batch before.
         """

@@ -57,5 +57,7 @@ def replay_needs(config: Any) -> list[str]:
         return []
     lines = [f"sample replay: up to {kept} groups and their images per process, in memory and in every checkpoint"]
     if config.delta is None:
-        lines.append("sample replay: without TRL's delta, a token of a wrong answer that is likely by now is not clipped")
+        lines.append(
+            "sample replay: without TRL's delta, a token of a wrong answer that is likely by now is not clipped"
+        )
     return lines

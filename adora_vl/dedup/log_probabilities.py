@@ -26,6 +26,17 @@ _INPUTS = (
 )  # fmt: skip
 
 
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Inside the block the model has no dropout."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 def of_generation(batch: Batch, policy: Pass, rows: int, pixels: Tensor | None = None) -> Tensor:
     """Log-probabilities of the completions of a whole generation, (B, C), without gradients, `rows` at a time. `pixels`
     take the place of the batch's.

@@ -278,3 +278,12 @@ def test_a_resumed_run_replays_the_same_groups(whole, tmp_path):
     for one, other in zip(lines(part), lines(folder), strict=True):
         assert one["adora/replayed_groups"] == other["adora/replayed_groups"]
         assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
+@pytest.mark.slow
+def test_a_ratio_that_exploded_ends_the_replay_of_what_was_kept(tmp_path):
+    """Step 2 learns again from step 1's groups and is skipped; step 3 has none left and is not."""
+    folder = train(tmp_path / "run", **SETTINGS, adora_max_ratio=1.0001, max_steps=3, save_strategy="no")
+    first, second, third = lines(folder)
+    assert second["adora/replayed_groups"] > 0 == first["adora/replayed_groups"] == third["adora/replayed_groups"]
+    assert [entry["adora/skipped_steps"] for entry in (first, second, third)] == [0, 1, 0]

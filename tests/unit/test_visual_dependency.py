@@ -30,7 +30,7 @@ from adora_vl.config.visual import check_visual, visual_needs
 from adora_vl.dedup import blackened as module
 from adora_vl.dedup.blackened import black_patch, blackened, half_black
 from adora_vl.dedup.image_bank import ImageBanks
-from adora_vl.dedup.log_probabilities import _INPUTS
+from adora_vl.dedup.log_probabilities import _INPUTS, evaluating
 from adora_vl.errors import UserError
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.visual import VisualDependency
@@ -258,6 +258,14 @@ def test_a_pass_with_dropout_is_not_compared_with_one_without():
     batch = batch_of([1, 1, 1], old_per_token_logps=torch.full((3, 4), -7.0))
     weigher({}, share=0.5, smallest=1.0, has_dropout=True).weigh(batch, ALL, passes(SEEN, BLIND), "x")
     assert batch["token_weights"][0].tolist() == [1, 0, 1, 0]
+
+
+def test_compared_passes_have_no_dropout_and_training_goes_on_with_it():
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5))
+    with pytest.raises(KeyError), evaluating(model):
+        assert not any(module.training for module in model.modules())
+        raise KeyError
+    assert all(module.training for module in model.modules())
 
 
 def test_every_image_argument_of_a_pass_is_handed_on():
