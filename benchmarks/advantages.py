@@ -42,6 +42,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "replay": ("--adora_method", "grpo", "--adora_replay_groups", "64"),
     "vppo": ("--adora_method", "grpo", "--adora_visual_tokens", "0.4", "--adora_visual_scale_min", "0.9"),
     "noisy": ("--adora_method", "grpo", "--adora_noisy_rollouts", "0.5"),
+    "large_images": ("--adora_method", "grpo", "--min_pixels", "12544"),  # twice as high and wide as they are drawn
     "grpo_x4": ("--adora_method", "grpo", *FOUR_UPDATES),
     "clip_higher_x4": ("--adora_method", "grpo", "--epsilon_high", "0.28", *FOUR_UPDATES),
     "sapo_x4": ("--adora_method", "grpo", "--loss_type", "sapo", *FOUR_UPDATES),
