@@ -29,7 +29,7 @@ from adora_vl.dry_run.lengths import (
     tokenizer_counter,
 )
 from adora_vl.dry_run.options import DryRunOptions
-from adora_vl.errors import UserError
+from adora_vl.errors import UserError, in_one_line
 from adora_vl.families import family_of, sees_images
 from adora_vl.memory import GIB
 from adora_vl.memory.activations import MicroBatch
@@ -119,12 +119,14 @@ def _sharding(options: DryRunOptions) -> Sharding:
 
 
 def _processor(name: str, revision: str, notes: list[str]) -> Any:
-    """The trainer's processor, or None with a note where the hub cannot be reached."""
+    """The trainer's processor, or None with a note where it is not there, or cannot be read."""
     try:
         return load_processor(name, revision)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        reason = str(error) if isinstance(error, UserError) else in_one_line(error)
+        why = f"read ({reason})" if Path(name).is_dir() else "reached"
         notes.append(
-            f"the processor of {name} cannot be reached: text is estimated at 2.5 characters per token, images follow "
+            f"the processor of {name} cannot be {why}: text is estimated at 2.5 characters per token, images follow "
             "the published rule"
         )
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -119,6 +120,15 @@ def test_wrong_input_is_refused_as_a_run_would(capsys):
     assert "adora_factor: 3.0 with adora_mode" in capsys.readouterr().err
     assert main(["--dry-run", "--card-gib", "-4"]) == 2
     assert "--card-gib: -4.0 must be above 0" in capsys.readouterr().err
+
+
+def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data):
+    model = shutil.copytree(PRETRAINED, tmp_path / "model")
+    (model / "processor_config.json").write_text("{")
+    words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
+    plan = make_plan([*words, "--model_name_or_path", str(model)], DryRunOptions())
+    (note,) = (note for note in plan.notes if "processor" in note)
+    assert "cannot be read (" in note and "processor_config.json" in note and "2.5 characters" in note
 
 
 def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
