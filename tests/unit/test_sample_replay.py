@@ -177,7 +177,7 @@ def test_after_a_ratio_that_exploded_nothing_is_replayed_again():
 def test_what_it_costs_is_said():
     config = parse([*CPU, "--adora_replay_groups", "4"])[1]
     memory, clip = replay_needs(config)
-    assert "up to 4 groups and their images per process" in memory and "without delta" in clip
+    assert "up to 4 groups and their images per process" in memory and "without TRL's delta" in clip
     config.delta = 10.0
     assert replay_needs(config) == [memory]
     config.adora_replay_groups = 0
