@@ -77,11 +77,8 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     prepare_engine_environment()
     from adora_vl.assets import resolve_model
     from adora_vl.checkpoint.resume import Start
-    from adora_vl.config.advantage import method_needs
     from adora_vl.config.command_line import config_folder, parse
-    from adora_vl.config.replay import replay_needs
-    from adora_vl.config.run_checks import check_machines, check_run
-    from adora_vl.config.visual import visual_needs
+    from adora_vl.config.run_checks import check_machines, check_run, costs_of
     from adora_vl.evaluation import take_evaluations
     from adora_vl.hub import notes_on
     from adora_vl.memory.sharding import machines_of
@@ -125,9 +122,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
         lines = [
             f"{amount(len(dataset), 'training problem')}; {plan.describe()}",
             *notes,
-            *method_needs(config),
-            *replay_needs(config),
-            *visual_needs(config),
+            *costs_of(config),
             *start.notes,
         ]
         print("\n".join(lines), flush=True)

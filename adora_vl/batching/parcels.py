@@ -18,12 +18,12 @@ def packed_up(rows: dict[str, Any], banks: ImageBanks) -> Parcel:
 
     `rows` are of a batch that `split_pixel_values_by_grid` has split.
     """
-    parcel: Parcel = _apart({name: value for name, value in rows.items() if name != "pixel_values"})
+    parcel: Parcel = apart({name: value for name, value in rows.items() if name != "pixel_values"})
     references = rows.get("pixel_values")
     if isinstance(references, list):
         starts = [first_patches(own, grid) for own, grid in zip(references, rows["image_grid_thw"], strict=True)]
         parcel["pixel_values"] = starts
-        parcel["images"] = {start: _apart(banks.of(start).image(start)) for start in {s for row in starts for s in row}}
+        parcel["images"] = {start: apart(banks.of(start).image(start)) for start in {s for row in starts for s in row}}
     return parcel
 
 
@@ -42,5 +42,6 @@ def unpacked(parcel: Parcel, banks: ImageBanks, device: torch.device) -> dict[st
     return whole
 
 
-def _apart(values: Any) -> Any:
+def apart(values: Any) -> Any:
+    """A copy whose tensors are on the CPU, each with storage of its own."""
     return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply, send_to_device
+from accelerate.utils import send_to_device
 
 from adora_vl.batch import Batch
 from adora_vl.batching.batcher import Shape
+from adora_vl.batching.parcels import apart
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.errors import UserError
@@ -56,7 +57,7 @@ class UnfinishedGeneration:
         if self.shape.iterations == 1:
             left = [{} if number < within else micro for number, micro in enumerate(left)]
         own: dict[str, Any] = {
-            "micro_batches": recursively_apply(_apart, left),
+            "micro_batches": apart(left),
             "first": 0,
             "images": [],
             "table": table,
@@ -64,7 +65,7 @@ class UnfinishedGeneration:
         bank = self.banks.of_training()
         if bank is not None:
             own["first"] = bank.first
-            own["images"] = [recursively_apply(_apart, bank.image(start)) for start in bank.starts]
+            own["images"] = [apart(bank.image(start)) for start in bank.starts]
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(own, file_of(folder, self.accelerator.process_index))
         return {_FACTS: {"micro_step": micro_step, **self._sizes()}}
@@ -99,8 +100,3 @@ class UnfinishedGeneration:
     def _sizes(self) -> dict[str, int]:
         shape = asdict(self.shape)
         return {"processes": self.accelerator.num_processes, **{key: shape[name] for name, key in _KEYS.items()}}
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU with storage of its own."""
-    return tensor.detach().cpu().clone()

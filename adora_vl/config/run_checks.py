@@ -6,14 +6,14 @@ from transformers import PretrainedConfig
 from trl import ModelConfig
 
 from adora_vl.advantage.adora import CRITERIA
-from adora_vl.config.advantage import check_method
+from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.arithmetic import BatchPlan, check_rows, plan_batches
 from adora_vl.config.noise import check_noise
 from adora_vl.config.optimizer import check_optimizer, check_schedule
-from adora_vl.config.replay import check_replay
+from adora_vl.config.replay import check_replay, replay_needs
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.speed import check_speed
-from adora_vl.config.visual import check_visual
+from adora_vl.config.visual import check_visual, visual_needs
 from adora_vl.errors import UserError
 from adora_vl.rollout.sync import refuse_on_cpu
 
@@ -137,3 +137,8 @@ def check_run(
     plan = batch_plan(config, num_processes)
     check_rows(plan, rows)
     return plan
+
+
+def costs_of(config: AdoraGRPOConfig) -> list[str]:
+    """What the run does beyond plain GRPO, one line each, for its first lines."""
+    return [*method_needs(config), *replay_needs(config), *visual_needs(config)]

@@ -70,9 +70,9 @@ def _of_references(
 ) -> Tensor:
     found: dict[int, Tensor] = {}
     starts = first_patches(references, grids)
+    black_D = black_patch(image_processor, banks.of(starts[0]).pixels(starts[:1])[0].size(1))
     for start in starts:
         if start not in found:
             key, patches_RD, grid_3 = banks.of(start).image(start)
-            black_D = black_patch(image_processor, patches_RD.size(1))
             found[start] = bank.hold(key, blackened(patches_RD, black_D, f"{place}/{key}"), grid_3)
     return torch.cat([found[start] for start in starts]).to(references.device)

@@ -170,7 +170,7 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(kind, monkeypa
 
 @pytest.mark.parametrize("kept", [True, False], ids=["images kept", "images not kept"])
 def test_without_kept_images_a_frozen_tower_runs_in_every_pass(kept, monkeypatch):
-    """As on the processes that have images: without references to kept ones, they cannot know features again."""
+    """As on the processes that have images: only kept images are known again, so only their features are."""
     model = model_of("qwen2_5_vl")
     model.model.visual.requires_grad_(False)
     calls: list[int] = []
