@@ -46,6 +46,8 @@ def lost_contact(error: BaseException) -> str:
 def in_one_line(error: BaseException) -> str:
     """Type and first line of an error, as Python's own last line of a traceback."""
     lines = str(error).strip().splitlines()
+    if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):  # pydantic's first line counts them
+        lines = [str(error.errors()[0]["msg"])]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

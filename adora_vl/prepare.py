@@ -77,7 +77,8 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     prepare_engine_environment()
     from adora_vl.assets import resolve_model
     from adora_vl.checkpoint.resume import Start
-    from adora_vl.config.command_line import config_folder, parse
+    from adora_vl.config.command_line import parse
+    from adora_vl.config.given import config_file
     from adora_vl.config.run_checks import check_machines, check_run, costs_of
     from adora_vl.evaluation import take_evaluations
     from adora_vl.hub import notes_on
@@ -96,7 +97,8 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     _check_upload(config)
     if not model.model_name_or_path:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
-    folders = [*config_folder(arguments), Path.cwd()]
+    file = config_file(arguments)
+    folders = [*([file.parent] if file else []), Path.cwd()]
     rewards = choose_rewards(
         script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding,
         answer_tags=asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt), folders=folders,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.checkpoint.launcher import watch_launcher
 from adora_vl.commands import EXIT_INTERRUPTED
+from adora_vl.dry_run.options import take_options
 from adora_vl.dry_run.options import wanted as wants_dry_run
 from adora_vl.errors import RolloutError, RunError, UserError, in_one_line, lost_contact
 from adora_vl.families import sees_images
@@ -211,10 +212,17 @@ def report_mistake(error: UserError) -> None:
 
 def dry_run(arguments: Sequence[str]) -> int:
     """With `--dry-run`: say what the run would do and whether it fits, load no weight, write nothing."""
-    check_versions(use_vllm=False)
     from adora_vl.dry_run.command import dry_run
 
     return dry_run(arguments)
+
+
+def look_first(words: Sequence[str]) -> None:
+    """Versions, keys and values: what can be wrong before anything slow is imported. Raises `UserError`."""
+    check_versions(use_vllm=False)
+    from adora_vl.config.first_look import first_look
+
+    first_look(take_options(words)[1] if wants_dry_run(words) else words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -225,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     watch_launcher()
     try:
+        look_first(words)
         return dry_run(words) if wants_dry_run(words) else train(words)
     except UserError as error:
         report_mistake(error)

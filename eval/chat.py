@@ -48,7 +48,7 @@ class ChatProcessor:
             self._image_processor: Any = None if self.text_only else self._processor.image_processor
         except UserError:
             raise
-        except (OSError, ValueError, AttributeError) as error:
+        except Exception as error:  # what is damaged raises errors of many kinds
             reason = why_missing(model, error)
             raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
         if not self.text_only and pixel_limits(self._image_processor) is None:

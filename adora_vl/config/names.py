@@ -5,9 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, get_args
 
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-from adora_vl.advantage.adora import CRITERIA
 from adora_vl.errors import nearest
 
 _MANY = 12  # as many names still fit into one line
@@ -16,7 +13,6 @@ _MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 # Keys that TRL and Transformers declare as plain text. `_OF_TRUTH` says what TRL makes of true and false.
 NAMES: dict[str, tuple[str, ...]] = {
-    "adora_criteria": tuple(CRITERIA),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": _LEVELS,
@@ -28,10 +24,25 @@ NAMES: dict[str, tuple[str, ...]] = {
     "attn_implementation": (
         "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention",
     ),
-    "report_to": ("none", "all", *INTEGRATION_TO_CALLBACK),
 }  # fmt: skip
 _OF_TRUTH = {"scale_rewards": {True: "group", False: "none"}, "include_num_input_tokens_seen": {True: "all"}}
 _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
+
+
+def _criteria() -> tuple[str, ...]:
+    from adora_vl.advantage.adora import CRITERIA
+
+    return tuple(CRITERIA)
+
+
+def _trackers() -> tuple[str, ...]:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    return ("none", "all", *INTEGRATION_TO_CALLBACK)
+
+
+# Their registries take seconds to import, which `first_look` does without.
+_REGISTERED = {"adora_criteria": _criteria, "report_to": _trackers}
 
 
 def names_of(key: str, hint: Any, choices: Any) -> tuple[str, ...]:
@@ -40,6 +51,8 @@ def names_of(key: str, hint: Any, choices: Any) -> tuple[str, ...]:
         return NAMES[key]
     if choices:
         return tuple(map(str, choices))
+    if key in _REGISTERED:
+        return _REGISTERED[key]()
     enums = [each for each in (hint, *get_args(hint)) if isinstance(each, type) and issubclass(each, Enum)]
     return tuple(str(each.value) for each in enums[0]) if enums else ()
 

@@ -111,6 +111,27 @@ def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> No
         )
 
 
+def check_divided_engine(config: AdoraGRPOConfig, model_config: PretrainedConfig, processes: int) -> None:
+    """vLLM gives each process of an engine an equal part of the layers, and finds out when the weights are loaded."""
+    parts = config.vllm_tensor_parallel_size
+    if not config.use_vllm or config.vllm_mode != "colocate" or parts == 1:
+        return
+    text, vision = model_config.get_text_config(), getattr(model_config, "vision_config", None)
+    keys = getattr(text, "num_key_value_heads", None) or parts
+    for number, things in (
+        (processes, "processes"),
+        (text.num_attention_heads, "attention heads of the model"),
+        (keys if parts % keys else parts, "key-value heads of the model"),  # fewer of them are copied
+        (getattr(vision, "num_heads", parts), "attention heads of its vision tower"),
+        (getattr(vision, "intermediate_size", parts), "columns of its vision tower's MLP"),
+    ):
+        if number % parts:
+            raise UserError(
+                f"vllm_tensor_parallel_size: {parts} does not divide the {number} {things}; an engine is divided into "
+                "equal parts, one per process"
+            )
+
+
 def check_run(
     config: AdoraGRPOConfig,
     model: ModelConfig,
@@ -134,6 +155,7 @@ def check_run(
     if for_this_machine:
         check_optimizer(config)
     _check_rollouts(config, model_config, for_this_machine=for_this_machine)
+    check_divided_engine(config, model_config, num_processes)
     plan = batch_plan(config, num_processes)
     check_rows(plan, rows)
     return plan

@@ -75,6 +75,9 @@ def environment_checks(arguments: Sequence[str]) -> list[Check]:
     libraries = [*check_libraries(), check_torchvision()]
     if not is_healthy(libraries):
         return libraries  # another version may not even be importable
+    from adora_vl.config.first_look import first_look
+
+    first_look(arguments)
     import torch
 
     from adora_vl.config.command_line import parse

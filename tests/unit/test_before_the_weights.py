@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError, model_validator
 from transformers import PreTrainedModel
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.optimizer import check_optimizer, check_schedule, schedule_of
-from adora_vl.errors import UserError
+from adora_vl.config.run_checks import check_divided_engine
+from adora_vl.errors import UserError, in_one_line
 from adora_vl.export import main as export
 from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.train import main
@@ -165,6 +167,59 @@ def test_what_the_model_does_not_take_is_one_line_of_the_user(
     words = arguments(tmp_path / "run", model_init_kwargs=json.dumps({key: value}))
     assert main(words) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: model_init_kwargs: {key}: {value!r} is refused")
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_an_engine_that_cannot_be_divided(parts: int, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One process, and three attention heads."""
+    words = arguments(tmp_path / "run", use_vllm="true", vllm_tensor_parallel_size=parts)
+    assert main(words) == 2
+    expected = f"error: vllm_tensor_parallel_size: {parts} does not divide the 1 processes; "
+    assert capsys.readouterr().err.splitlines()[-1].startswith(expected)
+
+
+def test_an_engine_whose_heads_cannot_be_divided() -> None:
+    config: Any = SimpleNamespace(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    heads = SimpleNamespace(num_attention_heads=3, num_key_value_heads=1)
+    tower = SimpleNamespace(num_heads=4, intermediate_size=8)
+    model: Any = SimpleNamespace(get_text_config=lambda: heads, vision_config=tower)
+    with pytest.raises(UserError, match="^vllm_tensor_parallel_size: 2 does not divide the 3 attention heads"):
+        check_divided_engine(config, model, 4)
+    heads.num_attention_heads = 4
+    check_divided_engine(config, model, 4)
+    tower.num_heads = 5
+    with pytest.raises(UserError, match="does not divide the 5 attention heads of its vision tower"):
+        check_divided_engine(config, model, 4)
+    tower.num_heads, tower.intermediate_size = 4, 9
+    with pytest.raises(UserError, match="does not divide the 9 columns of its vision tower's MLP"):
+        check_divided_engine(config, model, 4)
+    tower.intermediate_size, heads.num_key_value_heads = 8, 3
+    with pytest.raises(UserError, match="does not divide the 3 key-value heads"):
+        check_divided_engine(config, model, 4)
+    config.vllm_mode = "server"
+    check_divided_engine(config, model, 3)
+
+
+def test_an_error_of_pydantic_says_what_was_wrong() -> None:
+    class Two(BaseModel):
+        heads: int
+
+    with pytest.raises(ValidationError) as wrong:
+        Two.model_validate({"heads": "many"})
+    assert in_one_line(wrong.value) == (
+        "ValidationError: Input should be a valid integer, unable to parse string as an integer"
+    )
+
+    class Whole(BaseModel):
+        """Such an error names no field."""
+
+        @model_validator(mode="after")
+        def refuse(self) -> Whole:
+            raise ValueError("the engine is too small")
+
+    with pytest.raises(ValidationError) as wrong:
+        Whole()
+    assert in_one_line(wrong.value) == "ValidationError: Value error, the engine is too small"
 
 
 def test_what_goes_wrong_while_loading_ends_in_one_line(

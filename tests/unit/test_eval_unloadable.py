@@ -50,6 +50,28 @@ def test_a_file_of_the_model_that_is_missing_or_cut_off(
 
 
 @pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("processor_config.json", "image_processor", {"image_mean": "x", "patch_size": {}, "size": []}),
+        ("processor_config.json", "image_processor", ["no", "mapping"]),
+        ("tokenizer_config.json", "eos_token", {"content": 7}),
+        ("tokenizer_config.json", "extra_special_tokens", 5),
+    ],
+)
+def test_a_file_of_the_model_that_says_nonsense(
+    file: str, key: str, value: object, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries raise errors of many kinds for it. What they take in spite of it is none of ours."""
+    model = tmp_path / "model"
+    shutil.copytree(PRETRAINED, model)
+    content = json.loads((model / file).read_text())
+    (model / file).write_text(json.dumps({**content, key: value}))
+    said = refusal(data, str(model), tmp_path / "out", capsys)
+    assert said.startswith("error: model: ") and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("kind", "why"),
     [("qwen3_vl", "has no mrope_interleaved in the rope_parameters"), ("qwen3_5", "use --engine transformers")],
 )
