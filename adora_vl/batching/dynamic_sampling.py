@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -16,6 +15,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from adora_vl.batch import Batch, LogFigure, Row, loss_mask
 from adora_vl.batching.micro_batches import live_units, take_rows
 from adora_vl.config.speed import SpeedOptions
+from adora_vl.seeds import generator_at
 
 
 class Rows(Protocol):
@@ -74,10 +74,8 @@ class DynamicSampling:
 
 def further_rows(rows: int, groups: int, place: str) -> list[int]:
     """Row numbers of `groups` further problems, drawn with `place` as the seed, so a resumed run draws the same."""
-    digest = hashlib.sha256(place.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    drawn: list[int] = torch.randperm(rows, generator=generator)[:groups].tolist()
-    return [drawn[place % len(drawn)] for place in range(groups)]
+    drawn: list[int] = torch.randperm(rows, generator=generator_at(place))[:groups].tolist()
+    return [drawn[number % len(drawn)] for number in range(groups)]
 
 
 def exchanges(live: list[bool], further_live: list[bool]) -> list[tuple[int, int]]:

@@ -11,7 +11,6 @@ one pass over their prompt and image.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -27,6 +26,7 @@ from adora_vl.batching.micro_batches import live_units, take_rows, without_paddi
 from adora_vl.batching.parcels import Parcel, packed_up, unpacked
 from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.log_probabilities import Pass, of_generation
+from adora_vl.seeds import generator_at
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ def drawn(sizes: list[float], alpha: float, count: int, place: str) -> list[int]
     """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`. `place` seeds it."""
     if not sizes or not count:
         return []
-    digest = hashlib.sha256(f"replay/{place}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     relative = torch.tensor(sizes, dtype=torch.float64) / max(sizes)  # powers of large sums would overflow
     chances = (relative**alpha).clamp(min=1e-12)
-    found: list[int] = torch.multinomial(chances, min(count, len(sizes)), generator=generator).tolist()
+    found: list[int] = torch.multinomial(
+        chances, min(count, len(sizes)), generator=generator_at(f"replay/{place}")
+    ).tolist()
     return found
 
 

@@ -14,6 +14,7 @@ from adora_vl.batch import Batch
 from adora_vl.dedup.image_bank import ImageBank, ImageBanks, first_patches
 from adora_vl.errors import UserError
 from adora_vl.rollout.image_cache import can_cache, effective_settings, normalized
+from adora_vl.seeds import generator_at
 
 SHARE = 0.5  # VPPO's repository (`verl/workers/perc_utils.py`); each patch is drawn by itself
 
@@ -30,9 +31,7 @@ def black_patch(image_processor: Any, values: int) -> Tensor:
 
 def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
     """A copy of the patches of one image, about half of them black. It is the same for the same `key`."""
-    digest = hashlib.sha256(f"black/{key}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    hidden_R = torch.rand(len(patches_RD), generator=generator) < SHARE
+    hidden_R = torch.rand(len(patches_RD), generator=generator_at(f"black/{key}")) < SHARE
     return torch.where(hidden_R[:, None].to(patches_RD.device), black_D.to(patches_RD), patches_RD)
 
 

@@ -19,7 +19,6 @@ from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.image_cache import ImageCache
 from adora_vl.rollout.lora import can_merge, merged_parameters
 from adora_vl.rollout.noise import Noise
-from adora_vl.rollout.seeds import rollout_seed
 from adora_vl.rollout.sync import (
     engine_is_eager,
     engine_runs_on_cpu,
@@ -30,6 +29,7 @@ from adora_vl.rollout.sync import (
     reset_server_encoder_cache,
 )
 from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
+from adora_vl.seeds import rollout_seed
 
 
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -278,13 +278,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         one request per rollout and samples from the random state of the process. A checkpoint restores that state
         too, but a rollout then depends on everything that was drawn before it.
 
-        With tensor parallelism the ranks of a group must send the same requests, so there stock TRL's way is kept.
+        With tensor parallelism the ranks of one engine ask for the rows of all of them, and so for the same.
         """
-        if self.tensor_parallel_size > 1:
-            yield
-            return
-        first = self.accelerator.process_index * rows
-        places = [divmod(first + row, num_generations) for row in range(rows)]
+        ranks = self.tensor_parallel_size
+        first = self.accelerator.process_index // ranks * ranks * rows
+        places = [divmod(first + row, num_generations) for row in range(ranks * rows)]
         seeds = None
         if self.position is not None:
             seeds = [rollout_seed(*self.position, group, member) for group, member in places]

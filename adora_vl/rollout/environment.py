@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from adora_vl.errors import RunError
 from adora_vl.rollout.build_locks import release_killed_builds
+
+_LISTENING = range(12_000, 32_000)  # below what Linux and macOS give to connections
 
 
 def find_cpu_build() -> bool:
@@ -19,10 +24,17 @@ def find_cpu_build() -> bool:
         return False
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port that nobody listens on, and that no connection will be given: the engine listens on it only when it
+    starts, up to a minute later, and by then a port that the system chooses may be in use.
+    """
+    for port in random.SystemRandom().sample(_LISTENING, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RunError(
+        f"none of 100 ports from {_LISTENING[0]} to {_LISTENING[-1]} is free; set MASTER_PORT to one that is"
+    )
 
 
 def put_own_programs_on_path() -> None:
@@ -56,6 +68,6 @@ def prepare_engine_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if os.environ.get("WORLD_SIZE", "1") == "1":
         # Two runs on one machine: accelerate would give both the same port for the engine's group of one.
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
     if find_cpu_build():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default is a share of all memory

@@ -10,7 +10,6 @@ engine and in the trainer.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.batch import Batch, LogFigure
 from adora_vl.rollout.image_cache import PASSING, can_cache
+from adora_vl.seeds import number_at
 
 KINDS = {"gaussian": 500.0, "rotate": 15.0}  # kind -> the repository's strength: diffusion steps of 1,000, degrees
 SCHEDULES = ("sigmoid", "constant")
@@ -114,8 +114,7 @@ class Noise:
         return seen, sees
 
     def _seed(self, group: int, number: int) -> int:
-        digest = hashlib.sha256(f"noise/{self.key}/{group}/{number}".encode()).digest()
-        return int.from_bytes(digest[:8], "big")
+        return number_at(f"noise/{self.key}/{group}/{number}")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import MANIFEST, MARK, STAGING, checkpoints, newest_valid, problem_of, publish, rotate
 from adora_vl.checkpoint.universal import _GroupsAsBefore, expect_universal, write_universal
 from adora_vl.errors import UserError
-from adora_vl.rollout.seeds import rollout_seed
+from adora_vl.seeds import rollout_seed
 
 RUN = {"adora_factor": "0.1", "dataset": "abc"}
 

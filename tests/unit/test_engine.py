@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,3 +152,24 @@ def test_other_pixels_another_mode_or_another_size_is_another_image():
     images = [Image.new("RGB", (8, 6)), Image.new("RGB", (6, 8)), Image.new("L", (8, 18)), Image.new("RGB", (8, 6), 1)]
     assert len({kept(image).digest for image in images}) == 4
     assert kept(Image.new("RGB", (8, 6))).digest == kept(Image.new("RGB", (8, 6))).digest
+
+
+def test_the_ranks_of_a_divided_engine_ask_for_the_same_with_the_seeds_that_whole_engines_get():
+    """Ranks 2 and 3 of four, with two groups of four rollouts on each."""
+
+    def asked(rank: int, ranks: int) -> tuple[list[int], list[int]]:
+        seen: list[tuple[list[int], list[int]]] = []
+
+        def asking(groups: list[int], seeds: list[int], together: bool) -> Any:
+            seen.append((groups, seeds))
+            return nullcontext()
+
+        engine: Any = object.__new__(AdoraVLLMGeneration)
+        engine.tensor_parallel_size, engine.accelerator = ranks, SimpleNamespace(process_index=rank)
+        engine.position, engine.group_requests = (0, "train/3"), True
+        engine.llm = SimpleNamespace(asking=asking)
+        with engine._asking_once(8, 4):
+            return seen[0]
+
+    whole = [asked(rank, 1) for rank in (2, 3)]
+    assert asked(2, 2) == asked(3, 2) == tuple(one + other for one, other in zip(*whole, strict=True))

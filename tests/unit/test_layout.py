@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "adora_vl.advantage": (),
     "adora_vl.errors": (),
+    "adora_vl.seeds": (),
     "adora_vl.families": (),
     "adora_vl.memory": (
         "adora_vl.compat",
@@ -64,6 +65,7 @@ ALLOWED = {
         "adora_vl.errors",
         "adora_vl.families",
         "adora_vl.rollout",
+        "adora_vl.seeds",
     ),
     "adora_vl.batching": (
         "adora_vl.batch",
@@ -71,6 +73,7 @@ ALLOWED = {
         "adora_vl.dedup",
         "adora_vl.errors",
         "adora_vl.config",
+        "adora_vl.seeds",
     ),
     "adora_vl.reflection": (),
     "adora_vl.learning_rate": (),
@@ -109,7 +112,7 @@ ALLOWED = {
     ),
     "adora_vl.rewards": ("adora_vl.endpoint", "adora_vl.errors", "adora_vl.files"),
     "adora_vl.endpoint": ("adora_vl.errors", "adora_vl.files"),
-    "adora_vl.rollout": ("adora_vl.batch", "adora_vl.compat", "adora_vl.errors", "adora_vl.models"),
+    "adora_vl.rollout": ("adora_vl.batch", "adora_vl.compat", "adora_vl.errors", "adora_vl.models", "adora_vl.seeds"),
     "eval": (
         "adora_vl.assets",
         "adora_vl.commands",

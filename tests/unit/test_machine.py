@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,8 @@ import yaml
 
 from adora_vl.doctor.machine import check_compilers, check_driver
 from adora_vl.doctor.result import Status
-from adora_vl.rollout.environment import put_own_programs_on_path, use_one_gpu
+from adora_vl.errors import RunError
+from adora_vl.rollout.environment import free_port, put_own_programs_on_path, use_one_gpu
 
 
 @pytest.mark.parametrize("path", ["/usr/bin:/bin", "", None])
@@ -75,3 +78,20 @@ def test_programs_that_deepspeed_compiles_with(missing, needed, status, remedy):
 )
 def test_a_driver_that_is_too_old_for_torch(cuda, driver, status):
     assert check_driver(cuda=cuda, driver=driver).status is status
+
+
+def test_a_port_is_free_and_no_connection_will_be_given_it(monkeypatch):
+    ports = {free_port() for _ in range(20)}
+    ends = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    low = int(ends.read_text().split()[0]) if ends.exists() else 32_768
+    assert len(ports) > 10 and max(ports) < low
+    with socket.socket() as taken, socket.socket() as other:
+        taken.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        used, free = taken.getsockname()[1], other.getsockname()[1]
+        other.close()
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used, free])
+        assert free_port() == free
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used])
+        with pytest.raises(RunError, match="set MASTER_PORT to one that is"):
+            free_port()

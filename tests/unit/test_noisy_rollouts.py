@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -164,7 +165,8 @@ class StubEngine(AdoraVLLMGeneration):
 
     def __init__(self, noise: Noise | None) -> None:
         self.mode, self.image_token_id, self.image_cache, self.position = "colocate", 9, None, None
-        self.tensor_parallel_size, self.accelerator = 2, SimpleNamespace(process_index=0)  # no grouping of requests
+        self.tensor_parallel_size, self.accelerator, self.group_requests = 1, SimpleNamespace(process_index=0), True
+        self.llm = SimpleNamespace(asking=lambda *_: nullcontext())
         self.noise, self.processing_class = noise, SimpleNamespace()
 
 
