@@ -11,6 +11,7 @@ from adora_vl.commands import amount
 from adora_vl.files import replace_file
 from adora_vl.prompts import SYSTEM_PROMPT
 from adora_vl.report.manifest import data_name, short_name
+from adora_vl.report.recipe import recipe_of
 from adora_vl.report.summary import figure_rows
 
 if TYPE_CHECKING:
@@ -74,15 +75,13 @@ class CardWriter:
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
     """`manifest` is that of the run (it may be empty), `history` is its log, and `step` is the step of the weights."""
     config = manifest.get("config", {})
-    mode = config.get("adora_mode", "attenuation")
-    method = "GRPO" if mode == "off" else f"GRPO with ADORA {mode}"
     model = manifest.get("model", {})
     name, sees = str(model.get("name") or ""), bool(model.get("sees_images", True))
     load = (_ADAPTER if config.get("use_peft") else "") + _how_to_load(config, sees)
     about = "geometric diagrams" if sees else "problems in words"
     sections = [
         _front_matter(name, sees),
-        f"# {short_name(name) or 'Model'}, {amount(step, 'step')} of {method}",
+        f"# {short_name(name) or 'Model'}, {amount(step, 'step')} of {recipe_of(config)}",
         f"Trained with adora_vl to reason about {about} by reinforcement learning (ADORA: arXiv 2602.10019). "
         "The licence is that of the base model and of the data.",
         "## Load and prompt it",

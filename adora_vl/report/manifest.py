@@ -20,6 +20,7 @@ from adora_vl.commands import amount
 from adora_vl.errors import RunError
 from adora_vl.files import replace_file
 from adora_vl.report.commands import SECRET, launch_command
+from adora_vl.report.recipe import recipe_of
 
 MANIFEST = "manifest.json"
 _PACKAGES = (
@@ -183,10 +184,8 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
     if not manifest:
         return {}
     config, data = manifest["config"], manifest["data"]
-    mode = config.get("adora_mode")
-    recipe = "GRPO" if mode == "off" else f"ADORA {mode}, factor {config.get('adora_factor')}"
     facts: dict[str, Sequence[Any] | Any] = {
-        "recipe": recipe,
+        "recipe": recipe_of(config),
         "model": short_name(str(manifest["model"]["name"])),
         "data": f"{data_name(data)}, {amount(data['rows'], 'row')} ({data['fingerprint']})",
         "batches": manifest["batches"],

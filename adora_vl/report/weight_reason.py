@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from adora_vl.report.recipe import adora_options, methods_of, recipe_of
 
 _CONTROLS = {  # `assign`: what decided the weight instead of the criteria
     "random": "by chance (assign: random)",
@@ -24,25 +25,18 @@ def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    weight, mode = group["weight"], settings.get("adora_mode")
+    weight, options = group["weight"], adora_options(settings)
+    mode = options["mode"]
     if weight is None:
         return "No weight is recorded."
     verdict = _verdict(group, settings)
-    if mode == "off":
-        return f"Plain GRPO, weight 1; ADORA's criteria say {verdict}."
+    if mode == "off" or "adora" not in methods_of(settings):
+        return f"{recipe_of(settings)}, weight {weight:g}; ADORA's criteria say {verdict}."
     verb = "Attenuated to" if weight < 1 else "Amplified to" if weight > 1 else "Kept at weight"
     known = mode in ("attenuation", "amplification")
-    if known and (how := _CONTROLS.get(_assignment(settings))):
+    if known and (how := _CONTROLS.get(str(options.get("assign")))):
         return f"{verb} {weight:g} {how}; ADORA's criteria say {verdict}."
     return f"{verb} {weight:g}: {verdict}." if known else f"{verb} {weight:g}."
-
-
-def _assignment(settings: Mapping[str, Any]) -> str:
-    """The option `assign` of ADORA, alone or in the block of several methods."""
-    block = settings.get("adora_method_options") or {}
-    block = json.loads(block) if isinstance(block, str) else block
-    own = block.get("adora", block)
-    return str(own.get("assign", "criterion")) if isinstance(own, Mapping) else "criterion"
 
 
 def _verdict(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

@@ -146,6 +146,8 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
     assert {"Loss", "KL to the reference", "Gradient norm", "Held-out accuracy, geometry3k"} <= set(titles)
     assert browser.js("document.getElementById('smoothing').value") == "5"
     assert browser.js("document.querySelectorAll('#charts figure:first-child path.faint').length") == 1
+    faint = "document.querySelectorAll('#charts figure')[{}].querySelectorAll('path.faint').length"
+    assert browser.js(faint.format(titles.index("Held-out accuracy, geometry3k"))) == 0, "means over evaluations lag"
     browser.put("#smoothing", "1")
     assert browser.js("document.querySelectorAll('#charts path.faint').length") == 0
 
@@ -274,5 +276,5 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     assert {"Pass rate", "Entropy, nats per token", "Seconds per step, adora", "Seconds per step, grpo"} <= set(titles)
     assert "Not logged by these runs: KL to the reference; Drift of engine" in browser.text("#charts > .hint")
     browser.put("#filter-run", "1")
-    assert browser.text("#why").startswith("Plain GRPO, weight 1; ADORA's criteria say ")
+    assert browser.text("#why").startswith("GRPO, weight 1; ADORA's criteria say ")
     assert browser.js("document.querySelector('#detail img').naturalWidth") > 0 and browser.errors == []

@@ -111,7 +111,7 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     """Also the exported one. The figures of a checkpoint's card are those up to its step."""
     final, early = ((adora_run / name / "README.md").read_text() for name in ("", "checkpoint-2"))
     assert (
-        "# tiny/pretrained, 4 steps of GRPO with ADORA attenuation" in final
+        "# tiny/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
         and "# tiny/pretrained, 2 steps of" in early
     )
     assert problem_of(adora_run / "checkpoint-2") is None

@@ -93,10 +93,22 @@ def test_whatever_is_written_the_tree_is_small_and_plain(text):
     ],
     ids=lambda text: text[:12],
 )
-def test_no_text_makes_the_page_slow(text):
-    began = time.process_time()
-    formulas([text])
-    assert time.process_time() - began < 2, "all of these take less than 0.05 s"
+def test_no_short_text_grows_in_the_page(text):
+    assert len(json.dumps(formulas([text]))) < 60_000
+
+
+@pytest.mark.parametrize("part", ["$", r"\boxed{", r"\boxed{{{", r"\[", r"\abc {{a}", "$a", r"\boxed{" + "{a}" * 390])
+def test_no_text_makes_the_page_slow(part):
+    """A text four times as long takes four times as long, where a pattern without its bounds takes 16 times."""
+
+    def seconds(text: str) -> float:
+        began = time.process_time()
+        formulas([text])
+        return time.process_time() - began
+
+    text = part * (12_000 // len(part))
+    short, long = (min(seconds(text * times) for _ in range(3)) for times in (1, 4))
+    assert long < 9 * short
 
 
 def test_an_environment_without_the_converter_still_gets_a_page(monkeypatch):

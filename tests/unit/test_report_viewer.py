@@ -48,7 +48,12 @@ GROUP = {"weight": 0.1, "tds": True, "pass_rate": 0.5, "longest_right": 18.0, "m
         ({"weight": 2.0, "tds": False}, {"adora_mode": "amplification", "adora_criteria": ["difficulty"]},
          "Amplified to 2: TAS, the pass rate 50% is at most tau 50%."),
         ({"weight": 1.0}, {"adora_mode": "off", "adora_criteria": ["difficulty"], "adora_tau": 0.25},
-         "Plain GRPO, weight 1; ADORA's criteria say TDS, the pass rate 50% is above tau 25%."),
+         "GRPO, weight 1; ADORA's criteria say TDS, the pass rate 50% is above tau 25%."),
+        ({"weight": 1.0},
+         {"adora_method_options": {"mode": "off"}, "adora_criteria": ["difficulty"], "adora_tau": 0.25},
+         "GRPO, weight 1; ADORA's criteria say TDS, the pass rate 50% is above tau 25%."),
+        ({"weight": 0.8}, {"adora_method": "daro", "adora_criteria": ["difficulty"], "adora_tau": 0.25},
+         "DARO, weight 0.8; ADORA's criteria say TDS, the pass rate 50% is above tau 25%."),
         ({"weight": 0.5}, {"adora_mode": "something new"}, "Attenuated to 0.5."),
         ({"weight": None}, {}, "No weight is recorded."),
         ({}, {"adora_method_options": {"assign": "random"}}, "Attenuated to 0.1 by chance (assign: random); ADORA's "

@@ -43,9 +43,10 @@ function phaseCharts(runs) {
   }));
 }
 
+/** They are not smoothed: some steps lie between two evaluations, so a mean over several would lag far behind. */
 function evaluationCurves(runs) {
   const keys = new Set(runs.flatMap((run) => run.metrics.flatMap((line) => Object.keys(line).filter((key) => /^eval_.*_accuracy$/.test(key)))));
-  return [...keys].sort().map((key) => ({ title: `Held-out accuracy, ${key.slice(5, -9)}`, keys: [[key, ""]], format: percent }));
+  return [...keys].sort().map((key) => ({ title: `Held-out accuracy, ${key.slice(5, -9)}`, keys: [[key, ""]], format: percent, sparse: true }));
 }
 
 class Curves {
@@ -67,7 +68,7 @@ class Curves {
     const window = Number(byId("smoothing").value);
     const other = byId("other-figure").value;
     const wanted = [...(other ? [{ title: other, keys: [[other, ""]] }] : []), ...CURVES, ...evaluationCurves(this.runs)];
-    const specs = wanted.map((curve) => ({ format: figure, ...curve, series: seriesOf(this.runs, curve.keys, window) }));
+    const specs = wanted.map((curve) => ({ format: figure, ...curve, series: seriesOf(this.runs, curve.keys, curve.sparse ? 1 : window) }));
     this.charts = [...specs, ...phaseCharts(this.runs)].filter(({ series }) => series.length).map((spec) => new Chart(spec, this.pick));
     byId("charts").replaceChildren(...this.charts.map((chart) => chart.node));
     const missing = specs.filter(({ series }) => !series.length).map(({ title }) => title);
