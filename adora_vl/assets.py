@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -13,7 +14,8 @@ from filelock import FileLock
 
 from adora_vl.errors import UserError
 from adora_vl.models.tiny.build import PRETRAINED, build_tiny_model
-from adora_vl.models.tiny.text import build_tiny_text_model
+from adora_vl.models.tiny.place import is_built
+from adora_vl.models.tiny.text import TextStart, build_tiny_text_model
 from data_prep.convert import ensure_converted
 from data_prep.prepare import ensure_knights, ensure_synthetic
 from data_prep.storage import read_manifest
@@ -22,6 +24,7 @@ TINY_MODEL, TINY_TEXT_MODEL = "tiny", "tiny_text"
 ADAPTER, MERGED = "adapter_config.json", "merged"
 SYNTHETIC_DATA, KNIGHTS_DATA = "synthetic", "knights"
 SYNTHETIC_TEST_ROWS, SYNTHETIC_SIZE, SYNTHETIC_SEED = 512, 56, 0
+KNIGHTS_PEOPLE = TextStart.people  # what the tiny model was taught a little of
 
 
 def cache_folder() -> Path:
@@ -37,7 +40,7 @@ def resolve_model(name: str) -> str:
     Raises `UserError` for a LoRA adapter without a merged model.
     """
     if name == TINY_TEXT_MODEL:
-        return _built(TINY_TEXT_MODEL, build_tiny_text_model)
+        return _built(TINY_TEXT_MODEL, build_tiny_text_model, asdict(TextStart()))
     if name != TINY_MODEL:
         return _merged(name)
     if (PRETRAINED / "model.safetensors").is_file():
@@ -61,23 +64,26 @@ def _merged(name: str) -> str:
     return str(merged)
 
 
-def _built(name: str, build: Callable[[Path], object]) -> str:
-    """The folder of a model that is built where it is missing. Machines that share the folder build it once."""
+def _built(name: str, build: Callable[[Path], object], plan: Mapping[str, object] | None = None) -> str:
+    """The folder of a model that is built where it is missing, or was built by another `plan` than this version's.
+    Machines that share the folder build it once.
+    """
     folder = cache_folder() / name
-    if not (folder / "model.safetensors").is_file():
+    if not is_built(folder, plan):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if not (folder / "model.safetensors").is_file():
+            if not is_built(folder, plan):
                 build(folder)
     return str(folder)
 
 
 def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = None) -> str:
-    """The folder of `rows` training rows for `synthetic` and `knights` (puzzles with three people); with `columns`
+    """The folder of `rows` training rows for `synthetic` and `knights` (puzzles with two people); with `columns`
     (`adora_columns`) that of a table, folder or hub id, converted here; any other name, or a prepared folder, as it is.
     """
     if name == KNIGHTS_DATA:
-        return str(ensure_knights(cache_folder() / f"knights-{rows}", rows=rows, test_rows=SYNTHETIC_TEST_ROWS))
+        folder = cache_folder() / f"knights-{rows}"
+        return str(ensure_knights(folder, rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE))
     if name != SYNTHETIC_DATA:
         if columns is None or read_manifest(Path(name)) is not None:
             return name

@@ -123,7 +123,7 @@ def prepare_knights_table(
     return _write(output, puzzles, sizes, description, overwrite)
 
 
-def ensure_knights(folder: Path, *, rows: int, test_rows: int, seed: int = 0, people: tuple[int, int] = (3, 3)) -> Path:
+def ensure_knights(folder: Path, *, rows: int, test_rows: int, people: tuple[int, int], seed: int = 0) -> Path:
     """Like `ensure_synthetic`, but for puzzles."""
     wanted = _knights_description(rows, test_rows, seed, people)
     make = partial(prepare_knights, rows=rows, test_rows=test_rows, seed=seed, people=people, overwrite=True)

@@ -29,7 +29,7 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
         "--save_strategy", "no", "--max_completion_length", "16",
         # no answer is right yet: the entropy moves the weights
         "--entropy_coef", "1.0", "--learning_rate", "1e-2", "--adora_max_drift", "null",
-        "--eval_strategy", "steps", "--eval_steps", "2", "--adora_eval_limit", "5",
+        "--eval_on_start", "false", "--eval_steps", "2", "--adora_eval_limit", "5",
     ])  # fmt: skip
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "reward" in entry and "loss" in entry]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from adora_vl.errors import RunError, UserError, lost_contact
 from adora_vl.files import replacing
 from adora_vl.guards import located
 from adora_vl.memory.sharding import Sharding, from_environment, from_file
+from adora_vl.models.tiny.text import TextStart
 from adora_vl.train import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -225,6 +228,25 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
     assert built == [tmp_path / "home" / "tiny_text"]
 
 
+@pytest.mark.parametrize("facts", [{"plan": {"steps": 250, "slips": 0.5}}, {"parameters": 1}, None])
+def test_a_small_model_of_an_older_plan_is_built_again(facts, tmp_path, monkeypatch):
+    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
+    plan = asdict(TextStart())
+    folder, built = tmp_path / "tiny_text", []
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    if facts is not None:
+        (folder / "build.json").write_text(json.dumps(facts))
+
+    def build(folder: Path) -> None:
+        built.append(folder)
+        (folder / "build.json").write_text(json.dumps({"plan": plan}))
+
+    for _ in range(2):
+        assert assets._built("tiny_text", build, plan) == str(folder)
+    assert built == [folder], "once, and not again"
+
+
 def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, monkeypatch):
     """As on two machines, or in two containers, which count their processes from 1."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
@@ -278,7 +300,7 @@ def test_the_loss_of_a_machine_is_said_in_one_line(words, monkeypatch, capsys, t
         CheckpointWriter(tmp_path, None, Accelerator(cpu=True)).write(3, lose)
     assert len(str(caught.value).splitlines()) == 1
     monkeypatch.setattr("adora_vl.train.train", lose)
-    assert main(["--config", "a.yaml"]) == 1
+    assert main(["--config", "configs/train/smoke_cpu.yaml"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: outside the training: another process has ended") and words in last
 

@@ -1,7 +1,7 @@
 """The tiny text-only policy: a Qwen2.5 language model with its own small vocabulary, for knights and knaves.
 
-It is built where it is missing. As with the tiny vision-language model, a teacher shows the form of an answer and is
-wrong about half of the time, so that a reward has something to sort out.
+It is built where it is missing. A teacher shows right answers to puzzles with two people and stops early: most greedy
+answers are right then, but few sampled ones, and reinforcement learning has the rest to teach.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _DATA_SEED = 1000  # other puzzles than any training run draws by default
 
 @dataclass(frozen=True)
 class TextStart:
-    """Steps of `batch_size` puzzles with three people; `slips` is the share of the teacher's wrong answers."""
+    """Steps of `batch_size` puzzles with (fewest, most) people. More of them leave less to learn."""
 
-    steps: int = 250
-    batch_size: int = 32
+    steps: int = 80
+    batch_size: int = 64
     learning_rate: float = 2e-3
     rows: int = 3000
-    slips: float = 0.5
+    people: tuple[int, int] = (2, 2)
     seed: int = 1
 
 
@@ -60,12 +60,11 @@ def _warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, plan: TextStart)
     """Train in place on a teacher's answers. Returns the mean loss of the last 50 steps."""
     rng = random.Random(plan.seed)
     examples = []
-    for row in generate(plan.rows, seed=_DATA_SEED, people=(3, 3)):
+    for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
         prompt = tokenizer.apply_chat_template(
             conversation(row["problem"], None), add_generation_prompt=True, tokenize=False
         )
-        answer = row["meta"]["slip" if rng.random() < plan.slips else "solution"]
-        ids, told = (tokenizer(text)["input_ids"] for text in (prompt, answer + END_OF_TURN))
+        ids, told = (tokenizer(text)["input_ids"] for text in (prompt, row["meta"]["solution"] + END_OF_TURN))
         examples.append((torch.tensor(ids + told), torch.tensor([-100] * len(ids) + told)))
 
     def loss_of(step: int) -> Tensor:
