@@ -41,7 +41,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "rrb": ("--adora_method", "rrb"),
     "replay": ("--adora_method", "grpo", "--adora_replay_groups", "64"),
     "vppo": ("--adora_method", "grpo", "--adora_visual_tokens", "0.4", "--adora_visual_scale_min", "0.9"),
-    "noisy": ("--adora_method", "grpo", "--adora_noisy_rollouts", "0.5"),
+    # as published without a KL term: to the clean image the answers to distorted ones can be very unlikely
+    "noisy": ("--adora_method", "grpo", "--adora_noisy_rollouts", "0.5", "--beta", "0"),
     "large_images": ("--adora_method", "grpo", "--min_pixels", "12544"),  # twice as high and wide as they are drawn
     "grpo_x4": ("--adora_method", "grpo", *FOUR_UPDATES),
     "clip_higher_x4": ("--adora_method", "grpo", "--epsilon_high", "0.28", *FOUR_UPDATES),
@@ -49,10 +50,33 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 
 
+def updates(name: str) -> int:
+    """How many optimizer steps a method takes per generation."""
+    return 4 if name.endswith("_x4") else 1
+
+
 def numbers(name: str, steps: int, eval_every: int) -> tuple[str, ...]:
     """The options for the length of a run: the same rollouts for every method, in four times the updates for `*_x4`."""
-    times = 4 if name.endswith("_x4") else 1
+    times = updates(name)
     return ("--max_steps", str(times * steps), "--eval_steps", str(times * eval_every))
+
+
+def in_generations(run: dict[str, Any]) -> dict[str, Any]:
+    """Its figures by generation instead of by step: four steps are one in a run of `*_x4`. `generation_seconds` is the
+    median of a generation with its updates.
+    """
+    times = updates(run["name"])
+    seconds = [value for _, value in run["curves"]["step_time"]]
+    sums = [sum(seconds[first : first + times]) for first in range(0, len(seconds), times)]
+    curves = {name: [[step / times, value] for step, value in points] for name, points in run["curves"].items()}
+    held_out = [[step / times, *rest] for step, *rest in run["held_out"]]
+    return {**run, "curves": curves, "held_out": held_out, "generation_seconds": statistics.median(sums)}
+
+
+def at_equal_seconds(run: dict[str, Any], base: dict[str, Any]) -> float:
+    """Its accuracy when the baseline has ended: at the last evaluation before, without the time of evaluations."""
+    budget = base["held_out"][-1][0] * base["generation_seconds"]
+    return float([point[1] for point in run["held_out"] if point[0] * run["generation_seconds"] <= budget + 1e-9][-1])
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -78,7 +102,7 @@ def against(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]] | Non
 
 def reached(held_out: Sequence[Sequence[float]], value: float) -> int | None:
     """The first evaluated step with at least this accuracy."""
-    return next((int(step) for step, accuracy, *_ in held_out if accuracy >= value - 1e-9), None)
+    return next((round(step) for step, accuracy, *_ in held_out if accuracy >= value - 1e-9), None)
 
 
 def _average(runs: Sequence[dict[str, Any]], *path: str) -> float | None:
@@ -103,13 +127,20 @@ def _over_time(runs: Sequence[dict[str, Any]], name: str) -> str:
     return " > ".join(f"{statistics.fmean(end):.1f}" for end in ends) if all(ends) else "-"
 
 
+def _timed(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]] | None) -> str:
+    of_seed = {run["seed"]: run for run in base or ()}
+    values = [at_equal_seconds(run, of_seed[run["seed"]]) for run in runs if run["seed"] in of_seed]
+    return f"{100 * statistics.fmean(values):.1f}" if values else "-"
+
+
 def table(results: Sequence[dict[str, Any]], names: Sequence[str], baseline: str = "grpo") -> list[str]:
     """One row per method. Entropy, TDS share and KL are means over the last fifth of the steps."""
     by_name = {name: [run for run in results if run["name"] == name] for name in names}
     base = by_name.get(baseline)
     goal = statistics.fmean(run["held_out"][-1][1] for run in base) if base else None
-    head = f"{'method':<18}{'runs':>5}  {'held-out [95 %]':<20}{'ahead':>11}{'reaches':>8}{'right':>13}{'wrong':>13}"
-    lines = [head + f"{'entropy':>9}{'TDS':>6}{'KL':>9}{'KL out':>8}{'loss out':>9}{'seconds':>9}"]
+    head = f"{'method':<18}{'runs':>5}  {'held-out [95 %]':<20}{'ahead':>11}{'equal s':>8}{'reaches':>8}"
+    head += f"{'right':>13}{'wrong':>13}"
+    lines = [head + f"{'entropy':>9}{'TDS':>6}{'KL':>9}{'KL out':>8}{'loss out':>9}{'s/gen.':>9}"]
     for name, runs in by_name.items():
         if not runs:
             continue
@@ -126,7 +157,8 @@ def table(results: Sequence[dict[str, Any]], names: Sequence[str], baseline: str
         row = "".join(
             f"{value:{form}}" if value is not None else "-".rjust(int(form.split(".")[0])) for value, form in cells
         )
-        lines.append(f"{name:<18}{len(runs):>5}  {held:<20}{against(runs, base):>11}{reach:>8}{lengths}{row}")
+        compared = f"{against(runs, base):>11}{_timed(runs, base):>8}{reach:>8}"
+        lines.append(f"{name:<18}{len(runs):>5}  {held:<20}{compared}{lengths}{row}")
     return lines
 
 
@@ -137,13 +169,14 @@ COLUMNS = (
     (("last_fifth", "kl"), "9.4f"),
     (("outliers", "kl"), "8.1f"),
     (("outliers", "loss"), "9.1f"),
-    (("seconds",), "9.0f"),
+    (("generation_seconds",), "9.2f"),
 )
 LEGEND = (
     "held-out: accuracy in percent at the end; the interval is Wilson's for one run, Student's t over seeds for more.\n"
     "ahead: of GRPO, in points, seed by seed, and half of the 95 % interval of the mean.\n"
-    "*_x4: four updates per generation, so four times the steps for the same rollouts.\n"
-    "reaches: mean step of the first evaluation at GRPO's final accuracy, or how many of the runs did.\n"
+    "equal s: accuracy at the last evaluation before GRPO's end; evaluations take no time here.\n"
+    "*_x4: four updates per generation. s/gen.: median seconds of a generation with its updates.\n"
+    "reaches: mean generation of the first evaluation at GRPO's final accuracy, or how many of the runs did.\n"
     "right, wrong: tokens of right and wrong rollouts, first and last fifth of the steps; entropy, TDS, KL: last.\n"
     "out: steps further from the median of the 11 around them than five times the run's median distance."
 )
@@ -191,6 +224,7 @@ def main() -> int:
         results = finished(out, jobs)
     else:
         results = train_all(out, jobs, make_data(out), options.jobs, options.prefix)
+    results = [in_generations(run) for run in results]
     lines = table(results, names)
     print("\n".join([*lines, "", LEGEND]))
     print(f"Curves: {write_page(out, results, names, lines, LEGEND)}")

@@ -55,7 +55,7 @@ def figure(results: Sequence[dict[str, Any]], names: Sequence[str]) -> bytes:
                 style = "-" if number < 10 else "--"
                 axis.plot(*zip(*points, strict=True), style, label=method, color=colours(number % 20), linewidth=1.4)
         axis.set_title(title)
-        axis.set_xlabel("step")
+        axis.set_xlabel("generation")
         axis.grid(alpha=0.3)
     axes.flat[0].legend(fontsize=8, ncols=2)
     _daro_weights([run for run in results if run["name"].startswith("daro")], axes.flat[len(PANELS)])
@@ -66,14 +66,15 @@ def figure(results: Sequence[dict[str, Any]], names: Sequence[str]) -> bytes:
 
 
 def _daro_weights(runs: Sequence[dict[str, Any]], axis: Any) -> None:
-    """The learned weight of each bin; an empty panel without such runs."""
+    """The learned weight of each bin; no panel without such runs."""
+    axis.set_visible(bool(runs))
     axis.set_title("DARO's weights by right rollouts")
     for name in sorted({name for run in runs for name in run["curves"] if name.startswith("daro/weight_")}):
         points = mean_curve(runs, name)
         axis.plot(*zip(*points, strict=True), label=name.removeprefix("daro/weight_").replace("_", " "), linewidth=1.4)
     if runs:
         axis.legend(fontsize=8, ncols=2)
-        axis.set_xlabel("step")
+        axis.set_xlabel("generation")
         axis.grid(alpha=0.3)
 
 

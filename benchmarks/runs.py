@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -63,6 +64,8 @@ def figures(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
         name: [[entry["step"], entry[key]] for entry in steps if entry.get(key) is not None]
         for name, key in CURVES.items()
     }
+    # of every step: one without rollouts of its own has no reward
+    curves["step_time"] = [[entry["step"], entry["step_time"]] for entry in history if "step_time" in entry]
     weights = sorted({key for entry in steps for key in entry if key.startswith("adora/daro/weight")})
     for key in weights:
         curves[key.removeprefix("adora/")] = [[entry["step"], entry[key]] for entry in steps if key in entry]
@@ -88,9 +91,15 @@ class FailedError(RuntimeError):
     """A command ended with an error."""
 
 
-def command(words: Sequence[str | Path], log: Path | None = None) -> None:
-    """Run from the repository's root. Raises `FailedError` with the end of what it said."""
-    done = subprocess.run([str(w) for w in words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+def command(words: Sequence[str | Path], log: Path | None = None, threads: int | None = None) -> None:
+    """Run from the repository's root, with so many OpenMP threads where the environment does not say how many.
+
+    Raises `FailedError` with the end of what it said.
+    """
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ} if threads else None
+    done = subprocess.run(
+        [str(w) for w in words], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
     if log is not None:
         log.write_text(done.stdout + done.stderr)
     if done.returncode:
@@ -106,12 +115,20 @@ def make_data(out: Path, rows: int = 4096, test_rows: int = 600) -> Path:
     return data
 
 
-def train(out: Path, job: Job, data: Path, prefix: Sequence[str]) -> dict[str, Any]:
+def _kept(result: Path) -> dict[str, Any]:
+    """A result; one from before a figure was added gets it from the log of its run."""
+    found: dict[str, Any] = json.loads(result.read_text())
+    if "step_time" not in found["curves"]:
+        found |= figures(json.loads(result.with_name("trainer_state.json").read_text())["log_history"])
+    return found
+
+
+def train(out: Path, job: Job, data: Path, prefix: Sequence[str], threads: int) -> dict[str, Any]:
     """The figures of one run, read from its folder if it is finished with the same options."""
     folder = out / job.folder
     result, words = folder / "result.json", [*job.common, *job.arguments]
     if result.is_file():
-        kept: dict[str, Any] = json.loads(result.read_text())
+        kept = _kept(result)
         if kept["arguments"] == words:
             return kept
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +150,7 @@ def train(out: Path, job: Job, data: Path, prefix: Sequence[str]) -> dict[str, A
         "no",
     ]
     started = time.perf_counter()
-    command([*prefix, *launch, *run, *own, *words], out / f"{job.folder}.log")
+    command([*prefix, *launch, *run, *own, *words], out / f"{job.folder}.log", threads)
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     found = {"name": job.name, "seed": job.seed, "arguments": words, **figures(history)}
     found["wall_seconds"] = time.perf_counter() - started
@@ -142,10 +159,14 @@ def train(out: Path, job: Job, data: Path, prefix: Sequence[str]) -> dict[str, A
 
 
 def train_all(out: Path, jobs: Sequence[Job], data: Path, parallel: int, prefix: str = "") -> list[dict[str, Any]]:
-    """All runs, `parallel` at a time. One that fails is reported and left out; starting again tries it again."""
+    """All runs, `parallel` at a time. One that fails is reported and left out; starting again tries it again.
+
+    They share the cores: the launcher would give every core to each of them, which makes them several times slower.
+    """
     results: dict[Job, dict[str, Any]] = {}
+    threads = max(1, (os.cpu_count() or 1) // parallel)
     with ThreadPoolExecutor(parallel) as pool:
-        waiting = {pool.submit(train, out, job, data, shlex.split(prefix)): job for job in jobs}
+        waiting = {pool.submit(train, out, job, data, shlex.split(prefix), threads): job for job in jobs}
         try:
             for future in tqdm(as_completed(waiting), total=len(jobs), desc="runs", unit="run"):
                 job = waiting[future]
@@ -162,4 +183,4 @@ def train_all(out: Path, jobs: Sequence[Job], data: Path, parallel: int, prefix:
 def finished(out: Path, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Only the results that were kept."""
     paths = [out / job.folder / "result.json" for job in jobs]
-    return [json.loads(path.read_text()) for path in paths if path.is_file()]
+    return [_kept(path) for path in paths if path.is_file()]

@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.advantages import LEGEND, table
+from benchmarks.advantages import LEGEND, in_generations, table
 from benchmarks.runs import REPOSITORY, Job, finished, make_data, train_all
 
 TAUS = (0.125, 0.25, 0.5, 0.75)
@@ -69,7 +69,7 @@ def main() -> int:
                 results += train_all(out, chosen, make_data(out, rows), options.jobs, options.prefix)
         missing += len(jobs) - len(results)
         print(f"\n{part}, {steps} steps")
-        print("\n".join(table(results, list(named), baseline="")), flush=True)
+        print("\n".join(table([in_generations(run) for run in results], list(named), baseline="")), flush=True)
     print(f"\n{LEGEND}")
     return 0 if options.report or not missing else 1
 

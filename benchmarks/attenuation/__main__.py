@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.attenuation.report import write_report
 from benchmarks.attenuation.settings import SETTINGS, read_settings
+from benchmarks.attenuation.start import ARITHMETIC, build_arithmetic
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -34,6 +35,7 @@ def train_all(settings: Path, output: Path, workers: int) -> int:
     words = [sys.executable, "-m", "benchmarks.attenuation.worker", "--settings", str(settings)]
     words += ["--output", str(output), "--commit", commit(), "--workers", str(workers)]
     output.mkdir(parents=True, exist_ok=True)
+    build_arithmetic(output / ARITHMETIC, read_settings(settings).start)
     running = []
     for worker in range(workers):
         with (output / f"worker-{worker}.log").open("a") as log:

@@ -16,13 +16,18 @@ SETTINGS = Path(__file__).with_name("settings.yaml")
 
 @dataclass(frozen=True)
 class Teaching:
-    """How a start learns from its teacher. `operations`: chains are as long as these, in equal shares."""
+    """How a start learns: `arithmetic_steps` of right chains, then `steps` of the teacher's answers.
 
+    `operations`: chains are as long as these, in equal shares.
+    """
+
+    arithmetic_steps: int
     steps: int
     batch_size: int
     learning_rate: float
     operations: tuple[int, ...]
     layers: int
+    width: int
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,20 @@
-"""The start of a seed: a small language model that copies the teacher, the same for all arms and regimes."""
+"""The start of a seed: a small language model that copies the teacher, the same for all arms and regimes.
+
+It learns in two stages: first to compute, which one model does for all seeds, and then to answer as the teacher does.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from adora_vl.models.tiny.fit import fit, fresh_text_model
 from adora_vl.models.tiny.place import save_built
@@ -18,11 +23,13 @@ from adora_vl.models.tiny.text import build_text_config
 from benchmarks.attenuation.settings import Teaching
 from benchmarks.attenuation.task import ChainProblem, Regime, draw, teacher
 
+ARITHMETIC = "starts/arithmetic"  # in the output folder
+HEADS = 4
 
-def _example(rng: random.Random, start: Teaching) -> tuple[ChainProblem, str]:
+
+def _problem(rng: random.Random, start: Teaching) -> ChainProblem:
     labelled = rng.random() < 0.5
-    problem = draw(rng, Regime(rng.choice(start.operations), 0.0, labelled=labelled))
-    return problem, teacher(rng, problem)
+    return draw(rng, Regime(rng.choice(start.operations), 0.0, labelled=labelled))
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -30,21 +37,25 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(["any\n", "two\n", "ten\n", "guess\n"])
 
 
-def _config(tokenizer: PreTrainedTokenizerFast, layers: int) -> Qwen2Config:
+def _config(tokenizer: PreTrainedTokenizerFast, start: Teaching) -> Qwen2Config:
     config = build_text_config(tokenizer)
-    config.num_hidden_layers, config.layer_types = layers, config.layer_types[:1] * layers
+    config.num_hidden_layers, config.layer_types = start.layers, config.layer_types[:1] * start.layers
+    config.hidden_size, config.intermediate_size, config.head_dim = start.width, 4 * start.width, start.width // HEADS
+    config.num_attention_heads = config.num_key_value_heads = HEADS
     return config
 
 
-def build_start(folder: Path, start: Teaching, seed: int) -> None:
-    """Build and train it in `folder`, which appears complete or not at all. A start that is there stays."""
-    if (folder / "model.safetensors").is_file():
-        return
-    tokenizer, rng = _tokenizer(), random.Random(f"start/{seed}")
-    model = fresh_text_model(_config(tokenizer, start.layers), tokenizer, seed)
+def _teach(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    start: Teaching,
+    steps: int,
+    example: Callable[[], tuple[ChainProblem, str]],
+) -> float:
+    """Train in place on what `example` draws. Returns the mean loss of the last 50 steps."""
 
     def loss_of(step: int) -> Tensor:
-        examples = [_example(rng, start) for _ in range(start.batch_size)]
+        examples = [example() for _ in range(start.batch_size)]
         asked = tokenizer([problem.prompt for problem, _ in examples])["input_ids"]
         told = tokenizer([answer + END_OF_TURN for _, answer in examples])["input_ids"]
         pairs = list(zip(asked, told, strict=True))
@@ -54,6 +65,46 @@ def build_start(folder: Path, start: Teaching, seed: int) -> None:
         loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
         return loss
 
-    loss = fit(model, loss_of, start.steps, start.learning_rate)
-    facts = {"seed": seed, "loss": loss, "plan": asdict(start)}
-    save_built(folder, model, tokenizer, {**facts, "parameters": sum(p.numel() for p in model.parameters())})
+    return fit(model, loss_of, steps, start.learning_rate)
+
+
+def _is_there(folder: Path) -> bool:
+    return (folder / "model.safetensors").is_file()
+
+
+def _save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast, start: Teaching, **facts: Any) -> None:
+    plan = {"plan": asdict(start), "parameters": sum(p.numel() for p in model.parameters())}
+    save_built(folder, model, tokenizer, {**facts, **plan})
+
+
+def build_arithmetic(folder: Path, start: Teaching) -> None:
+    """A model that writes every chain without a slip, which all starts are made of. One that is there stays.
+
+    A teacher that slips from the beginning does not get the arithmetic across: after 600 steps no chain was right.
+    """
+    if _is_there(folder):
+        return
+    tokenizer, rng = _tokenizer(), random.Random("arithmetic")
+    model = fresh_text_model(_config(tokenizer, start), tokenizer, seed=0)
+
+    def example() -> tuple[ChainProblem, str]:
+        problem = _problem(rng, start)
+        return problem, problem.chain
+
+    _save(folder, model, tokenizer, start, loss=_teach(model, tokenizer, start, start.arithmetic_steps, example))
+
+
+def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> None:
+    """Train the model of `arithmetic` on the teacher that guesses and slips. `folder` appears complete or not at all,
+    and a start that is there stays.
+    """
+    if _is_there(folder):
+        return
+    model: Any = AutoModelForCausalLM.from_pretrained(arithmetic, dtype=torch.float32)
+    tokenizer, rng = AutoTokenizer.from_pretrained(arithmetic), random.Random(f"start/{seed}")
+
+    def example() -> tuple[ChainProblem, str]:
+        problem = _problem(rng, start)
+        return problem, teacher(rng, problem)
+
+    _save(folder, model, tokenizer, start, seed=seed, loss=_teach(model, tokenizer, start, start.steps, example))

@@ -21,7 +21,7 @@ def main() -> None:
     prepare_engine_environment()
     from benchmarks.attenuation.run import keep_one_engine, run_job, write_result
     from benchmarks.attenuation.settings import read_settings
-    from benchmarks.attenuation.start import build_start
+    from benchmarks.attenuation.start import ARITHMETIC, build_start
 
     settings = read_settings(options.settings)
     keep_one_engine()
@@ -30,7 +30,7 @@ def main() -> None:
         if job.seed % options.workers != options.worker or result.is_file():
             continue
         start = options.output / "starts" / str(job.seed)
-        build_start(start, settings.start, job.seed)
+        build_start(start, options.output / ARITHMETIC, settings.start, job.seed)
         try:
             found = run_job(settings, job, start, options.commit)
         except Exception:  # one run that fails is said and left out; starting again tries it again

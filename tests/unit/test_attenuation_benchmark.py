@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from benchmarks.attenuation.settings import read_settings
+from benchmarks.attenuation.settings import Teaching, read_settings
+from benchmarks.attenuation.start import build_arithmetic, build_start
 from benchmarks.attenuation.tables import area, comparisons, end, engines, half_width, interval, levels
 from benchmarks.attenuation.task import (
     OPTIONS,
@@ -107,3 +111,18 @@ def test_the_settings_name_what_there_is():
     assert len({job.name for job in jobs}) == len(jobs)
     assert {job.regime for job in jobs} <= set(settings.regimes)
     assert {job.arm for job in jobs} <= set(settings.arms)
+
+
+def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
+    plan = Teaching(arithmetic_steps=3, steps=3, batch_size=2, learning_rate=1e-3, operations=(3,), layers=1, width=16)
+    arithmetic, starts = tmp_path / "arithmetic", [tmp_path / str(seed) for seed in (0, 1)]
+    build_arithmetic(arithmetic, plan)
+    for seed, folder in enumerate(starts):
+        build_start(folder, arithmetic, replace(plan, learning_rate=0.0) if seed else plan, seed)
+    base, taught, untaught = (load_file(folder / "model.safetensors") for folder in (arithmetic, *starts))
+    assert all(torch.equal(base[name], untaught[name]) for name in base)
+    assert any(not torch.equal(base[name], taught[name]) for name in base)
+    before = (arithmetic / "model.safetensors").stat().st_mtime_ns
+    build_arithmetic(arithmetic, plan)
+    build_start(starts[0], tmp_path / "nowhere", plan, 0)
+    assert (arithmetic / "model.safetensors").stat().st_mtime_ns == before, "what is there stays"

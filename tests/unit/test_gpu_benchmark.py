@@ -7,12 +7,13 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import isolated, lm_head, precision, streaming
+from benchmarks.gpu import isolated, lm_head, offload, precision, streaming
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.catalogue import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
@@ -21,7 +22,17 @@ from benchmarks.gpu.table import Line, Verdict, at_least, at_most, exit_code, fa
 pytestmark = pytest.mark.slow
 
 SMALL = Setting(full=False, device=torch.device("cpu"))
-WITHOUT_ENGINE = [check.name for check in CHECKS if not {"vllm", "deepspeed"} & set(check.needs)]
+# In a process of its own: what needs a process group or an engine.
+APART = ["zero3", "offload", "engine"]
+HERE = [check.name for check in CHECKS if check.name not in {*APART, "deepspeed"}]
+# As what DeepSpeed compiles, but without torch's headers, which take a minute.
+SMALL_BUILD = """
+import pathlib, tempfile
+from torch.utils.cpp_extension import load
+source = pathlib.Path(tempfile.mkdtemp()) / "small.cpp"
+source.write_text('extern "C" int one() { return 1; }')
+load("small", [str(source)], is_python_module=False)
+"""
 BROKEN = "tests.unit.gpu_benchmark_checks"
 
 
@@ -34,13 +45,61 @@ def failures(lines: list[Line]) -> list[Line]:
     return [line for line in lines if line.verdict is Verdict.FAIL]
 
 
-@pytest.mark.parametrize("name", WITHOUT_ENGINE)
-def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
-    lines = lines_of(name)
+def nothing_wrong(lines: list[Line]) -> None:
     print(table(lines))
     assert failures(lines) == []
     assert any(line.verdict is Verdict.OK for line in lines)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
+    lines = lines_of(name)
+    nothing_wrong(lines)
     assert all(line.note for line in lines), "each line says where its bound comes from, or why it was skipped"
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name, monkeypatch):
+    """With what DeepSpeed has compiled for other tests, which takes it most of a minute."""
+    own = isolated._environment
+    shared = {"TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"]}
+    monkeypatch.setattr(isolated, "_environment", lambda folder: {**own(folder), **shared})
+    (check,) = [check for check in CHECKS if check.name == name]
+    nothing_wrong(isolated.run(replace(check, limit=580), "small"))
+
+
+@pytest.fixture
+def no_other_ninja(tmp_path, monkeypatch):
+    """PATH has all of this system's programs but ninja, and the environment's own."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for folder in reversed(os.defpath.split(os.pathsep)):
+        for program in Path(folder).iterdir() if Path(folder).is_dir() else ():
+            (programs / program.name).unlink(missing_ok=True)
+            (programs / program.name).symlink_to(program)
+    (programs / "ninja").unlink(missing_ok=True)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{programs}")
+
+
+def builds(monkeypatch: pytest.MonkeyPatch, prepare: str | None = None) -> dict[str, Verdict]:
+    """By what was tried, how the check of the compiler judged it. `prepare`: instead of what training does first."""
+    monkeypatch.setattr(offload, "_BUILD", SMALL_BUILD)
+    if prepare is not None:
+        monkeypatch.setattr(offload, "_PREPARE", prepare)
+    return {line.what: line.verdict for line in lines_of("deepspeed")}
+
+
+ON, OFF = (f"CPUAdam, the environment's bin {where} PATH" for where in ("on", "not on"))
+
+
+@pytest.mark.usefixtures("no_other_ninja")
+def test_the_compiler_is_found_with_and_without_the_environments_programs(monkeypatch):
+    assert builds(monkeypatch) == {"import": Verdict.OK, ON: Verdict.OK, OFF: Verdict.OK}
+
+
+@pytest.mark.usefixtures("no_other_ninja")
+def test_a_build_that_does_not_find_ninja_fails(monkeypatch):
+    assert builds(monkeypatch, prepare="pass") == {"import": Verdict.OK, ON: Verdict.OK, OFF: Verdict.FAIL}
 
 
 def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
