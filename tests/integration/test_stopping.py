@@ -12,12 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
-from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of
+from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
+from adora_vl.models.tiny.build import PRETRAINED
 from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
 from tests.integration.machines import TwoMachines
 from tests.integration.stopping import Running
+from tests.integration.test_two_processes import distance
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # the fixture starts two processes six times
 CYCLE = 2  # steps of one generation
@@ -26,6 +29,7 @@ RUN = [
     "--adora_synthetic_rows", "64", "--num_generations", "4", "--per_device_train_batch_size", "4",
     "--steps_per_generation", str(CYCLE), "--gradient_accumulation_steps", "1", "--max_completion_length", "8",
     "--logging_steps", "1", "--save_strategy", "no", "--save_total_limit", "20",
+    "--entropy_coef", "1.0", "--learning_rate", "1e-3",  # so few tokens are never right: entropy moves the weights
 ]  # fmt: skip
 ENDLESS = ["--max_steps", "100000"]
 
@@ -111,8 +115,9 @@ class OnTwoMachines:
 
 
 @pytest.fixture(scope="module")
-def two_machines(tmp_path_factory):
-    """Started by `setup/ssh/train.sh`, as a user does."""
+def two_machines(tmp_path_factory, two_processes):
+    """Started by `setup/ssh/train.sh`, as a user does. They get at least to the first checkpoint of one machine."""
+    first = step_of(next(iter(two_processes.values())).saved[0])
     folder = tmp_path_factory.mktemp("machines")
     out, config = folder / "out", "configs/accelerate/cpu_zero3.yaml"
     words = [*RUN, *ENDLESS, "--save_strategy", "steps", "--save_steps", "1"]
@@ -127,7 +132,8 @@ def two_machines(tmp_path_factory):
             said.append(machines.said)
         whole, logged = newest_valid(out).checkpoint, read_metrics(out / METRICS)[-1]["step"]
         with machines.running(config, out, words) as script:
-            machines.wait_for_step(script, out, logged + 1)  # the new run cuts the log back to its checkpoint
+            # the new run cuts the log back to its checkpoint
+            machines.wait_for_step(script, out, max(logged + 1, first))
             script.terminate()
             codes.append(script.wait(_BOUND_S))
             said.append(machines.said)
@@ -151,6 +157,19 @@ def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(two_machines):
     assert two_machines.said[1].count("Stopped after step") == 1
     assert json.loads((newest.parent / STOPPED_FILE).read_text())["checkpoint"] == newest.name
     assert [problem_of(folder) for folder in two_machines.saved] == [None] * len(two_machines.saved)
+
+
+def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
+    """The weights after the same steps: of a run that was killed and started again, and of one that was stopped."""
+    alone = {folder.name: folder for stopped in two_processes.values() for folder in stopped.saved}
+    together = {folder.name: folder for folder in two_machines.saved}
+    common = sorted(alone.keys() & together.keys())
+    assert common, (sorted(alone), sorted(together))
+    shipped = load_file(PRETRAINED / "model.safetensors")
+    for name in common:
+        ours, theirs = (load_file(folder / "model.safetensors") for folder in (together[name], alone[name]))
+        moved = distance(theirs, shipped)
+        assert moved > 1e-4 and distance(ours, theirs) < 1e-4 * moved, name
 
 
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,8 @@ from adora_vl.dedup.image_bank import ImageBanks
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.shared_vision import SharedVision
 from adora_vl.dedup.without_images import has_images, with_image_columns
+from adora_vl.rollout.environment import free_port
+from tests.integration.support import REPOSITORY
 from tests.unit.test_split_attention import BOUND, IMAGE, TEXT, VISION, VISION_BOUND, VOCABULARY, build
 
 CPU = torch.device("cpu")
@@ -144,6 +149,42 @@ def test_rows_without_images_among_processes_that_have_them(kind, monkeypatch):
     for name, gradient in own.items():
         right = reference.get(name, torch.zeros_like(gradient))
         assert (gradient - right).norm() <= bound_of(kind, name) * gradient.norm()
+
+
+def one_of_two(kind: str, rank: int, port: int) -> None:
+    """What a process of the test below does: its rows through torch's DistributedDataParallel, against both alone."""
+    rows: tuple[list[list[int]], ...] = ([[0], [2, 1, 1]], [[], []])
+    model, vision = model_of(kind), SharedVision(ImageBanks())
+    each = [gradients(model, alone(model, of_rank)) for of_rank in rows]
+    vision.install(model)
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    # It raises in the next step, or waits for ever, if a parameter has no gradient on one process.
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):
+        own = gradients(model, together(parallel, vision, rows[rank]))
+    scale = max(tensor.norm() for tensor in own.values())
+    for name, gradient in own.items():
+        right = torch.stack([one.get(name, torch.zeros_like(gradient)) for one in each]).mean(dim=0)
+        bound = bound_of(kind, name) * max(right.norm(), 1e-3 * scale)
+        assert (gradient - right).norm() <= bound, name
+    assert max(gradient.norm() for name, gradient in own.items() if "visual." in name) > 1e-3 * scale
+    print(f"equal: {len(own)}")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_two_processes_of_which_one_has_no_image_learn_what_one_does(kind):
+    """Every gradient, of the vision tower too, is the mean of what both rows give alone."""
+    port, environment = free_port(), {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    code = f"from tests.unit.test_mixed_images import one_of_two; one_of_two({kind!r}, %d, {port})"
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    ranks = [subprocess.Popen([sys.executable, "-c", code % rank], **pipes) for rank in range(2)]
+    try:
+        said = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    names = sum(1 for _ in model_of(kind).named_parameters())
+    assert [out.strip() for out, _ in said] == [f"equal: {names}"] * 2, said
 
 
 @pytest.mark.parametrize("kind", SEEING)
