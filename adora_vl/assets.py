@@ -16,6 +16,7 @@ from adora_vl.errors import UserError
 from adora_vl.models.tiny.build import PRETRAINED, build_tiny_model
 from adora_vl.models.tiny.place import is_built
 from adora_vl.models.tiny.text import TextStart, build_tiny_text_model
+from adora_vl.models.tiny.warm_start import WarmStart
 from data_prep.convert import ensure_converted
 from data_prep.prepare import ensure_knights, ensure_synthetic
 from data_prep.storage import read_manifest
@@ -35,7 +36,8 @@ def cache_folder() -> Path:
 
 def resolve_model(name: str) -> str:
     """The folder of the tiny model for `tiny` (the shipped one, or one built now) and for `tiny_text` (built where it
-    is missing, half a minute); for the output_dir of a run with LoRA the merged model inside; any other name as it is.
+    is missing, one to two minutes); for the output_dir of a run with LoRA the merged model inside; any other name as
+    it is.
 
     Raises `UserError` for a LoRA adapter without a merged model.
     """
@@ -45,7 +47,7 @@ def resolve_model(name: str) -> str:
         return _merged(name)
     if (PRETRAINED / "model.safetensors").is_file():
         return str(PRETRAINED)
-    return _built(TINY_MODEL, build_tiny_model)
+    return _built(TINY_MODEL, build_tiny_model, asdict(WarmStart()))
 
 
 def _merged(name: str) -> str:
@@ -64,7 +66,7 @@ def _merged(name: str) -> str:
     return str(merged)
 
 
-def _built(name: str, build: Callable[[Path], object], plan: Mapping[str, object] | None = None) -> str:
+def _built(name: str, build: Callable[[Path], object], plan: Mapping[str, object]) -> str:
     """The folder of a model that is built where it is missing, or was built by another `plan` than this version's.
     Machines that share the folder build it once.
     """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from trl.generation.vllm_client import VLLMClient
 
 from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.rollout.environment import free_port
 from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
 from data_prep.cli import main as data_prep
 from eval.command import main
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """The port of a server of the tiny model, started as `docs/rollouts.md` says."""
+    """The port of a server of the tiny model, started as `docs/rollouts.md` says. Left out are the carrier of weights,
+    which needs a GPU, and the limits of pixels, which the processor of the tiny model has.
+    """
     log_file = tmp_path_factory.mktemp("served") / "server.log"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(PRETRAINED), "--served-model-name",
         "mine", "--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm", "--dtype", "float32",

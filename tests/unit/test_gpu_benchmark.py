@@ -27,18 +27,23 @@ APART = ["zero3", "offload", "engine"]
 HERE = [check.name for check in CHECKS if check.name not in {*APART, "deepspeed"}]
 # As what DeepSpeed compiles, but without torch's headers, which take a minute.
 SMALL_BUILD = """
-import pathlib, tempfile
+import os, pathlib
 from torch.utils.cpp_extension import load
-source = pathlib.Path(tempfile.mkdtemp()) / "small.cpp"
+source = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "small.cpp"
+source.parent.mkdir(parents=True, exist_ok=True)
 source.write_text('extern "C" int one() { return 1; }')
 load("small", [str(source)], is_python_module=False)
 """
 BROKEN = "tests.unit.gpu_benchmark_checks"
 
 
-def lines_of(name: str) -> list[Line]:
+def check_named(name: str) -> GPUCheck:
     (check,) = [check for check in CHECKS if check.name == name]
-    return list(isolated.guarded(check, SMALL))
+    return check
+
+
+def lines_of(name: str) -> list[Line]:
+    return list(isolated.guarded(check_named(name), SMALL))
 
 
 def failures(lines: list[Line]) -> list[Line]:
@@ -64,8 +69,7 @@ def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name, monkeypat
     own = isolated._environment
     shared = {"TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"]}
     monkeypatch.setattr(isolated, "_environment", lambda folder: {**own(folder), **shared})
-    (check,) = [check for check in CHECKS if check.name == name]
-    nothing_wrong(isolated.run(replace(check, limit=580), "small"))
+    nothing_wrong(isolated.run(replace(check_named(name), limit=580), "small"))
 
 
 @pytest.fixture
@@ -73,11 +77,11 @@ def no_other_ninja(tmp_path, monkeypatch):
     """PATH has all of this system's programs but ninja, and the environment's own."""
     programs = tmp_path / "programs"
     programs.mkdir()
-    for folder in reversed(os.defpath.split(os.pathsep)):
-        for program in Path(folder).iterdir() if Path(folder).is_dir() else ():
-            (programs / program.name).unlink(missing_ok=True)
-            (programs / program.name).symlink_to(program)
-    (programs / "ninja").unlink(missing_ok=True)
+    folders = [Path(folder) for folder in os.defpath.split(os.pathsep)]
+    found = [program for folder in folders if folder.is_dir() for program in folder.iterdir()]
+    for name, program in {program.name: program for program in reversed(found)}.items():
+        if name != "ninja":
+            (programs / name).symlink_to(program)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{programs}")
 
 

@@ -207,7 +207,7 @@ def test_the_first_rank_that_differs_is_named():
 
 def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch):
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    built, meet, inside = [], threading.Barrier(2), threading.Barrier(2)
+    built, meet, inside, plan = [], threading.Barrier(2), threading.Barrier(2), asdict(TextStart())
 
     def build(folder: Path) -> None:
         built.append(folder)
@@ -215,10 +215,11 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
             inside.wait(0.5)  # for the other one, who must not come
         folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").touch()
+        (folder / "build.json").write_text(json.dumps({"plan": plan}))
 
     def ask() -> None:
         meet.wait()
-        assets._built("tiny_text", build)
+        assets._built("tiny_text", build, plan)
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
@@ -228,7 +229,7 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
     assert built == [tmp_path / "home" / "tiny_text"]
 
 
-@pytest.mark.parametrize("facts", [{"plan": {"steps": 250, "slips": 0.5}}, {"parameters": 1}, None])
+@pytest.mark.parametrize("facts", [{"plan": {"steps": 250, "slips": 0.5}}, {"parameters": 1}, ["plan"], None])
 def test_a_small_model_of_an_older_plan_is_built_again(facts, tmp_path, monkeypatch):
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
     plan = asdict(TextStart())

@@ -25,6 +25,7 @@ from adora_vl.advantage.options import (
     RrbOptions,
     SsbOptions,
 )
+from adora_vl.rollout.environment import free_port
 from tests.unit.methods_support import batch, float64, run  # noqa: F401
 
 NAN = float("nan")
@@ -213,11 +214,7 @@ print("same")
 
 def test_two_ranks_compute_what_one_does(tmp_path):
     """Real processes, gathered tensors, every method and control, three steps with what they remember."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     root = str(Path(__file__).parents[2])

@@ -173,7 +173,7 @@ def one_of_two(kind: str, rank: int, port: int) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_two_processes_of_which_one_has_no_image_learn_what_one_does(kind):
-    """Every gradient, of the vision tower too, is the mean of what both rows give alone."""
+    """Every gradient, of the vision tower too, is the mean of what the rows of both give alone."""
     port, environment = free_port(), {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     code = f"from tests.unit.test_mixed_images import one_of_two; one_of_two({kind!r}, %d, {port})"
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}

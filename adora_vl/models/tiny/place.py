@@ -24,15 +24,13 @@ def check_place(folder: Path) -> None:
             raise UserError(f"output: {str(folder)!r} holds something else than a tiny model; choose another folder")
 
 
-def is_built(folder: Path, plan: Mapping[str, object] | None = None) -> bool:
-    """Whether a model is there. With `plan`: one whose facts name this plan, as JSON keeps it."""
+def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
+    """Whether a model is there whose facts name this `plan`, as JSON keeps it."""
     if not (folder / "model.safetensors").is_file():
         return False
-    if plan is None:
-        return True
     try:
         built = json.loads((folder / _FACTS).read_text(encoding="utf-8"))["plan"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
     return bool(built == json.loads(json.dumps(plan)))
 
