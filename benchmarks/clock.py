@@ -60,16 +60,25 @@ def _is_static(owner: type, method: str) -> bool:
 class PeakMemory:
     """The process's resident memory, sampled every two milliseconds. Large blocks go back to the system when freed
     (`MALLOC_MMAP_THRESHOLD_`, set by `benchmarks.step`), so this follows what tensors there are.
+
+    `apart`: whether the present moment belongs to a part of the step whose memory is not to count in `peak_of_rest`.
     """
 
-    def __init__(self) -> None:
-        self.peak = 0
+    def __init__(self, apart: Callable[[], bool] = lambda: False) -> None:
+        self.peak = self.peak_of_rest = 0
+        self._apart = apart
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while True:
-            self.peak = max(self.peak, self.now())
+            before, now = self._apart(), self.now()
+            self.peak = max(self.peak, now)
+            if not before and not self._apart():
+                self.peak_of_rest = max(self.peak_of_rest, now)
             time.sleep(0.002)
+
+    def restart(self) -> None:
+        self.peak = self.peak_of_rest = 0
 
     @staticmethod
     def now() -> int:

@@ -7,7 +7,8 @@ with `--seconds processor`, and the peak of memory above what the process holds 
 
 On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of the prompts too. The
 way "stock, as on a card" is stock with that choice made as on a card; everything else is the same. A model with all of
-its layers spends less of its time in the head: the last row says what follows for 36 layers.
+its layers spends less of its time in the head: one row says what follows for 36 layers. Without Triton the head's
+passes hold whole tiles of the vocabulary in float32, which a card does not; so the memory beside them is printed too.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ TINY += ["--completion", "12", "--limit", "40", "--generations", "4"]
 PHASES = ["data", "image", "grading", "old pass", "old pass, head", "policy forward", "policy forward, head"]
 PHASES += ["backward", "backward, head", "optimizer", "other"]
 POLICY = [phase for phase in PHASES if phase.startswith(("old", "policy", "backward"))]
+MEMORY = {
+    "step_bytes": "memory of the step",
+    "step_bytes_beside_head": "the same, beside the head's passes",
+    "peak_bytes": "peak of the process",
+}
 WAYS = ["stock", "stock, as on a card", "ours"]
 
 
@@ -94,7 +100,7 @@ def whole_model(seconds: dict[str, float], layers: int) -> float:
 def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
     names = [*PHASES, "whole step"]
     figures = {name: statistics.median(turn[kind].get(name, 0.0) for turn in turns) for name in names}
-    figures |= {name: statistics.median(turn[name] for turn in turns) for name in ("peak_bytes", "step_bytes")}
+    figures |= {name: statistics.median(turn[name] for turn in turns) for name in MEMORY}
     return figures
 
 
@@ -106,8 +112,8 @@ def table(name: str, ways: dict[str, dict[str, float]], layers: int) -> str:
     rows.append(("policy step", {way: policy_seconds(found) for way, found in ways.items()}, 1.0, "s"))
     rows.append(("whole step", {way: found["whole step"] for way, found in ways.items()}, 1.0, "s"))
     rows.append((f"policy, {LAYERS_OF_3B} layers", {w: whole_model(f, layers) for w, f in ways.items()}, 1.0, "s"))
-    rows.append(("memory of the step", {way: found["step_bytes"] for way, found in ways.items()}, 2.0**20, "MiB"))
-    rows.append(("peak of the process", {way: found["peak_bytes"] for way, found in ways.items()}, 2.0**20, "MiB"))
+    for key, label in MEMORY.items():
+        rows.append((label, {way: found[key] for way, found in ways.items()}, 2.0**20, "MiB"))
     others = [way for way in ways if way != "ours"]
     lines = [f"{name:<40}" + "".join(f"{way[-14:]:>16}" for way in ways) + "".join("   ours/ " for _ in others)]
     assert stock and ours

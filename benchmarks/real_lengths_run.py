@@ -168,7 +168,9 @@ class Watch(TrainerCallback):
     """Begins anew with the generation that counts, and writes down what it took."""
 
     def __init__(self, clocks: dict[str, Clock], updates: int) -> None:
-        self.clocks, self.updates, self.memory = clocks, updates, PeakMemory()
+        phases = clocks["wall"].phases
+        self.clocks, self.updates = clocks, updates
+        self.memory = PeakMemory(apart=lambda: bool(phases) and phases[-1].endswith("head"))
         self.result: dict[str, Any] = {}
         self.profiler: Any = None  # started for the generation that counts
 
@@ -178,13 +180,15 @@ class Watch(TrainerCallback):
                 clock.seconds.clear()
             self.started = {name: clock.now() for name, clock in self.clocks.items()}
             self.resting = self.memory.now()
-            self.memory.peak = 0
+            self.memory.restart()
             if self.profiler is not None:
                 self.profiler.start()
         if state.global_step == 2 * self.updates:
             if self.profiler is not None:
                 self.profiler.stop()
-            self.result = {"peak_bytes": self.memory.peak, "step_bytes": max(0, self.memory.peak - self.resting)}
+            peaks = {"step_bytes": self.memory.peak, "step_bytes_beside_head": self.memory.peak_of_rest}
+            self.result = {name: max(0, peak - self.resting) for name, peak in peaks.items()}
+            self.result["peak_bytes"] = self.memory.peak
             for name, clock in self.clocks.items():
                 whole, phases = clock.now() - self.started[name], dict(clock.seconds)
                 self.result[name] = {**phases, "other": whole - sum(phases.values()), "whole step": whole}
