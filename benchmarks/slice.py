@@ -27,10 +27,12 @@ from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/train/slice_7b_cpu.yaml"
-# name -> accelerate config, and what keeps a generation at two prompts
+# name -> accelerate config, and further words. Two processes keep a generation at two prompts. So that they fit into
+# 24 GB, they divide one engine, and a micro-batch is half a group.
+_DIVIDED = ["--vllm_tensor_parallel_size", "2", "--vllm_gpu_memory_utilization", "0.15"]
 CASES: dict[str, tuple[str, list[str]]] = {
     "one": ("cpu", []),
-    "zero3": ("cpu_zero3", ["--gradient_accumulation_steps", "1", "--steps_per_generation", "1"]),
+    "zero3": ("cpu_zero3", ["--per_device_train_batch_size", "4", *_DIVIDED]),
 }
 ROWS = 8
 PHASES = ("rollout", "policy", "sync", "grading", "other")

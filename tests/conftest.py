@@ -38,4 +38,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["ADORA_VL_HOME"] = str(tmp_path_factory.mktemp("adora_vl_home"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`--cov` counts what quick tests run: measuring would take the slow ones up to twice their time."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker("no_cover")
+
+
 pytest_plugins = ["tests.tiny_run", "tests.endpoint_server"]

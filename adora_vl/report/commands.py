@@ -80,5 +80,12 @@ def evaluate_any_command(model: Path, output: Path) -> str:
     return shlex.join([interpreter(), "-m", "eval.geometry3k", "run", *words])
 
 
+def merge_command(run: Path) -> str | None:
+    """The command that merges a run's LoRA adapter, to where the evaluators look for it; None for a whole model."""
+    if not (run / "adapter_config.json").is_file() or (run / "config.json").is_file():
+        return None
+    return shlex.join([interpreter(), "-m", "adora_vl.export", str(run), str(run / "merged")])
+
+
 def view_command(*runs: Path) -> str:
     return shlex.join([interpreter(), "-m", "adora_vl.report", *map(str, runs)])

@@ -10,7 +10,7 @@ from typing import Any
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.commands import amount
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.report.commands import evaluate_any_command, evaluate_command, view_command
+from adora_vl.report.commands import evaluate_any_command, evaluate_command, merge_command, view_command
 from adora_vl.rollout_log.metrics_file import METRICS, kind_of
 from adora_vl.rollout_log.parts import ROLLOUTS
 
@@ -53,8 +53,8 @@ def summary_lines(
 ) -> list[str]:
     """The lines of the summary; the table compares the first and the last fifth of the logged steps.
 
-    `model` is a folder that transformers and vLLM can load, `data` is the dataset's folder, and `command` is the
-    command that started the run.
+    `model` is a folder that transformers and vLLM can load, or a LoRA adapter that is to be merged first. `data` is the
+    dataset's folder, and `command` is the command that started the run.
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
     lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
@@ -70,6 +70,7 @@ def summary_lines(
     evaluation = evaluate_command(model, data, folder / "eval", config.max_completion_length)
     steps = {
         "View it": view_command(folder),
+        "Merge it": merge_command(model),  # under ZeRO-3, training leaves that to the user
         "Evaluate it": evaluation or evaluate_any_command(model, folder / "eval"),
         "Train longer": _longer(config, command),
     }

@@ -13,6 +13,7 @@ import pytest
 from datasets import Image as ImageFeature
 from datasets import load_dataset
 
+from adora_vl.assets import MERGED
 from adora_vl.checkpoint.store import problem_of
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.export import main as export
@@ -53,6 +54,17 @@ def test_the_commands_after_a_run(tmp_path):
     (tmp_path / "manifest.json").write_text('{"source": "knights"}')
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace("geometry3k", "knights")
     assert view_command(Path("a b"), Path("c")) == f"{interpreter()} -m adora_vl.report 'a b' c"
+
+
+def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
+    """As a run with LoRA leaves it under ZeRO-3. Elsewhere training merges it."""
+    config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=10)
+    (tmp_path / "adapter_config.json").touch()
+    *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
+    assert merge == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED}"
+    assert evaluate.startswith("Evaluate it") and f"--model {tmp_path} " in evaluate
+    (tmp_path / "config.json").touch()
+    assert not any(line.startswith("Merge it") for line in summary_lines([], config, tmp_path, 1))
 
 
 @pytest.mark.parametrize(
