@@ -20,13 +20,15 @@ demo: .venv/.installed ## the main job at a small size: draw problems, train, ev
 test: lint ## what CI runs: lint, types and every test, with real TRL, vLLM and DeepSpeed (30 to 45 minutes)
 	@# Two files at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long
 	@# to start. In the order of the folders: the files with engines come first, and quick ones fill the gaps at the end.
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@# The line of the coverage stands above the closing line; `make coverage` shows where the gaps are.
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		--cov --cov-report= --cov-fail-under=90
 
 unit: .venv/.installed ## the unit tests that are quick: no engine, no training (under 3 minutes)
 	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q -m "not slow" tests/unit
 
-coverage: .venv/.installed ## the unit tests, and which share of each file they run: the 20 files with the least, and all
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile tests/unit --cov --cov-report=
+coverage: .venv/.installed ## the quick unit tests, and which share of each file they run: the 20 files with the least, and all
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q -m "not slow" tests/unit --cov --cov-report=
 	@$(PYTHON_BIN) -m coverage report | awk 'NR <= 22 || /^TOTAL/'
 
 lint: .venv/.installed ## ruff and mypy
