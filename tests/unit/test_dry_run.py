@@ -59,7 +59,7 @@ def test_every_shipped_config(name, tmp_path, capsys, data):
     if name in DRAWN:
         words += ["--dataset_name", str(data)]
     if name == "smoke_text_cpu":  # a stand-in for the model, which takes a minute to make
-        build_tiny_text_model(tmp_path / "model", TextStart(steps=50, rows=64))
+        build_tiny_text_model(tmp_path / "model", TextStart(steps=2, batch_size=4, rows=8))
         words += ["--model_name_or_path", str(tmp_path / "model"), "--adora_synthetic_rows", "64"]
     assert main(words) == 0
     text, figures = capsys.readouterr().out, json.loads((tmp_path / "d.json").read_text())
