@@ -170,7 +170,8 @@ class Watch(TrainerCallback):
     def __init__(self, clocks: dict[str, Clock], updates: int) -> None:
         phases = clocks["wall"].phases
         self.clocks, self.updates = clocks, updates
-        self.memory = PeakMemory(apart=lambda: bool(phases) and phases[-1].endswith("head"))
+        # a slice, since the main thread may leave the last phase meanwhile
+        self.memory = PeakMemory(apart=lambda: any(phase.endswith("head") for phase in phases[-1:]))
         self.result: dict[str, Any] = {}
         self.profiler: Any = None  # started for the generation that counts
 
