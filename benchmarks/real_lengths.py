@@ -8,7 +8,7 @@ with `--seconds processor`, and the peak of memory above what the process holds 
 On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of the prompts too. The
 way "stock, as on a card" is stock with that choice made as on a card; everything else is the same. A model with all of
 its layers spends less of its time in the head: one row says what follows for 36 layers. Without Triton the head's
-passes hold whole tiles of the vocabulary in float32, which a card does not; so the memory beside them is printed too.
+passes hold whole tiles of the vocabulary in float32, which a card does not; so the memory outside them is printed too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PHASES += ["backward", "backward, head", "optimizer", "other"]
 POLICY = [phase for phase in PHASES if phase.startswith(("old", "policy", "backward"))]
 MEMORY = {
     "step_bytes": "memory of the step",
-    "step_bytes_beside_head": "the same, beside the head's passes",
+    "step_bytes_outside_head": "the same, outside the head's passes",
     "peak_bytes": "peak of the process",
 }
 WAYS = ["stock", "stock, as on a card", "ours"]

@@ -187,7 +187,7 @@ class Watch(TrainerCallback):
         if state.global_step == 2 * self.updates:
             if self.profiler is not None:
                 self.profiler.stop()
-            peaks = {"step_bytes": self.memory.peak, "step_bytes_beside_head": self.memory.peak_of_rest}
+            peaks = {"step_bytes": self.memory.peak, "step_bytes_outside_head": self.memory.peak_of_rest}
             self.result = {name: max(0, peak - self.resting) for name, peak in peaks.items()}
             self.result["peak_bytes"] = self.memory.peak
             for name, clock in self.clocks.items():

@@ -44,6 +44,7 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
         rows = pq.read_table(out / "rollouts").to_pylist()
         seen.append({(row["group"], row["rollout"]): (row["id"], row["completion"]) for row in rows})
         first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+        # 2e-7 was measured; processors round differently by small factors, not by 50
         assert first["step"] == 1 and first["adora/drift"] < 1e-5
     assert seen[0] == seen[1] and len(seen[0]) == 32
     assert len(set(seen[0].values())) > 16, "the rollouts of a problem differ"
