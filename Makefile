@@ -1,8 +1,9 @@
 # Targets explain themselves: `make help` prints the comments behind `##`.
-.PHONY: help setup demo test unit coverage lint trackers pythons tiny-model clean-runs
+.PHONY: help setup demo test test-rest test-all unit coverage lint trackers pythons tiny-model clean-runs
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON_BIN := .venv/bin/python
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
 DEMO := runs/demo
 INSTALLS := setup/install.sh setup/build-tools.txt setup/constraints-cpu.txt setup/constraints-gpu.txt setup/torchvision_cpu_ops.py pyproject.toml
 
@@ -14,27 +15,32 @@ setup: .venv/.installed ## install everything into .venv (about 3 minutes)
 .venv/.installed: $(INSTALLS)
 	@bash setup/install.sh
 
-demo: .venv/.installed ## the main job at a small size: draw problems, train, evaluate before and after (5 to 10 minutes); GRPO=1 trains plain GRPO too
-	@GRPO=$(GRPO) bash setup/demo.sh $(DEMO)
+demo: .venv/.installed ## the main job at a small size: draw problems, train GRPO and ADORA, evaluate before and after (4 to 10 minutes)
+	@bash setup/demo.sh $(DEMO)
 
-test: lint ## what CI runs: lint, types and every test, with real TRL, vLLM and DeepSpeed (30 to 45 minutes)
+test: lint ## what to run before a commit: lint, types, the quick tests, and those slow ones that prove most (15 minutes)
 	@# Two files at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long
 	@# to start. In the order of the folders: the files with engines come first, and quick ones fill the gaps at the end.
 	@# The line of the coverage stands above the closing line; `make coverage` shows where the gaps are.
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		--cov --cov-report= --cov-fail-under=90
+	$(PYTEST) --no-loadscope-reorder -m "not slow or core" --cov --cov-report= --cov-fail-under=90
+
+test-rest: .venv/.installed ## every other test: all engines, families, faults, stops, fuzz (15 to 25 minutes)
+	$(PYTEST) --no-loadscope-reorder -m "slow and not core"
+
+test-all: test test-rest ## every test
 
 unit: .venv/.installed ## the unit tests that are quick: no engine, no training (under 3 minutes)
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q -m "not slow" tests/unit
+	$(PYTEST) -q -m "not slow" tests/unit
 
 coverage: .venv/.installed ## the quick unit tests, and which share of each file they run: the 20 files with the least, and all
-	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -n 2 --dist loadfile -q -m "not slow" tests/unit --cov --cov-report=
+	$(PYTEST) -q -m "not slow" tests/unit --cov --cov-report=
 	@$(PYTHON_BIN) -m coverage report | awk 'NR <= 22 || /^TOTAL/'
 
-lint: .venv/.installed ## ruff and mypy
+lint: .venv/.installed ## ruff, mypy, and the floors: every import runs downwards
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo --no-cache
 
 trackers: .venv/.installed ## run the tests of tensorboard, wandb and trackio, installed by their extra (about 2 minutes)
 	@bash setup/check_trackers.sh
@@ -42,8 +48,9 @@ trackers: .venv/.installed ## run the tests of tensorboard, wandb and trackio, i
 pythons: .venv/.installed ## check every supported Python: wheels of all pins, and two training steps where it is installed
 	@bash setup/check_pythons.sh
 
-tiny-model: .venv/.installed ## rebuild the tiny model that is shipped in adora_vl/models/tiny/pretrained (about 6 minutes)
-	$(PYTHON_BIN) -m adora_vl.models.tiny --output adora_vl/models/tiny/pretrained
+tiny-model: .venv/.installed ## rebuild the tiny models that are shipped in adora_vl/builtin (about 10 minutes)
+	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained
+	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained_perimeter --start perimeter
 
 clean-runs: ## delete runs/
 	rm -rf runs

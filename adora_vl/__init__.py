@@ -22,9 +22,10 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _PLACES:
         raise AttributeError(f"module 'adora_vl' has no attribute {name!r}")
-    from adora_vl.rollout.environment import prepare_engine_environment
+    from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
 
     prepare_engine_environment()  # before the import: vLLM reads its environment there
+    use_expandable_segments()
     return getattr(import_module(_PLACES[name]), name)
 
 

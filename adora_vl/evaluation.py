@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +12,16 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from adora_vl.commands import amount
-from adora_vl.errors import UserError, nearest
-from adora_vl.prompts import asks_for_answer_tags
+from adora_vl.data.prompts import asks_for_answer_tags
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError, did_you_mean
+from eval.benchmark import NAMES, for_data, named
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
+    from adora_vl.data.prompt_lengths import LengthCheck, OverlongPrompts, Size
     from adora_vl.trainer import AdoraGRPOTrainer
-    from eval.command import Benchmark
-    from eval.runner import Problem
-
-BENCHMARKS = ("geometry3k", "mathvista", "mmstar", "knights")
+    from eval.benchmark import Benchmark, Problem
 
 
 @dataclass(frozen=True)
@@ -57,19 +55,43 @@ def take_evaluations(
     """
     if config.eval_strategy == IntervalStrategy.NO:
         return None
-    entries = config.adora_eval or [f"{_benchmark_of(folder)}={folder}" for folder in folders]
+    entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
     tasks = _told_apart([_load(entry, config.adora_eval_limit, prompt) for entry in entries], entries)
     plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
     config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
     return plan
 
 
-def _benchmark_of(data: str) -> str:
-    """Puzzles are scored in their own way, everything else by the grader of Geometry3K."""
-    from data_prep.storage import read_manifest
+def evaluation_lengths(plan: EvaluationPlan, overlong: OverlongPrompts) -> list[LengthCheck]:
+    """The prompts of each task held against the run's limit; [] where there is none."""
+    checks = [
+        overlong.check(
+            ((one.pid, one.prompt, _image_sizes(one)) for one in task.problems),
+            len(task.problems),
+            f" of the evaluation {task.benchmark.name}",
+        )
+        for task in plan.tasks
+    ]
+    return [check for check in checks if check is not None]
 
-    manifest = read_manifest(Path(data))
-    return "knights" if manifest is not None and manifest["source"] == "knights" else "geometry3k"
+
+def fitting_evaluations(plan: EvaluationPlan, overlong: OverlongPrompts) -> EvaluationPlan:
+    """The plan with the problems that leave the engine room for an answer. Raises `UserError`."""
+    checks = evaluation_lengths(plan, overlong)
+    if not checks:
+        return plan
+    tasks = [
+        replace(task, problems=[task.problems[number] for number in overlong.kept(check)])
+        for task, check in zip(plan.tasks, checks, strict=True)
+    ]
+    return replace(plan, tasks=tasks)
+
+
+def _image_sizes(problem: Problem) -> Sequence[Size | None]:
+    try:
+        return problem.sizes() if problem.sizes is not None else [image.size for image in problem.images()]
+    except Exception:  # a decoder raises whatever it likes on a broken file; the evaluation counts such a problem
+        return [None] * problem.n_images
 
 
 def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
@@ -90,16 +112,16 @@ def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
 
 
 def _load(entry: str, limit: int | None, prompt: str | None) -> Task:
-    from eval.options import parse
+    from eval.command import parse
 
     name, sign, path = entry.partition("=")
-    if not sign or not path or name not in BENCHMARKS:
-        known = f"{', '.join(BENCHMARKS)}{nearest(name, BENCHMARKS)}"
+    if not sign or not path or name not in NAMES:
+        known = f"{', '.join(NAMES)}{did_you_mean(name, NAMES)}"
         raise UserError(f"adora_eval: {entry!r} is not BENCHMARK=DATA with one of {known}")
-    benchmark: Benchmark = import_module(f"eval.{name}.benchmark").BENCHMARK
+    benchmark = named(name)
     words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
-    words += [f"--prompt={prompt}"] if prompt and name == "geometry3k" else []
-    options = parse(words, name, benchmark.split, benchmark.add_data_options, benchmark.add_score_options)
+    words += [f"--prompt={prompt or 'null'}"] if "prompt" in benchmark.fingerprint else []
+    options = parse(words, benchmark)
     problems, _ = benchmark.load(options)
     if not problems:
         raise UserError(f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}")
@@ -127,7 +149,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         from eval.in_training import figures
 
         accelerator = self.trainer.accelerator
-        with self.trainer.vllm_generation.lent() as llm:
+        with self.trainer.vllm_generation.current_llm() as llm:
             answered = [self._answer(task, llm) for task in self.plan.tasks]
         tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt)
         for task, rows in zip(self.plan.tasks, answered, strict=True):
@@ -138,9 +160,9 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         accelerator.wait_for_everyone()
 
     def _answer(self, task: Task, llm: Any) -> list[dict[str, Any]]:
-        from eval.chat import ChatProcessor
-        from eval.engines import VLLMEngine
         from eval.in_training import answer_all
+        from eval.inference.chat import ChatProcessor
+        from eval.inference.engines import VLLMEngine
 
         args, accelerator = self.trainer.args, self.trainer.accelerator
         revision = dict(args.model_init_kwargs or {}).get("revision")

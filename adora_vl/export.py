@@ -11,18 +11,23 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
-from adora_vl.commands import Parser, exit_code_of, imports
-from adora_vl.commands import path as a_path
-from adora_vl.errors import UserError
-from adora_vl.files import replacing, replacing_folder
+from adora_vl.utils.cli import Parser, exit_code_of, imports
+from adora_vl.utils.cli import path as a_path
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import replacing, replacing_folder
 
 with imports():
-    from adora_vl.hub import why_missing
-    from adora_vl.models.load import auto_class, check_weights, read_config
+    from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
+    from adora_vl.checkpoint.writer import begun
+    from adora_vl.checkpoint.written import noted
+    from adora_vl.models.load import ADAPTER, MERGED, auto_class, check_weights, read_config
+    from adora_vl.utils.hub import why_missing
 
-ADAPTER = "adapter_config.json"
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 _CHUNK = 16 << 20  # bytes at a time
 _MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _PROCESSOR = (
@@ -46,7 +51,8 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
 
         write_universal(source, output)
         return source
-    with replacing_folder(output) as staged:
+    is_of_run = output.resolve() == run.resolve() / MERGED and begun(run)  # as a run's last lines propose
+    with noted(run, writes=is_of_run), replacing_folder(output) as staged:
         if (source / ADAPTER).is_file() and not adapter:
             _merge(source, staged)
         elif list(source.glob("*.safetensors")):
@@ -56,6 +62,27 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         _copy(source, staged, _PROCESSOR)
         _refuse_existing(output)  # again, since merging takes long
     return source
+
+
+def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Accelerator) -> bool:
+    """Write a PEFT model with its adapter merged in, and the processor, into `folder`. All ranks call this together.
+
+    Returns whether anything was written: a model without LoRA is whole already, and under ZeRO-3 and FSDP the weights
+    are in pieces, where merging them is left to the user (`python -m adora_vl.export`). The evaluators look for
+    `folder`, so it is there whole or not at all. The model itself is used up: its adapter is gone afterwards.
+    """
+    from accelerate.utils import is_peft_model
+    from trl.distributed import DistributedBackend
+
+    backend = DistributedBackend(accelerator)
+    if not is_peft_model(model) or backend.is_zero3 or backend.is_fsdp:
+        return False
+    if accelerator.is_main_process:
+        with replacing_folder(folder) as staged:
+            model.merge_and_unload().save_pretrained(staged)
+            processing_class.save_pretrained(staged)
+    accelerator.wait_for_everyone()
+    return True
 
 
 def _refuse_existing(output: Path) -> None:

@@ -14,23 +14,35 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.checkpoint.launcher import watch_launcher
-from adora_vl.commands import EXIT_INTERRUPTED
-from adora_vl.dry_run.options import take_options
-from adora_vl.dry_run.options import wanted as wants_dry_run
-from adora_vl.errors import RolloutError, RunError, UserError, in_one_line, lost_contact
-from adora_vl.families import sees_images
-from adora_vl.files import written_to
-from adora_vl.prepare import Run, prepare
-from adora_vl.versions import check_versions
+from adora_vl.utils.cli import EXIT_INTERRUPTED, imports
+from adora_vl.utils.errors import (
+    DiskFullError,
+    RolloutError,
+    RunError,
+    SharedUserError,
+    UserError,
+    in_one_line,
+    lost_contact,
+)
+from adora_vl.utils.files import disk_is_full, written_to
+from adora_vl.utils.launch import leave, watch_launcher
+from adora_vl.utils.startup_log import STARTUP_LOG, StartupLog
+from adora_vl.utils.versions import check_versions
+
+with imports():
+    from adora_vl.config.help import asks_for_help, help_text
+    from adora_vl.models.families import sees_images
+    from adora_vl.planning.options import refuse_without_dry_run, take_options
+    from adora_vl.planning.options import wanted as wants_dry_run
+    from adora_vl.prepare import Run, prepare
 
 if TYPE_CHECKING:
     from adora_vl.checkpoint.stop import StopOnSignal
-    from adora_vl.guards import SkipBadSteps
     from adora_vl.trainer import AdoraGRPOTrainer
+    from adora_vl.training.optimizer_steps import SkipBadSteps
 
-# After which a rank takes itself for the only one that has found a mistake. Python takes seconds to end where torch is
-# imported, and longer on a busy machine.
+# Seconds before a rank other than the first reports its own mistake. Where torch is imported Python takes seconds to
+# end, and longer on a busy machine.
 _ALONE_S = 20.0
 
 
@@ -55,7 +67,7 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
 
 
 def load(run: Run) -> AdoraGRPOTrainer:
-    """`build_trainer`, whose failure is one line: of the user where a key of `model_init_kwargs` is what is wrong."""
+    """As `build_trainer`. Raises `UserError` for a wrong key of `model_init_kwargs`, `RunError` for other failures."""
     given = dict(run.config.model_init_kwargs or {})
     try:
         return build_trainer(run)
@@ -71,22 +83,16 @@ def load(run: Run) -> AdoraGRPOTrainer:
 
 
 def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, SkipBadSteps]:
-    """What watches the training. Returned are those that may end it."""
+    """Add what watches the training. Returns the callbacks that may end it."""
     from adora_vl.checkpoint.stop import StopOnSignal
-    from adora_vl.doctor.self_check import SelfCheck
     from adora_vl.evaluation import EvaluateOnTheWay
-    from adora_vl.guards import DeepSpeedSteps, SkipBadSteps
     from adora_vl.models.precision import RefuseWrongBuffers
+    from adora_vl.rollout.agreement import SelfCheck
+    from adora_vl.training.optimizer_steps import DeepSpeedSteps, SkipBadSteps
 
     deepspeed = DeepSpeedSteps(lambda: trainer.model_wrapped, trainer.accelerator)
     stop = StopOnSignal()
-    bad_steps = SkipBadSteps(
-        run.config.adora_max_bad_steps,
-        trainer.ratio_guard,
-        trainer.log_figure,
-        deepspeed if trainer.is_deepspeed_enabled else None,
-        fp16=bool(run.config.fp16),
-    )
+    bad_steps = SkipBadSteps(trainer.context, trainer.ratio_guard, deepspeed if trainer.is_deepspeed_enabled else None)
     for callback in (stop, bad_steps, RefuseWrongBuffers(trainer)):
         trainer.add_callback(callback)
     if run.config.adora_self_check:
@@ -96,52 +102,92 @@ def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, Sk
     return stop, bad_steps
 
 
+def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
+    """Give the screen back where the training begins, before any other callback has something to say."""
+    from transformers import TrainerCallback
+    from transformers.utils.logging import disable_progress_bar
+
+    class Speak(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            startup.release()
+
+    trainer.callback_handler.callbacks.insert(0, Speak())
+    disable_progress_bar()  # of every checkpoint's files, between the lines of the steps
+
+
 def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     """Save the model and the trainer's state into `output_dir`. Returns the folder of the whole model.
 
     With LoRA that is `output_dir/merged`: `output_dir` has the adapter alone, which neither vLLM nor the evaluators
     load. Raises `RunError` where they cannot be written.
     """
-    from adora_vl.models.merged import save_merged
+    from adora_vl.checkpoint.written import noted
+    from adora_vl.export import save_merged
+    from adora_vl.models.load import MERGED
 
+    is_main = trainer.accelerator.is_main_process
     try:
-        trainer.save_model(str(output_dir))
-        trainer.save_state()
-        merged = output_dir / "merged"
-        if not save_merged(trainer.model, trainer.processing_class, merged, trainer.accelerator):
-            return output_dir
-        if trainer.accelerator.is_main_process:
-            trainer.card.write(merged, trainer.state)
-    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
+        with noted(output_dir, is_main):
+            trainer.save_model(str(output_dir))
+            trainer.save_state()
+            merged = output_dir / MERGED
+            if not save_merged(trainer.model, trainer.processing_class, merged, trainer.accelerator):
+                return output_dir
+            if is_main:
+                trainer.card.write(merged, trainer.state)
+    except Exception as error:
         where = trainer.checkpoints.where_to_go_on()
+        if disk_is_full(error):
+            raise DiskFullError(
+                f"the model could not be written (no space left on the disk of {str(output_dir)!r}); make room there, "
+                f"and {where}"
+            ) from None
         raise RunError(f"the model could not be written into {str(output_dir)!r} ({error}); {where}") from error
     return merged
 
 
+def copy_finished(checkpoint: Path, output_dir: Path) -> None:
+    """Copy the model of a run's last checkpoint into `output_dir`. Raises `UserError` where it cannot be written."""
+    from adora_vl.checkpoint.written import noted
+    from adora_vl.export import copy_model
+
+    with written_to("output_dir", output_dir), noted(output_dir, writes=True):
+        copy_model(checkpoint, output_dir)
+    print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")
+
+
+def load_quietly(run: Run, log: Path) -> AdoraGRPOTrainer:
+    """As `load`; what the libraries say on the way goes into the file `log`."""
+    first = run.config.process_index == 0
+    if first:
+        print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
+    with StartupLog(log, first=first):
+        return load(run)
+
+
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
-    from adora_vl.checkpoint.set_aside import delete_aside, set_aside
     from adora_vl.checkpoint.stop import EXIT_STOPPED, mark_stopped
     from adora_vl.checkpoint.universal import expect_universal, is_universal
-    from adora_vl.export import copy_model
-    from adora_vl.guards import located
-    from adora_vl.report.card import model_card
-    from adora_vl.report.manifest import end_manifest, failure_noted, write_manifest
-    from adora_vl.report.summary import print_summary
+    from adora_vl.checkpoint.writer import delete_aside, set_aside
+    from adora_vl.record.card import model_card
+    from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
+    from adora_vl.record.summary import print_summary
+    from adora_vl.training.guards import errors_with_step
 
     run = prepare(arguments)
+    output_dir = Path(run.config.output_dir)
     if run.finished:
         if run.config.process_index == 0:
-            with written_to("output_dir", Path(run.config.output_dir)):
-                copy_model(run.finished, Path(run.config.output_dir))
-            print(f"{run.finished} is the last step: nothing left to train; its model is in {run.config.output_dir}")
+            copy_finished(run.finished, output_dir)
         return 0
-    trainer = load(run)
+    trainer = load_quietly(run, output_dir / STARTUP_LOG)
     trainer.run_facts = {"fingerprint": run.fingerprint}
     manifest = run.manifest(arguments)
     manifest["model"]["sees_images"] = sees_images(trainer.model.config)
+    manifest["vllm_model_runner"] = trainer.vllm_generation.model_runner if trainer.use_vllm else None
     trainer.card.text = partial(model_card, manifest)
-    output_dir, is_main = Path(run.config.output_dir), trainer.accelerator.is_main_process
+    is_main = trainer.accelerator.is_main_process
     if is_main:
         if run.start.replaces:
             set_aside(output_dir)  # now that all that is known of the new run is in order
@@ -149,12 +195,14 @@ def train(arguments: Sequence[str]) -> int:
     trainer.accelerator.wait_for_everyone()
     stop, bad_steps = add_callbacks(trainer, run)
     if run.start.checkpoint:
-        trainer.begin_at(run.start.checkpoint)
+        trainer.restore(run.start.checkpoint)
         if is_universal(Path(run.start.checkpoint)):
             expect_universal(trainer)
+    until_step = StartupLog(output_dir / STARTUP_LOG)
+    speak_from_the_first_step(trainer, until_step)
     started = time.perf_counter()
     with failure_noted(manifest, output_dir, lambda: trainer.state.global_step, is_main):
-        with stop, located(lambda: trainer.state.global_step, trainer.checkpoints.where_to_go_on):
+        with stop, errors_with_step(lambda: trainer.state.global_step, trainer.checkpoints.where_to_go_on), until_step:
             trainer.train(resume_from_checkpoint=run.start.checkpoint)
         if bad_steps.reason:
             raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")
@@ -182,28 +230,28 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def report_stop(error: Exception, cause: BaseException | None = None) -> None:
-    """One line, the last one; where another error is the cause, its traceback first. `cause`: by default the one that
-    `error` was raised from.
-
-    All ranks stop together where there is no such cause, and one speaks for all.
+    """Print one line, after the traceback of the error's cause if it has one. `cause`: by default the error that
+    `error` was raised from. Without a cause all ranks stop together, and the first reports it.
     """
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     cause = cause or error.__cause__
+    alone = cause is not None or isinstance(error, DiskFullError)
     if cause is not None:
         traceback.print_exception(cause)
-    elif rank != "0":
+    if not alone and rank != "0":
         return
-    place = f" (rank {rank} of {ranks})" if cause is not None and ranks != "1" else ""
+    place = f" (rank {rank} of {ranks})" if alone and ranks != "1" else ""
     print(f"error{place}: {error}", file=sys.stderr, flush=True)
 
 
 def report_mistake(error: UserError) -> None:
-    """One line. Every rank finds most mistakes, and the first rank of each machine speaks for all of them.
-
-    A rank that has found one alone says it itself: the first one then waits for it in a collective call, so the
-    launcher, which ends all ranks once one has ended, has not ended this one after some seconds.
+    """Print one line. Most mistakes are found by every rank: the first rank of each machine reports them, and the
+    launcher ends the others. A mistake that another rank has found alone leaves the first one waiting, so nobody has
+    ended that rank after some seconds, and it reports the mistake itself.
     """
     place = ""
+    if isinstance(error, SharedUserError) and os.environ.get("RANK", "0") != "0":
+        return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_ALONE_S)
         place = f" (rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')})"
@@ -212,7 +260,7 @@ def report_mistake(error: UserError) -> None:
 
 def dry_run(arguments: Sequence[str]) -> int:
     """With `--dry-run`: say what the run would do and whether it fits, load no weight, write nothing."""
-    from adora_vl.dry_run.command import dry_run
+    from adora_vl.planning.dry_run import dry_run
 
     return dry_run(arguments)
 
@@ -220,19 +268,23 @@ def dry_run(arguments: Sequence[str]) -> int:
 def look_first(words: Sequence[str]) -> None:
     """Versions, keys and values: what can be wrong before anything slow is imported. Raises `UserError`."""
     check_versions(use_vllm=False)
-    from adora_vl.config.first_look import first_look
+    from adora_vl.config.early_check import early_check
 
-    first_look(take_options(words)[1] if wants_dry_run(words) else words)
+    refuse_without_dry_run(words)
+    early_check(take_options(words)[1] if wants_dry_run(words) else words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 130
     interrupted outside the training, 1 anything else: one line with the step and the checkpoint to go on from, after
-    the traceback of its cause; of a dry run 1 that it does not fit, in words.
+    the traceback of its cause. A dry run returns 1 where the run does not fit.
     """
     words = sys.argv[1:] if arguments is None else arguments
     watch_launcher()
     try:
+        if asks_for_help(words):
+            print(help_text(words))
+            return 0
         look_first(words)
         return dry_run(words) if wants_dry_run(words) else train(words)
     except UserError as error:
@@ -254,4 +306,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

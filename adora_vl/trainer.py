@@ -4,8 +4,8 @@
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
     3. a checkpoint   written beside its place, sealed, renamed
 
-Each concern is an object that `_build_collaborators` makes, named after what it does; this file has their order. Where
-stock TRL is overridden, the docstring says what it does and why that is not enough.
+The parts of a step are objects that `_build_collaborators` makes; this file has the order in which they work. Where a
+method of stock TRL is overridden, the docstring says what TRL does there and why that is not enough.
 """
 
 from __future__ import annotations
@@ -17,39 +17,50 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
-from adora_vl import build, compat
-from adora_vl.batch import Batch, Row
-from adora_vl.batching.unfinished import UnfinishedGeneration
-from adora_vl.checkpoint.sampler import EpochRepeatSampler
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.writer import CheckpointWriter
+from adora_vl.checkpoint.written import noted
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
-from adora_vl.config.speed import regroup_obstacle, regroups
+from adora_vl.config.batch_plan import Shape, regroup_obstacle, regroups
+from adora_vl.config.checks import refuse_turns
+from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, NoPrefetch
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.log_probabilities import LogProbabilities, evaluating
-from adora_vl.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard
-from adora_vl.models.components import freeze
+from adora_vl.dedup.policy_pass import PolicyPass, evaluating, generation_logps, has_dropout
+from adora_vl.dedup.split_attention import plan_no_shapes
+from adora_vl.experimental import extensions
+from adora_vl.models.families import freeze
 from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
 from adora_vl.models.precision import restore_buffers
-from adora_vl.report.card import CardWriter
-from adora_vl.rewards.completion import completion_text
-from adora_vl.rollout.distinct_rows import DistinctRows
-from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.importance import has_dropout
-from adora_vl.rollout.prefetch import NoPrefetch
-from adora_vl.rollout.tokens import mismatch_named, never_sample, never_sampled_ids
-from adora_vl.rollout_log import completions_table
-from adora_vl.rollout_log.figures import weighed_figures
-from adora_vl.rollout_log.phases import PhaseClock
-from adora_vl.rollout_log.texts import gather_texts
-from adora_vl.weighing import Scores
+from adora_vl.models.shape import refuse_tied_adapters
+from adora_vl.record import metrics, trackers
+from adora_vl.record.card import CardWriter
+from adora_vl.record.recorder import KeepRecord, Recorder
+from adora_vl.rollout.agreement import measured_drift
+from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
+from adora_vl.rollout.engine_settings import engine_settings
+from adora_vl.rollout.importance import ImportanceRatio
+from adora_vl.rollout.prompt_tokens import messages_of, mismatch_named, never_sample, never_sampled_ids
+from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.ahead import RolloutsAhead
+from adora_vl.training.dynamic_sampling import DynamicSampling
+from adora_vl.training.generation import Generation
+from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard
+from adora_vl.training.micro_batches import MicroBatcher
+from adora_vl.training.optimizer_steps import ScaledRate
+from adora_vl.training.partial_rollouts import PartialRollouts
+from adora_vl.training.scores import Grader
+from adora_vl.training.unfinished import UnfinishedGeneration
+from adora_vl.types import Batch, Row, StepContext
+from adora_vl.utils import compat
+from adora_vl.utils.files import usual_modes
 
 
 class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -63,22 +74,21 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     ) -> None:  # fmt: skip
         """Stock TRL builds its own generation class; ours takes that place, with the same arguments.
 
-        Raises `UserError` where a part to freeze has no parameters, or the CPU engine cannot sync this model.
+        Raises `UserError` where a part to freeze has no parameters, the CPU engine cannot sync this model, or TRL would
+        sample several turns.
         """
+        refuse_turns(kwargs)
         args = args if args is not None else AdoraGRPOConfig()
+        plan_no_shapes()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
-        self.card = CardWriter()  # the README.md of every saved model
-        self.clock = PhaseClock()
+        self.clock, self.card = metrics.PhaseClock(), CardWriter()  # the README.md of every saved model
         revision = dict(args.model_init_kwargs or {}).get("revision")
         if processing_class is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             processing_class = load_processor(name, revision=revision)
         limit_pixels(processing_class, args.min_pixels, args.max_pixels)
-        engine = partial(
-            AdoraVLLMGeneration,
-            settings=build.engine_settings(args, revision),
-            timed_sync=partial(self.clock.phase, "sync"),
-        )
+        timed_sync = partial(self.clock.phase, "sync")
+        engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, revision), timed_sync=timed_sync)
         with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs
@@ -86,142 +96,225 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         models = [one for one in (self.model, self.ref_model) if one is not None]
         for one in models:
             restore_buffers(one)
+        if is_peft_model(self.model):
+            refuse_tied_adapters(self.model)
         freeze(self.model, args.frozen_components)
         self._build_collaborators(args, models)
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
-        """The objects that a step is made of; each gets the accelerator, settings and callables, never the trainer."""
+        """The objects that a step is made of; each gets the context, never the trainer."""
         accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
-        self.shape = build.batch_shape(args, self.num_iterations)
+        context = StepContext(accelerator, args, log, pad_id, lambda: self.state, self._policy_logps, self.save_here)
+        self.context, self.shape = context, Shape.of(args)
         self.images = DistinctImages(models, self.processing_class, accelerator.device, args, self.train_dataset)
         self.methods = method_run(args)
-        self.weigher = build.weigher(args, accelerator, self.methods, self.reward_weights)
+        self.advantages = AdvantageComputer(context, self.methods, self.reward_weights)
         self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
-        self.row_guard = RowGuard(self.save_here)
-        self.reward_guard = RewardGuard(args.adora_reward_timeout, self.save_here, self._metrics["train"])
+        self.row_guard, self.drift_guard, self.ratio_guard = RowGuard(context), DriftGuard(context), RatioGuard(context)
+        self.reward_guard, self.server_guard = RewardGuard(context, self._metrics["train"]), ServerGuard(context)
         self.reward_funcs = self.reward_guard.around(self.reward_funcs, self.reward_func_names)
-        self.drift_guard = DriftGuard(accelerator, args.adora_max_drift, self.save_here, log)
-        self.ratio_guard = RatioGuard(accelerator, args.adora_max_ratio, args.importance_sampling_level, log)
-        self.resample = build.dynamic_sampling(args, accelerator, log, pad_id)
+        ends = {*self.eos_token_ids, pad_id}
+        self.grader = Grader(context, self.reward_guard, self.reward_weights, self.reward_func_names, ends)
+        self.resample = DynamicSampling(context)
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until there is a loader
-        self.replay = build.sample_replay(args, accelerator, log, self.images, pad_id)
-        self.batcher = build.batcher(args, accelerator, log, self.shape, self.images.banks, pad_id, counts_all)
-        self.unfinished = UnfinishedGeneration(accelerator, self.images.banks, self.shape)
-        self.log_probabilities = LogProbabilities(accelerator, args, images=self.images.shown)
-        self.ratio = build.importance_ratio(args, accelerator, log)
-        self.noise = build.noisy_rollouts(args, accelerator, log, lambda: self.state)
-        self.visual = build.visual_dependency(args, accelerator, self.images, log, dropout=has_dropout(self.model))
-        self.recorder = build.recorder(args, accelerator, self.shape)
-        self._buffered_inputs: list[Batch] | None = None  # the micro-batches of the present generation, as TRL has it
-        self._ready: Batch | None = None  # the micro-batch that `training_step` has prepared
-        self._scores: Scores | None = None  # of the generation that is being collected
-        self.log_multimodal = build.logs_images(args)
+        self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
+        self.unfinished = UnfinishedGeneration(context, self.images.banks)
+        self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
+        self.extensions = extensions(context, self.images, has_dropout=has_dropout(self.model))
+        if args.adora_rollout_budget is not None:
+            partials = PartialRollouts(context, self._sample_alone, lambda: self.vllm_generation, self.train_dataset)
+            self.extensions.insert(0, partials)
+        if args.adora_async_rollouts:
+            engine = self.vllm_generation
+            drift = self.images.vision.unshared()(partial(measured_drift, self, self.drift_guard.check))
+            ahead = RolloutsAhead(context, engine, self._sync, self._tokenized, lambda ns: self._next_rows(ns), drift)
+            self.extensions.insert(0, ahead)
+        self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
+        self.tie_notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
+        self._generation: Generation | None = None  # the one that is being learned from
+        self._collecting: Generation | None = None  # the one that is being sampled and graded
+        self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
             never_sample(never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config)
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
-        for callback in build.callbacks(self.clock, self.recorder, self.batcher, log, self.methods):
+        clock, keep = metrics.StepClock(self.clock, log), KeepRecord(self.recorder, self.batcher.take_moved)
+        rate = ScaledRate(lambda: self.methods.rate)
+        for callback in (rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile()):
             self.add_callback(callback)
 
     # ------------------------------------------------------------------------------------------- 1. a generation
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to the longest row of
-        the generation. Ours keeps groups together, leaves out those without signal, and removes padding.
+        the generation. Ours keeps groups together, leaves out those without signal, and removes padding. A second call
+        returns the same micro-batch.
         """
-        if self._ready is not None:
-            ready, self._ready = self._ready, None
-            return ready
-        if not self.model.training or not regroups(self.args) or regroup_obstacle(self.args):
+        if not self.model.training or not self._cuts:
             return super()._prepare_inputs(generation_batch)
-        if self._step % self.shape.cycle == 0 or self._buffered_inputs is None:
-            batch = self._generate_and_score_completions(generation_batch)
-            batch = self.resample(batch, self._collect, DistinctRows(self.train_dataset), self._place)
-            batch = self.replay(batch, self._policy_pass, self.state.global_step, f"{self.args.seed}/{self._place}")
-            self._buffered_inputs = self.batcher.split(batch)
-        return self._buffered_inputs[self._step % self.shape.steps]
+        present = self._generation
+        if present is None or not 0 <= self._step - present.first_micro_step < self.shape.cycle:
+            present = self._generation = self._sample(generation_batch)
+        return present.micro_batches[self._step % self.shape.steps]
 
-    def _generate_and_score_completions(self, inputs: list[Row]) -> Any:
+    @property
+    def _cuts(self) -> bool:
+        """Whether a generation is divided here. Otherwise TRL divides it, into `_buffered_inputs`."""
+        return regroups(self.args) and not regroup_obstacle(self.args)
+
+    def _sample(self, rows: list[Row]) -> Generation:
+        """A generation from these rows, ready to be learned from."""
+        with self._engine_awake():
+            batch = self._generate_and_score_completions(rows)  # TRL's name for it, which a subclass may override
+            generation = self._collecting
+            assert generation is not None
+            generation.batch = batch
+
+            def further(rows: list[Row], attempt: int) -> Batch:
+                return self._collect(self._begin(rows, attempt)).batch
+
+            drawn_from = DistinctRows(self.train_dataset)
+            generation.batch = self.resample(generation.batch, further, drawn_from, generation.key)
+        for extension in self.extensions:
+            extension.before_split(generation)
+        generation.micro_batches = self.batcher.split(generation.batch, generation.key)
+        generation.release()
+        self._collecting = None
+        return generation
+
+    def _engine_awake(self) -> AbstractContextManager[None]:
+        """Inside, the engine stays awake from the first batch of dynamic sampling to the last, unless the policy makes
+        a pass after each of them: then it needs the engine's memory.
+        """
+        asks = any(extension.needs_old_logps for extension in self.extensions)
+        passes = asks or self.beta != 0.0 or not self._skips_old_pass
+        if not self.use_vllm or not self.args.adora_dynamic_sampling or passes:
+            return nullcontext()
+        return cast("AbstractContextManager[None]", self.vllm_generation.staying_awake())
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         """Stock TRL processes the image of every copy of a row twice, makes a pass for the old log-probabilities
         whenever vLLM samples, and returns group-normalised advantages. Ours processes each image once, makes that pass
         only if it is needed, and weighs the groups.
         """
-        return self._collect(inputs)
+        batch = self._collect(self._begin(inputs)).batch
+        if not self.model.training or not self._cuts:
+            self._collecting = None  # its rows and images are not held while the policy learns
+        return batch
 
-    def _collect(self, rows: list[Row], attempt: int = 0) -> Batch:
-        """Sample, grade and weigh the rollouts of these rows, and record them. `attempt`: which further batch of this
-        generation it is, 0 for the first.
-        """
-        training, mode = self.model.training, "train" if self.model.training else "eval"
+    def _begin(self, rows: list[Row], attempt: int = 0) -> Generation:
+        """What is known of a generation before it is sampled. `attempt`: which further batch of it, 0 for the first."""
         self.prefetch.finish()
         self.row_guard.check(rows, self.state.global_step)
-        if not attempt:
+        training = self.model.training
+        generation = Generation(
+            rows=rows,
+            mode="train" if training else "eval",
+            step=self.state.global_step,
+            key=self._step_key,
+            attempt=attempt,
+            group_size=self.num_generations if training else self.num_generations_eval,
+            sampling=SamplingRequest(image_cache=self.images.cache, grouped=self.args.adora_group_requests),
+            first_micro_step=self._step - self._step % self.shape.cycle,
+        )
+        if self.args.adora_seeded_rollouts:
+            generation.sampling.seed = (self.args.seed, generation.where)
+        with self.clock.phase("rollout"), self.server_guard.watching():
+            for extension in self.extensions:
+                extension.before_sampling(generation)
+        return generation
+
+    def _collect(self, generation: Generation) -> Generation:
+        """Sample, grade and weigh these rollouts, and record them."""
+        rows, mode, training = generation.rows, generation.mode, generation.mode == "train"
+        self._collecting = generation
+        if not generation.attempt:
             self.reward_guard.begin()
-        processor = self.images.generation(rows, mode, further=attempt > 0, processor=self.processing_class)
-        with (
-            processor as taken,
-            compat.PROCESSOR.replaced_by(taken, on=self),
-            self._old_pass(needed=not training or self.replay.capacity > 0),
-        ):
-            batch = self.images.completed(self._sample_and_grade(rows, mode, attempt))
-        assert self._scores is not None
-        generations = self.num_generations if training else self.num_generations_eval
+            if training:
+                trackers.empty(self._logs)
+        processor = self.images.generation(rows, mode, further=generation.attempt > 0, processor=self.processing_class)
+        old_logps = not training or any(extension.needs_old_logps for extension in self.extensions)
+        with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self), self._old_pass(needed=old_logps):
+            batch = generation.batch = self.images.completed(self._sample_and_grade(generation))
+        scores = generation.scores
+        assert scores is not None
         if training:
-            self.drift_guard.check_batch(batch, self.state.global_step)
-        weighed = self.weigher(self._scores, batch, generations, self.state.global_step, training=training)
-        for name, value in weighed_figures(weighed, self._scores).items():
-            self._metrics[mode][name].append(value)
-        completions_table.add_weighed(self._logs, weighed, texts=build.logs_tables(self.args))
+            self.drift_guard.check_batch(batch, generation.step)
+        weighed = generation.advantages = self.advantages(
+            scores, batch, generation.group_size, generation.step, training=training
+        )
+        metrics.add_weighed_figures(self._metrics[mode], weighed, scores)
+        trackers.add_weighed(self._logs, weighed, texts=trackers.logs_tables(self.args))
+        trackers.show_all(self._logs["rewards"], scores.rewards, self.reward_func_names)
         if training:
-            first = self.accelerator.process_index * len(rows)
-            batch["advantages"] = weighed.advantages_PG.flatten()[first : first + len(rows)]
+            self.tie_notice.count(weighed.weighting)
+            rank = self.accelerator.process_index
+            batch["advantages"] = generation.of_rank(weighed.advantages_PG.flatten(), rank)
             with self.clock.phase("policy"):
-                live_B = weighed.live_B[first : first + len(rows)]
-                self.visual.weigh(batch, live_B, self._policy_pass, f"{self.args.seed}/{self._place}/{attempt}")
-            batch["rollout_number"] = self.recorder.number(len(rows))
+                for extension in self.extensions:
+                    extension.after_weighing(generation)
             with self.clock.phase("other"):
-                self.recorder.add(
-                    rows, batch, self._scores, weighed, self._logs, self.reward_func_names, self.state.global_step
-                )
+                batch["rollout_number"] = self.recorder.number(len(rows))
+                self.recorder.add(generation, self._logs, self.reward_func_names)
             self.prefetch.start()
+        return generation
+
+    def _sample_and_grade(self, generation: Generation) -> Batch:
+        """TRL's part of a generation: weights into the engine, prompts, rollouts, rewards, advantages."""
+        request = generation.sampling
+        sampling = self.vllm_generation.sampling(request) if self.use_vllm else nullcontext()
+        gathering = compat.PROMPT_GATHERING.replaced_by(trackers.gather_texts, on=grpo_trainer)
+        with sampling, gathering, mismatch_named(generation.rows):
+            batch = cast("Batch", super()._generate_and_score_completions(generation.rows))
+        if generation.mode == "train" and self.use_vllm:
+            self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
+        if request.alter_images is not None:
+            batch["distorted"] = torch.tensor(request.altered, device=self.accelerator.device)
+        for name, values in request.answers.columns.items() if request.answers is not None else ():
+            batch[name] = torch.tensor(values, device=self.accelerator.device)  # type: ignore[literal-required]
         return batch
 
-    def _sample_and_grade(self, rows: list[Row], mode: str, attempt: int) -> Batch:
-        """TRL's part of a generation: weights into the engine, prompts, rollouts, rewards, advantages."""
-        if self.use_vllm:
-            where = f"{mode}/{self._place}{f'/{attempt}' if attempt else ''}"  # a resumed run arrives at it too
-            position = (self.args.seed, where) if self.args.adora_seeded_rollouts else None
-            noise = self.noise.now(f"{self.args.seed}/{where}") if mode == "train" else None
-            self.vllm_generation.prepare(position, self.images.cache, self.args.adora_group_requests, noise)
-        with compat.PROMPT_GATHERING.replaced_by(gather_texts, on=grpo_trainer), mismatch_named(rows):
-            batch = cast("Batch", super()._generate_and_score_completions(rows))
-        if mode == "train" and self.use_vllm:
-            self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
-            self.noise.mark(batch, self.vllm_generation.distorted)
-        return batch
+    def _sample_alone(self, rows: list[Row], request: SamplingRequest) -> tuple[list[list[int]], list[list[Any]]]:
+        """What the engine samples for these rows, in TRL's way. A rank without rows takes part in the weight sync."""
+        with self.clock.phase("rollout"), mismatch_named(rows), self.vllm_generation.sampling(request):
+            self._sync()
+            if not rows:
+                return [], []
+            return tuple(self._generate_single_turn(*self._tokenized(rows), self.num_generations))
+
+    def _sync(self) -> None:
+        """The policy's weights to the engine, unless it has them."""
+        if self.state.global_step != self._last_loaded_step:
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step: int = self.state.global_step
+
+    def _tokenized(self, rows: list[Row]) -> tuple[Any, ...]:
+        processor = self.images.generation(rows, "train", further=False, processor=self.processing_class)
+        with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self):
+            return cast("tuple[Any, ...]", self._tokenize_prompts(messages_of(rows)))
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Stock TRL processes images, samples and decodes here, timed for wandb alone; ours times it for the log."""
-        with self.clock.phase("rollout"):
+        with self.clock.phase("rollout"), self.server_guard.watching():
             return super()._generate(prompts)
 
     def _calculate_rewards(
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
     ) -> Tensor:
-        """Stock TRL returns the rewards gathered from all ranks, (B, functions), and if a function raises, only that
-        rank stops. Ours also keeps rewards and lengths, times the functions, and stops all ranks.
+        """Stock TRL returns the rewards gathered from all ranks, (B, functions), and takes one that is missing beside
+        others for 0; if a function raises, only that rank stops. Ours returns NaN throughout for a rollout that lacks a
+        reward, which TRL then leaves out. It also times the functions, keeps the scores, and stops all ranks.
         """
         with self.clock.phase("grading"):
             rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self.reward_guard.check(self.state.global_step)
-        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        texts = [completion_text(completion) for completion in completions]
-        self._scores = Scores.gathered(rewards_BF, completion_ids_list, texts, ends, self.accelerator)
-        return rewards_BF
+        now = self._collecting
+        assert now is not None
+        now.scores = self.grader(rewards_BF, completions, completion_ids_list, now.group_size, now.step)
+        return now.scores.rewards.counted_BF
 
     @property
-    def _place(self) -> str:
+    def _step_key(self) -> str:
         """Where the run stands: the optimizer step and the micro-batch in it."""
         return f"{self.state.global_step}/{self._step % self.args.gradient_accumulation_steps}"
 
@@ -233,12 +326,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         started = time.perf_counter()
         model.train()
-        self._ready = self._prepare_inputs(inputs)
+        has_work = not self._cuts or bool(self._prepare_inputs(inputs))
         self._current_train_step_time += time.perf_counter() - started
-        if self._ready:
+        if has_work:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
-        self._ready = None
         self._step += 1
         return torch.zeros((), device=self.args.device)
 
@@ -248,7 +340,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         the ratio to the engine in the policy's own pass, weighs a micro-batch by its rows, and skips a step in which
         the ratio of new to old policy explodes.
         """
-        micro = self.visual.applied(cast("Batch", {**inputs}))
+        micro = cast("Batch", {**inputs})
         logps: list[Tensor] = []
         corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
@@ -259,29 +351,35 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 self.recorder.measured(micro, logps_BC)
                 self.ratio.complete(micro, logps_BC)
 
-        with self.log_probabilities.watched(seen):
+        with self.policy_pass.watched(seen):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
             if self.ratio_guard.exploded is not None:
-                self.replay.forget()
+                for extension in self.extensions:
+                    extension.on_exploded_ratio()
         return self.batcher.scaled(loss, micro)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Stock TRL computes the prompt again with every rollout, and pads rows to one length. Ours computes it once
         per group and without padding where that is less work and the model's attention allows it.
         """
-        return self.log_probabilities(super()._get_per_token_logps_and_entropies, *args, **kwargs)
+        return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
-    def _policy_pass(self, *args: Any, **kwargs: Any) -> Any:
-        """A pass of the policy as it answers, without dropout."""
+    def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
+        """The log-probabilities of a generation's completions by the policy without dropout, (B, C)."""
+        policy = partial(self._get_per_token_logps_and_entropies, self.model)
         with evaluating(self.model):
-            return self._get_per_token_logps_and_entropies(self.model, *args, **kwargs)
+            return generation_logps(batch, policy, self.args.per_device_train_batch_size, pixels)
+
+    @property
+    def _skips_old_pass(self) -> bool:
+        """Whether the old log-probabilities equal those of the policy's own pass."""
+        return self.args.adora_skip_old_pass and self.shape.has_one_step and not has_dropout(self.model)
 
     def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
         """Inside, TRL makes no pass for the old log-probabilities if they equal those of the policy's own pass."""
-        on_policy = self.shape.has_one_step and not has_dropout(self.model)
-        if needed or not self.args.adora_skip_old_pass or not on_policy:
+        if needed or not self._skips_old_pass:
             return nullcontext()
         return compat.OLD_PASS.replaced_by(False, on=self)
 
@@ -296,9 +394,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         def save(folder: Path) -> dict[str, Any]:
             stock(model, trial)
-            table = completions_table.to_json(self._logs)
-            self.replay.save(folder)
-            return {**self._facts(), **self.unfinished.save(folder, self._step, self._buffered_inputs, table)}
+            table = trackers.to_json(self._logs)
+            for extension in self.extensions:
+                extension.save(folder)
+            generation = self._generation
+            left: list[Batch] | None = self._buffered_inputs
+            if self._cuts:
+                left = None if generation is None else generation.micro_batches
+            return {**self._facts(), **self.unfinished.save(folder, self._step, left, table)}
 
         self.checkpoints.write(self.state.global_step, save)
 
@@ -317,18 +420,20 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         else:
             restore_weights(model, Path(resume_from_checkpoint))
 
-    def begin_at(self, checkpoint: str) -> None:
+    def restore(self, checkpoint: str) -> None:
         """Restore what a checkpoint holds besides weights and optimizer, which `train` restores: what the methods
         remember, the rollouts that are still to be learned from, and the figures since the last log.
         """
         facts = facts_of(Path(checkpoint))
         self.checkpoints.began_at = checkpoint
         self.methods.load(facts.get("methods", {}))
-        self.replay.load(Path(checkpoint))
+        for extension in self.extensions:
+            extension.load(Path(checkpoint))
         unfinished = self.unfinished.load(Path(checkpoint))
         if unfinished is not None:
             self._step, self._buffered_inputs, table = unfinished
-            completions_table.from_json(table, self._logs)
+            self._generation = Generation.restored(self._step - self._step % self.shape.cycle, self._buffered_inputs)
+            trackers.from_json(table, self._logs)
         for name, values in facts.get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 
@@ -341,10 +446,19 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return {**self.run_facts, "methods": self.methods.state(), "metrics": self._metrics["train"]}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Stock TRL saves weights and processor; ours also writes the model card, in checkpoints too."""
+        """Stock TRL saves weights and processor; ours also writes the model card, in checkpoints too, and lets others
+        read the weights where the umask does.
+        """
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            self.card.write(Path(output_dir or self.args.output_dir), self.state)
+            folder = Path(output_dir or self.args.output_dir)
+            usual_modes(folder)
+            self.card.write(folder, self.state)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Stock TRL copies the model into output_dir, to push it; ours also notes that a run wrote it."""
+        with noted(Path(self.args.output_dir), self.accelerator.is_main_process):
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None) -> None:
         """Stock TRL writes a card of its own into output_dir at every save, which would replace ours."""
@@ -362,9 +476,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         if not is_training or not self.args.adora_cache_images or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        rows = DistinctRows(dataset)
+        numbered = self.args.adora_rollout_budget is not None or self.args.adora_async_rollouts > 0
+        rows = DistinctRows(dataset, numbered=numbered)
         loader = super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, dataloader_key)
-        self.prefetch = build.prefetch(self.args, self.images, rows, self._row_order, dataset)
+        self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
+        self._next_rows = partial(rows.rows_after, order=self._row_order)
         return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:

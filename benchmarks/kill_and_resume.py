@@ -1,6 +1,6 @@
 """Does a run that is killed again and again have the same losses, rollouts and weights as an uninterrupted one?
 
-    python benchmarks/kill_and_resume.py --kills rollout:4,grading:9,backward:13,saving:18 --processes 1
+    python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,backward:13,saving:18 --processes 1
 
 Each kill is a SIGKILL to every process of the run, at a random moment inside the phase of that step. Then the same
 command is started again. Prints a table, and ends with exit code 1 where anything differs.
@@ -23,6 +23,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 PHASES = ("rollout", "grading", "backward", "saving")
+CHILD = "--child"
 KILL = "ADORA_KILL"  # phase:step:delay in seconds, for the child; with :rank that rank alone dies
 UNTIMED = (
     "step_time",
@@ -49,8 +50,8 @@ def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
     """Run the training command in a session of its own. Returns 0, or -9 where it was killed."""
     config = "cpu" if options.processes == 1 else "cpu_zero3"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}.yaml"]
-    command += [__file__, "--child", *settings(folder, options.steps, options.extra)]
-    environment = {**os.environ, KILL: kill, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(REPOSITORY)}
+    command += ["-m", "benchmarks.kill_and_resume", CHILD, *settings(folder, options.steps, options.extra)]
+    environment = {**os.environ, KILL: kill, "TOKENIZERS_PARALLELISM": "false"}
     log = folder.with_suffix(".log")
     with log.open("a") as stream:
         process = subprocess.Popen(
@@ -65,7 +66,7 @@ def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
 
 
 def child(arguments: list[str]) -> int:
-    """The training command, in which entering a phase of a step may start the timer of a kill."""
+    """The training command, with a timer that kills it after a given phase of a step begins."""
     from adora_vl.train import main
 
     if os.environ.get(KILL):
@@ -163,7 +164,7 @@ def killed_run(folder: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--child"]:
+    if sys.argv[1:2] == [CHILD]:
         return child(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)

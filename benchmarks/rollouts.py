@@ -15,17 +15,19 @@ import sys
 import time
 from typing import Any
 
-from adora_vl.rollout.environment import prepare_engine_environment
+from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
 
 from PIL import Image  # noqa: E402
 from transformers import AutoProcessor  # noqa: E402
 
-from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
-from adora_vl.prompts import conversation  # noqa: E402
-from adora_vl.rollout.sync import prefill_options, reset_caches  # noqa: E402
-from adora_vl.rollout.tokens import collapse_image_runs, never_sampled_ids  # noqa: E402
+from adora_vl.data.prompts import conversation  # noqa: E402
+from adora_vl.models.load import PRETRAINED  # noqa: E402
+from adora_vl.rollout.engine_settings import prefill_options  # noqa: E402
+from adora_vl.rollout.prompt_tokens import collapse_image_runs, never_sampled_ids  # noqa: E402
+from adora_vl.rollout.weight_sync import reset_caches  # noqa: E402
+from benchmarks.long_tailed import compare  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
 # name -> one request per prompt, seeds, text
@@ -57,8 +59,13 @@ def main() -> None:
     for name, value in (("side", 448), ("problems", 4), ("generations", 8), ("tokens", 40), ("turns", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--compile", action="store_true", help="with torch.compile, as vLLM does by itself")
+    parser.add_argument("--lengths", choices=["long-tailed"], help="what partial rollouts save, instead")
+    parser.add_argument("--generations-of-a-run", type=int, default=40, help="with --lengths")
     parser.add_argument("--profile", choices=list(WAYS), help="also print where this way spends its time")
     options = parser.parse_args()
+    if options.lengths:
+        compare(options.generations_of_a_run)
+        return
     from vllm import SamplingParams
 
     from adora_vl.rollout.llm import GroupingLLM
@@ -86,7 +93,7 @@ def main() -> None:
             if turn and way == options.profile:
                 profile.enable()
             start = time.process_time()
-            with llm.asking(groups, seeds if seeded else None, together):
+            with llm.grouped(groups, seeds if seeded else None, together):
                 outputs = llm.generate(rows, sampling_params=parameters, use_tqdm=False)
             if turn:  # the first of each is not counted
                 found[way].append(time.process_time() - start)

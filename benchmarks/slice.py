@@ -5,6 +5,9 @@ Builds the model (published widths, few layers, random weights) and its data whe
 the distance of engine and trainer by position, the peak of a process's memory against the prediction, seconds by phase,
 the page. What follows `--` goes to the training (`-- --max_completion_length 64`). `python -m benchmarks.slice build`
 builds alone.
+
+Each process of a run is `python -m benchmarks.slice --child`: the training command with an observer. The run itself is
+unchanged.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -22,8 +26,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adora_vl.memory import GIB
-from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
+import torch
+from tokenizers import Tokenizer, models
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
+
+from adora_vl.builtin.processor import CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, build_tokenizer
+from adora_vl.data.dataset import Manifest, Row, write_manifest, write_split
+from adora_vl.data.prompts import SYSTEM_PROMPT
+from adora_vl.models.shape import SHAPES
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.utils.files import GIB
+from benchmarks.measure import PeakMemory
+from data_prep.output import complete_or_absent
+from data_prep.synthetic.generate import generate
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/train/slice_7b_cpu.yaml"
@@ -36,12 +58,103 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 ROWS = 8
 PHASES = ("rollout", "policy", "sync", "grading", "other")
+CHILD, SEEN = "--child", "SLICE_SEEN"  # the variable names the folder for what the observer sees
+
+PUBLISHED = "Qwen2.5-VL-7B-Instruct"
+FIRST_SPECIAL = 151643  # the published id of <|endoftext|>; the others follow in the order of the tiny model's
+FILLERS_A_BOX = 64
+FULL_ATTENTION_EVERY = 8  # of the published tower's blocks: the last of each eight sees the whole image
+SIDES = (504, 868)  # pixels: 324 and 961 image tokens
+MIN_PIXELS, MAX_PIXELS = 56 * 56, 1280 * 28 * 28
+
+
+def slice_config(layers: int, blocks: int, **widths: Any) -> Qwen2_5_VLConfig:
+    """The published config with `layers` decoder layers and `blocks` vision blocks, the last of which sees the whole
+    image, as the last of every eight does in the published tower.
+
+    `widths`: other values, `vision_config` among them, for a test that has no memory for the real ones.
+    """
+    published = json.loads((SHAPES / PUBLISHED / "config.json").read_text(encoding="utf-8"))
+    vision = published.pop("vision_config") | widths.pop("vision_config", {})
+    full = [*range(FULL_ATTENTION_EVERY - 1, blocks, FULL_ATTENTION_EVERY), blocks - 1]
+    vision |= {"depth": blocks, "fullatt_block_indexes": sorted(set(full))}
+    text = published | widths | {"num_hidden_layers": layers, "max_window_layers": layers}
+    return Qwen2_5_VLConfig(**text, vision_config=vision, pad_token_id=FIRST_SPECIAL)
+
+
+def slice_tokenizer(answers: Sequence[str], texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """The tiny model's vocabulary, Qwen's special tokens at their published ids, and fillers between them, which a
+    random model samples and which decode to short texts. One filler in 64 is a box around an answer, so that chance
+    solves some of the problems and a reward has something to tell apart.
+
+    `answers`: what the boxes hold. `texts`: what the vocabulary of prompts is learnt from.
+    """
+    learnt = json.loads(build_tokenizer(texts).backend_tokenizer.to_str())
+    words = sorted(learnt["model"]["vocab"], key=learnt["model"]["vocab"].get)
+    words = [word for word in words if word not in SPECIAL_TOKENS]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    for number in range(len(words), FIRST_SPECIAL):
+        box, place = divmod(number, FILLERS_A_BOX)
+        vocabulary[_box(answers[box % len(answers)], box) if place == 0 else f"Ġw{number:x}"] = number
+    vocabulary |= {token: FIRST_SPECIAL + place for place, token in enumerate(SPECIAL_TOKENS)}
+    whole = Tokenizer.from_str(json.dumps({**learnt, "added_tokens": []}))
+    merges = [tuple(merge) for merge in learnt["model"]["merges"]]
+    whole.model = models.BPE(vocab=vocabulary, merges=merges)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=whole,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=list(SPECIAL_TOKENS),
+        padding_side="left",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _box(answer: str, number: int) -> str:
+    """A vocabulary has every text once, so each box has a number before it. `Ġ` is the space of byte-level BPE."""
+    return f"Ġ({number:x})Ġ\\boxed{{{answer}}}"
+
+
+def build_model(folder: Path, config: Qwen2_5_VLConfig, rows: Sequence[Row], seed: int = 0) -> int:
+    """Write model, tokenizer and processor into `folder`. Returns the number of parameters.
+
+    The weights are drawn in bfloat16 with the published standard deviation, the same for the same seed.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    model.generation_config.update(
+        eos_token_id=[config.get_text_config().eos_token_id, FIRST_SPECIAL], pad_token_id=FIRST_SPECIAL
+    )
+    model.save_pretrained(folder)
+    texts = [f"system user assistant {SYSTEM_PROMPT}\n", *(row["problem"] for row in rows)]
+    tokenizer = slice_tokenizer([row["answer"] for row in rows], texts)
+    Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(),
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def draw_rows(rows: int, seed: int = 0) -> list[Row]:
+    """Drawn problems, their pictures by turns as large as `SIDES` say."""
+    drawn = [generate(-(-rows // len(SIDES)), seed=seed + place, size=side) for place, side in enumerate(SIDES)]
+    return [row for rows_of_sides in zip(*drawn, strict=True) for row in rows_of_sides][:rows]
+
+
+def write_data(folder: Path, rows: Sequence[Row]) -> Manifest:
+    """A prepared dataset of these rows, complete or absent."""
+    arguments = {"rows": len(rows), "sides": list(SIDES)}
+    description = {"source": "synthetic", "input": None, "revision": None, "arguments": arguments}
+    with complete_or_absent(folder, description) as partial:
+        return write_manifest(partial, description, {"train": write_split(rows, partial, "train")})
 
 
 def build(folder: Path, layers: int, blocks: int) -> None:
     """Model and data of the slice, unless they are there; the model is renamed into place when it is whole."""
-    from benchmarks.slice_model import build_model, draw_rows, slice_config, write_data
-
     rows = draw_rows(ROWS)
     write_data(folder / "data", rows)
     if _layers_of(folder / "model") == (layers, blocks):
@@ -62,18 +175,59 @@ def _layers_of(model: Path) -> tuple[int, int] | None:
     return config["text_config"]["num_hidden_layers"], config["vision_config"]["depth"]
 
 
-def _launch(name: str, module: str, folder: Path, words: Sequence[str]) -> list[str]:
+def child(words: Sequence[str]) -> int:
+    """The training command; writes down this process's memory, and how far the engine is from it."""
+    from adora_vl.train import main
+    from adora_vl.utils.launch import prepare_engine_environment
+
+    prepare_engine_environment()
+    observe(Path(os.environ[SEEN]), os.environ.get("RANK", "0"))
+    return main(words)
+
+
+def observe(folder: Path, rank: str) -> None:
+    """Into `folder` goes `rank-N.jsonl`, a line per comparison of a micro-batch with the absolute differences in nats
+    at each place of the answer, and `rank-N.memory.json`, peaks in bytes.
+    """
+    from adora_vl.trainer import AdoraGRPOTrainer
+    from adora_vl.training.guards import DriftGuard
+
+    check, train, watch = DriftGuard.check, AdoraGRPOTrainer.train, PeakMemory(mapped=False, every=0.05)
+    libraries = watch.now()
+    gaps_file = folder / f"rank-{rank}.jsonl"
+
+    def checked(self: Any, logps_BC: Any, sampling_BC: Any, mask_BC: Any, step: int) -> None:
+        gaps_BC = (logps_BC - sampling_BC).abs().float()
+        columns = [gaps_BC[mask_BC[:, place].bool(), place].tolist() for place in range(gaps_BC.shape[1])]
+        with gaps_file.open("a") as stream:
+            stream.write(json.dumps({"step": step, "gaps": columns}) + "\n")
+        check(self, logps_BC, sampling_BC, mask_BC, step)
+
+    def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        start = watch.restart()
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            peaks = {"libraries": libraries, "start": start, "training": watch.restart(), "resident": resident}
+            (folder / f"rank-{rank}.memory.json").write_text(json.dumps(peaks))
+
+    DriftGuard.check = checked  # type: ignore[method-assign]
+    AdoraGRPOTrainer.train = trained
+
+
+def _launch(name: str, module: Sequence[str], folder: Path, words: Sequence[str]) -> list[str]:
     accelerate, case = CASES[name]
     own = ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data"), *case]
     launcher = [str(Path(sys.executable).with_name("accelerate")), "launch"]
     launcher += ["--config_file", f"configs/accelerate/{accelerate}.yaml"]
-    return [*launcher, "-m", module, "--config", CONFIG, *own, *words]
+    return [*launcher, "-m", *module, "--config", CONFIG, *own, *words]
 
 
 def predicted(name: str, folder: Path, words: Sequence[str]) -> dict[str, Any]:
-    """What the dry run says of the same command."""
+    """The dry run's prediction for the same command."""
     file = folder / "dry_run.json"
-    command = _launch(name, "adora_vl.train", folder, [*words, "--dry-run", "--json", str(file)])
+    command = _launch(name, ["adora_vl.train"], folder, [*words, "--dry-run", "--json", str(file)])
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         sys.exit(done.stderr[-3000:])
@@ -89,8 +243,8 @@ def train(name: str, folder: Path, words: Sequence[str]) -> float:
     own = [*words, "--output_dir", str(folder / name), "--overwrite_output_dir", "true"]
     began = time.perf_counter()
     with (folder / f"{name}.log").open("w") as log:
-        command = _launch(name, "benchmarks.slice_run", folder, own)
-        environment = {**os.environ, "SLICE_SEEN": str(seen)}
+        command = _launch(name, ["benchmarks.slice", CHILD], folder, own)
+        environment = {**os.environ, SEEN: str(seen)}
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
         sys.exit(f"{name}: exit code {done.returncode}\n{(folder / f'{name}.log').read_text()[-3000:]}")
@@ -152,7 +306,7 @@ def report(name: str, folder: Path, words: Sequence[str]) -> dict[str, Any]:
 
 
 def table(name: str, figures: dict[str, Any]) -> str:
-    """What a person reads of it."""
+    """The report as lines for a person."""
     made, size = figures["page"]
     gib = {name: value / GIB for name, value in figures["peaks"].items()}
     own, plan = gib["training"] - gib["libraries"], figures["predicted_bytes"] / GIB
@@ -172,7 +326,9 @@ def table(name: str, figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
+    if sys.argv[1:2] == [CHILD]:
+        return child(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("build", "run"), default="run")
     parser.add_argument("--layers", type=int, default=1, help="decoder layers (%(default)s)")
@@ -190,7 +346,8 @@ def main() -> None:
     build(folder, options.layers, options.blocks)
     for name in options.cases.split(",") if options.what == "run" else []:
         print(table(name, report(name, folder, more)), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

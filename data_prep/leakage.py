@@ -1,7 +1,7 @@
 """Finds the same diagram with the same question in two splits. A model that has trained on such a row is not tested by
 it.
 
-Two hashes are compared, together with the question (case, spaces and punctuation aside):
+Two hashes are compared, together with the question (case, spaces and punctuation aside, but for signs of arithmetic):
 - SHA-256 of the pixels: the same picture, whatever the gold;
 - a difference hash of 16 x 16 comparisons of neighbouring patches inside the drawing's bounding box: the same picture
   scaled, recompressed or with another margin. It cannot see a digit, and textbooks print one figure with many numbers,
@@ -13,13 +13,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 
-from data_prep.images import diagram_hash
+from adora_vl.data.images import diagram_hash
 
+_NO_SIGNS = re.compile(r"[^\w\\+\-*/^=<>]+")  # what two spellings of one question may differ in; 2+3 is not 2-3
 _GRID = 16
 _INK = 245  # grey levels below it are drawing, above it paper
 _STEP = 8  # grey levels between neighbouring patches that are more than noise of a recompression
@@ -30,22 +32,34 @@ _NEAR_BITS = 32
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is remembered of a row: hashes alone. `near`: one difference hash of 256 bits for each image."""
+    """What is remembered of a row: hashes alone. `near`: one difference hash of 256 bits for each image.
+
+    `asked`: of what a model is asked, to the letter: the question, its options, its pictures.
+    """
 
     exact: bytes
     question_and_gold: bytes
     near: tuple[int, ...]
+    asked: bytes
 
 
-def fingerprint(problem: str, answer: str, images: list[Image.Image]) -> Fingerprint:
-    """Of a cleaned row: its text, its canonical gold, its pictures."""
-    question = re.sub(r"[^\w\\]+", " ", problem.casefold()).strip()
+def fingerprint(
+    problem: str, answer: str, images: list[Image.Image], choices: Sequence[str] | None = None
+) -> Fingerprint:
+    """Of a cleaned row: its text, its canonical gold, its pictures, its options."""
+    question = question_key(problem)
     pixels = "".join(diagram_hash(image) for image in images)
     return Fingerprint(
         hashlib.sha256(f"{question}\0{pixels}".encode()).digest()[:16],
         hashlib.sha256(f"{question}\0{answer}".encode()).digest()[:16],
         tuple(difference_hash(image) for image in images),
+        hashlib.sha256("\0".join((" ".join(problem.split()), pixels, *(choices or ()))).encode()).digest()[:16],
     )
+
+
+def question_key(problem: str) -> str:
+    """A question without what two spellings of it may differ in."""
+    return _NO_SIGNS.sub(" ", problem.casefold()).strip()
 
 
 def difference_hash(image: Image.Image) -> int:

@@ -1,28 +1,191 @@
-"""What every preparation of a source has in common: clean the rows, write them, the quarantine and the manifest."""
+"""From a source to a prepared data set: rows are cleaned by several processes, duplicates dropped in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Features
 from tqdm import tqdm
 
-from adora_vl.errors import UserError
-from data_prep.clean_row import PixelLimits, RawProblem
-from data_prep.clean_source import HELD_OUT, Intake, clean_one
+from adora_vl.data.dataset import Manifest, Row, read_manifest, require, schema, write_manifest, write_split
+from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
+from adora_vl.utils.errors import UserError
+from data_prep.duplicates import Answered, SameQuestions, leave_out
+from data_prep.leakage import Fingerprint, LeakIndex, fingerprint
 from data_prep.output import complete_or_absent, refuse_another, refuse_foreign, remove_report
-from data_prep.pixels import UNIT
-from data_prep.quarantine import Quarantine
-from data_prep.schema import FEATURES
-from data_prep.storage import Manifest, read_manifest, require, write_manifest, write_split
-from data_prep.workers import Mapper, ordered_map
+from data_prep.problem import PixelLimits, RawProblem, Reads, RowError, to_row
+from data_prep.quarantine import LEAK, Notes, Quarantine
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+HELD_OUT = ("test", "validation")  # read before train, so that a leak is known when its training row comes
+_SHOWN_LEAKS = 1000  # in the manifest; a dropped row is in the quarantine anyway
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """A usable row with images as they will be stored, its fingerprint, its original bytes and their place."""
+
+    row: Row
+    print_: Fingerprint
+    originals: tuple[bytes, ...]
+    origin: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
+        """The error that sends this row to the quarantine."""
+        record = {name: self.row[name] for name in ("problem", "answer", "answer_raw", "choices")}
+        return RowError(self.row["id"], kind, wrong, remedy, originals=self.originals, record=record)
+
+
+def clean_one(read: Callable[[], RawProblem], limits: PixelLimits) -> Cleaned | RowError:
+    """Read and clean one row. An error is returned instead of raised, because it is sent between processes."""
+    try:
+        raw = read()
+        row = to_row(raw, limits)
+    except RowError as error:
+        return error
+    print_ = fingerprint(row["problem"], row["answer"], row["images"], row["choices"])
+    pairs = zip(raw.images, row["images"], strict=True)
+    images = [{"bytes": stored_bytes(encoded, image), "path": None} for encoded, image in pairs]
+    notes = {**raw.notes, "percent": row["id"]} if _unasked_percentage(row) else raw.notes
+    return Cleaned({**row, "images": images}, print_, raw.originals, raw.origin, notes)
+
+
+def _unasked_percentage(row: Row) -> bool:
+    """Whether the answer is a percentage and the problem says nothing of percent: the number alone would be wrong."""
+    return str(row["answer"]).rstrip().endswith("%") and not re.search("%|per ?cent", row["problem"], re.IGNORECASE)
+
+
+class Deduplicator:
+    """Drops rows whose id, or whose held-out diagram, was there before. It remembers hashes, not rows."""
+
+    def __init__(self, quarantine: Quarantine, *, keep_leaks: bool) -> None:
+        self.quarantine = quarantine
+        self._keep_leaks = keep_leaks
+        self._ids: set[bytes] = set()
+        self._index = LeakIndex()
+        self._leaks: list[dict[str, str]] = []
+        self.notes = Notes()
+        self.same = SameQuestions()  # of the split that is being read
+        self.leaks_found = self.leaks_dropped = self.read = 0
+
+    def kept(self, split: str, results: Iterable[Cleaned | RowError]) -> Iterator[Row]:
+        """Yields the rows to store, in order. The others go into the quarantine."""
+        for result in results:
+            self.read += 1
+            refused = result if isinstance(result, RowError) else self._refused(split, result)
+            if refused is not None:
+                self.quarantine.add(split, refused)
+                continue
+            assert isinstance(result, Cleaned)
+            row = result.row
+            for name, example in result.notes.items():
+                self.notes.add(name, example)
+            if self.same.add(result.print_.asked, Answered(row["id"], row["answer"], result.origin)):
+                self.notes.add("repeats", row["id"])
+            yield row
+
+    def leaks(self) -> dict[str, Any]:
+        """For the manifest: `rows` names the first thousand."""
+        return {"found": self.leaks_found, "dropped": self.leaks_dropped, "rows": self._leaks}
+
+    def _refused(self, split: str, cleaned: Cleaned) -> RowError | None:
+        row_id = cleaned.row["id"]
+        key = hashlib.sha256(row_id.encode()).digest()[:12]
+        if key in self._ids:
+            return cleaned.refuse("duplicate_id", "another row has this id", "give every row an id of its own")
+        self._ids.add(key)
+        return self._leaked(split, cleaned)
+
+    def _leaked(self, split: str, cleaned: Cleaned) -> RowError | None:
+        """The error for a training row that is dropped as a leak, or None."""
+        leak = self._index.find(split, cleaned.print_)
+        if split in HELD_OUT:
+            self._index.add(split, cleaned.row["id"], cleaned.print_)
+        if leak is None:
+            return None
+        other, how = leak
+        self.leaks_found += 1
+        if len(self._leaks) < _SHOWN_LEAKS:
+            self._leaks.append({"id": cleaned.row["id"], "also": other, "by": how})
+        if self._keep_leaks or split in HELD_OUT:
+            return None
+        self.leaks_dropped += 1
+        wrong = f"the diagram and question of {other} stand in this training row too (by {how} comparison)"
+        return cleaned.refuse(LEAK, wrong, "keep such rows with --keep-leaks")
+
+
+Mapper = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+_DONE_HERE = 32  # rows before the pool begins
+_AHEAD = 8  # rows handed to the pool, for each worker, before a result is awaited
+
+
+@contextmanager
+def ordered_map(workers: int) -> Iterator[Mapper]:
+    """A `map` that keeps the order. One worker means this process; more use a pool that ends with the block.
+
+    The first rows are done here in any case: a pool takes longer to begin than a small table to clean.
+    """
+    if workers == 1:
+        yield map
+        return
+    # Not forked from this process: its threads and its lock on the output folder must not live on in a worker.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["data_prep.pipeline"])
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+
+        def mapped(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+            waiting: deque[Future[Any]] = deque()
+            items = iter(items)
+            yield from map(work, islice(items, _DONE_HERE))
+            try:
+                for item in items:
+                    waiting.append(pool.submit(work, item))
+                    if len(waiting) >= workers * _AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+        yield mapped
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent ends; else it would wait for its next row for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says what becomes of it
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
 
 MAX_WORKERS = 64
-Reads = Iterator[Callable[[], RawProblem]]
+
+
+def usable_cores() -> int:
+    """How many cores this process may use, so many workers by default."""
+    return min(MAX_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -40,27 +203,45 @@ class Cleaning:
     limits: PixelLimits
     keep_leaks: bool
     allow_quarantined: float
-    features: Features = field(default_factory=lambda: FEATURES)
+    features: Features = field(default_factory=schema)
 
 
 def check_target(output: Path, description: Mapping[str, Any] | None, *, overwrite: bool) -> None:
-    """Raise `UserError` where the result could not be put, before a long download. `description`: None, not known."""
+    """Raise `UserError` where the result cannot be put. `description`: None while it is not known."""
     for folder in (output, _report(output)):
         refuse_foreign(folder)
     if description is not None and not overwrite:
         refuse_another(output, description)
 
 
-def check_limits(min_pixels: int | None, max_pixels: int | None, allow_quarantined: float, workers: int) -> None:
-    """Raise `UserError` for options that no row could satisfy."""
-    require("workers", workers, 1, MAX_WORKERS)
+def pixel_limits(min_pixels: int | None, max_pixels: int | None, family: str) -> PixelLimits:
+    """The limits by the rule of the model_type `family`. Raises `UserError` for those that no image could satisfy."""
+    if family not in VISIONS:
+        raise UserError(f"family: {family!r} is not one of {', '.join(VISIONS)}")
+    unit = VISIONS[family].unit
     for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
         if value is not None:
-            require(name, value, UNIT**2)  # one image token
+            require(name, value, unit**2)  # one image token
     if min_pixels and max_pixels and min_pixels > max_pixels:
         raise UserError(f"min_pixels: {min_pixels} is over max_pixels, {max_pixels}; lower it")
+    return PixelLimits(min_pixels, max_pixels, unit)
+
+
+def check_options(limit: int | None, allow_quarantined: float, workers: int) -> None:
+    """Raise `UserError` for what is out of range."""
+    require("workers", workers, 1, MAX_WORKERS)
+    if limit is not None:
+        require("limit", limit, 1)
     if not 0 <= allow_quarantined <= 1:
         raise UserError(f"allow_quarantined: {allow_quarantined} is not between 0 and 1; 0.05 is 5 %")
+
+
+_UNSAID = {"family": DEFAULT_FAMILY, "split_name": None, "drop_instruction": False}
+
+
+def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for a manifest. The usual values of some are left out, as before there were others."""
+    return {key: value for key, value in options.items() if key not in _UNSAID or value != _UNSAID[key]}
 
 
 def clean_source(
@@ -78,20 +259,21 @@ def clean_source(
     """
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
         quarantine = Quarantine(folder)
-        intake = Intake(quarantine, keep_leaks=cleaning.keep_leaks)
+        deduplicator = Deduplicator(quarantine, keep_leaks=cleaning.keep_leaks)
         with ordered_map(workers) as mapped:
             counts = {
-                split: _written(folder, split, splits[split], cleaning, intake, mapped)
+                split: _written(folder, split, splits[split], cleaning, deduplicator, mapped)
                 for split in sorted(splits, key=lambda split: split not in HELD_OUT)
             }
-        if not intake.read:
+        if not deduplicator.read:
             raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
         try:
-            quarantine.check(intake.read, sum(counts.values()), cleaning.allow_quarantined, _report(output))
+            quarantine.check(deduplicator.read, sum(counts.values()), cleaning.allow_quarantined, _report(output))
         except UserError:
             _publish(_report(output), quarantine, description)
             raise
-        manifest = write_manifest(folder, description, counts, quarantine.summary(), intake.leaks())
+        leaks, noted = deduplicator.leaks(), deduplicator.notes.found
+        manifest = write_manifest(folder, description, counts, quarantine.summary(), leaks, noted)
     remove_report(_report(output))
     return manifest
 
@@ -100,15 +282,22 @@ def _report(output: Path) -> Path:
     return Path(f"{output.resolve()}.quarantine")
 
 
-def _written(folder: Path, split: str, reads: SplitReads, cleaning: Cleaning, intake: Intake, mapped: Mapper) -> int:
+def _written(
+    folder: Path, split: str, reads: SplitReads, cleaning: Cleaning, deduplicator: Deduplicator, mapped: Mapper
+) -> int:
     """Write what is kept of one split; the number of its rows."""
     results = mapped(partial(clean_one, limits=cleaning.limits), reads.problems())
+    deduplicator.same = SameQuestions()
     with tqdm(results, desc=split, total=reads.total, unit="row", disable=None) as bar:
-        return write_split(intake.kept(split, bar), folder, split, cleaning.features)
+        count = write_split(deduplicator.kept(split, bar), folder, split, cleaning.features)
+    contradicting = deduplicator.same.contradicting()
+    if contradicting:
+        count = leave_out(folder, split, cleaning.features, contradicting, deduplicator.quarantine)
+    return count
 
 
 def _publish(report: Path, quarantine: Quarantine, description: Mapping[str, Any]) -> None:
-    """Put what was refused beside the output that was not made."""
+    """Write the refused rows into `report`, where there is no output."""
     previous = read_manifest(report)
     if previous is not None and previous["counts"]:
         raise UserError(f"output: {str(report)!r} holds a dataset, where the refused rows should go; move it away")

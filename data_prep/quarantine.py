@@ -1,4 +1,5 @@
-"""Keeps rows that cannot be used: `quarantine.jsonl` has the reasons, and `quarantine/` the original bytes.
+"""Keeps rows that cannot be used: `quarantine.jsonl` has the reasons, and `quarantine/` the original bytes. What is to
+be said of rows that are used all the same is counted in `Notes`.
 
 The bytes are separate files instead of text in the JSON. A viewer can then open a picture, `less` stays usable, and a
 40 MB scan is not one line. Files are named by their content, so that nothing from the input becomes part of a path.
@@ -10,20 +11,22 @@ import hashlib
 import json
 import shutil
 from collections import Counter
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from adora_vl.errors import UserError
-from data_prep.clean_row import RowError
+from adora_vl.utils.cli import MistakesError, shown
+from data_prep.problem import RowError
 
 QUARANTINE_NAME = "quarantine.jsonl"
 LEAK = "leak"  # a sound row of the training split that stands in a held-out one too
-MAX_SHARE = 0.02  # of the rows; above it the source is broken rather than a few of its rows
+MAX_SHARE = 0.02  # of the rows; with more, the source itself is taken for broken
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"{": "json"}
 
 
 class Quarantine:
-    """Written into `folder`, a folder still being made, row by row, so that nothing of it stays in memory."""
+    """Writes refused rows into `folder`, one at a time, so that none stays in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,7 +50,7 @@ class Quarantine:
 
     @property
     def broken(self) -> int:
-        """Rows that cannot be used; a leak can."""
+        """The number of rows that cannot be used. A leak is none of them."""
         return sum(self.kinds.values()) - self.kinds[LEAK]
 
     def summary(self) -> dict[str, Any]:
@@ -55,24 +58,22 @@ class Quarantine:
         return {"rows": sum(self.kinds.values()), "reasons": dict(sorted(self.kinds.items()))}
 
     def check(self, rows: int, kept: int, allowed: float, report: Path) -> None:
-        """Raise `UserError` where more than the share `allowed` of `rows` is broken, or no row is left."""
+        """Raise `MistakesError` where more than the share `allowed` of `rows` is broken, or no row is left."""
         if self.broken <= allowed * rows and kept:
             return
         kind, count = Counter({k: n for k, n in self.kinds.items() if k != LEAK} or self.kinds).most_common(1)[0]
         share = self.broken / rows
-        remedy = (
-            f"mend them, or accept them with --allow-quarantined {_rounded_up(share)}"
-            if kept
-            else "no row is left to use"
-        )
-        raise UserError(
-            f"input: {self.broken} of {rows} rows ({share:.1%}) cannot be used, over the {allowed * 100:g}% allowed; "
-            f"the commonest reason is {kind!r} ({count}); the first: {self._first}; "
-            f"all of them: {report / QUARANTINE_NAME}; {remedy}"
+        remedy = f"mend them, or accept them with --allow-quarantined {_rounded_up(share)}"
+        raise MistakesError(
+            [
+                f"input: {self.broken} of {rows} rows ({share:.1%}) cannot be used, over the {allowed * 100:g}% "
+                f"allowed, most of them for {kind!r} ({count}); the first is {self._first}",
+                f"all of them are in {report / QUARANTINE_NAME}; {remedy if kept else 'no row is left to use'}",
+            ]
         )
 
     def copy_to(self, folder: Path) -> None:
-        """Into another folder, for a preparation that ends without output."""
+        """Copy everything into another folder, for a preparation that ends without output."""
         for name in (QUARANTINE_NAME, "quarantine"):
             path = self._folder / name
             if path.is_dir():
@@ -89,6 +90,57 @@ class Quarantine:
         return name
 
 
+def first_details(folder: Path, count: int) -> list[str]:
+    """What is wrong with the first rows that are in the quarantine of a prepared folder because they are broken."""
+    with (folder / QUARANTINE_NAME).open(encoding="utf-8") as stream:
+        lines = (json.loads(line) for line in stream)
+        return list(islice((line["detail"] for line in lines if line["reason"] != LEAK), count))
+
+
 def _rounded_up(share: float) -> str:
     """A share of at least this much, in whole per cent."""
     return f"{-(-share * 100 // 1) / 100:.2f}"
+
+
+# The name of a note, and what follows "12 rows" with an example of them.
+NOTES = {
+    "without_image": "have no image, such as {example}",
+    "parts": (
+        "number more images than they have, such as {example}, as where the parts of one picture are numbered: it "
+        'stands at the first number, and the others stay as the words "image 2"'
+    ),
+    "options": 'have options that name an image, such as {example}: there it stays as the words "image 2"',
+    "repeats": "repeat another row, answer and all, such as {example}; they were kept",
+    "percent": (
+        "have a percentage as the answer, such as {example}, which the problem does not ask for: 50 is wrong for 50%, "
+        'so say "in percent" in the problem, or give the number alone'
+    ),
+    "instruction": "end with an instruction on how to answer, such as {example}; ",
+}
+_KEPT = "it was kept, beside the training's own system prompt: --drop-instruction takes it off"
+_DROPPED = "it was taken off"
+_SHOWN = 100  # characters of an example
+
+
+class Notes:
+    """Counts rows by the names of `NOTES`."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, example: str) -> None:
+        """Count a row; the first one's `example` is kept."""
+        assert name in NOTES, name
+        self.found.setdefault(name, {"rows": 0, "example": example})["rows"] += 1
+
+
+def note_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """A line for each note of a manifest."""
+    lines = []
+    for name, found in (manifest.get("noted") or {}).items():
+        example = shown(found["example"], _SHOWN) if name == "instruction" else found["example"]
+        line = f"noted: {found['rows']} of the rows {NOTES[name].format(example=example)}"
+        if name == "instruction":
+            line += _DROPPED if manifest["arguments"].get("drop_instruction") else _KEPT
+        lines.append(line)
+    return lines

@@ -20,6 +20,9 @@ from typing import Any
 #   answer, ...     every column of the data set, under its name
 # and besides, once for all: trainer_state (trainer_state.global_step counts the optimizer steps),
 # log_extra(name, values) and log_metric(name, value). Take what you need by name, and leave the rest to **kwargs.
+#
+# It returns a number for each completion, None for all those of a problem that it does not apply to, and an exception
+# in the place of a number where a call to something else failed.
 
 
 def brevity(completions: list[Any], *, target: int = 200, **kwargs: Any) -> list[float]:

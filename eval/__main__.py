@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
-from adora_vl.commands import imports
-from adora_vl.errors import nearest
+from adora_vl.utils.cli import imports
+from adora_vl.utils.errors import did_you_mean
+from eval.benchmark import NAMES, named
 
-BENCHMARKS = ("geometry3k", "mathvista", "mmstar", "knights")
-_USAGE = f"usage: adora-vl-eval {{{','.join(BENCHMARKS)},compare}} ..."
+_USAGE = f"usage: adora-vl-eval {{{','.join(NAMES)},compare}} ..."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from eval.compare import main as compare
 
         return compare(rest)
-    if name not in BENCHMARKS:
-        close = nearest(name, (*BENCHMARKS, "compare"))
-        print(f"error: benchmark: {name!r} is not one of {', '.join(BENCHMARKS)}, or compare{close}", file=sys.stderr)
+    if name not in NAMES:
+        close = did_you_mean(name, (*NAMES, "compare"))
+        print(f"error: benchmark: {name!r} is not one of {', '.join(NAMES)}, or compare{close}", file=sys.stderr)
         return 2
     with imports():
         from eval.command import main as command
 
-        benchmark = import_module(f"eval.{name}.benchmark").BENCHMARK
+        benchmark = named(name)
     return command(benchmark, rest)
 
 

@@ -1,27 +1,193 @@
-"""The command that all benchmarks share: `infer`, `score`, and `run`, which does both."""
+"""The verbs of each benchmark, `infer`, `score` and `run`, with their options."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
-from adora_vl.commands import amount, exit_code_of
-from adora_vl.errors import UserError
-from adora_vl.files import check_folder, check_json, make_folder, written_to
-from adora_vl.hub import notes_on
-from adora_vl.prompts import asks_for_answer_tags
-from eval.endpoint_engine import endpoint_of
-from eval.engines import AnswerEngineSettings, build_engine, check_loadable, check_model
-from eval.fingerprint import FILE_NAME, Fields, model_hash, read, versions, write_json
-from eval.options import parse
-from eval.predictions import PREDICTIONS, SCORE, Prediction, read_predictions
-from eval.ranks import Ranks, ranks
-from eval.runner import Problem, infer, remove_empty
-from eval.scoring import Score
-from eval.table import table
+from adora_vl.data.images import MAX_PIXELS, UNIT
+from adora_vl.data.prompts import asks_for_answer_tags
+from adora_vl.utils.cli import (
+    MAX_SEED,
+    Parser,
+    amount,
+    exit_code_of,
+    is_no_value,
+    number,
+    optional,
+    path,
+    read_mapping,
+    text,
+    whole,
+)
+from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.files import check_folder, check_json, make_folder, written_to
+from adora_vl.utils.hub import notes_on
+from eval.benchmark import Benchmark, Problem
+from eval.inference.endpoint import endpoint_of
+from eval.inference.engines import (
+    ENGINES,
+    AnswerEngineSettings,
+    build_engine,
+    check_loadable,
+    check_model,
+    default_engine,
+)
+from eval.inference.predictions import PREDICTIONS, SCORE, read_predictions
+from eval.inference.provenance import (
+    FILE_NAME,
+    OF_THE_RUN,
+    Fields,
+    model_hash,
+    read,
+    settle_prompts,
+    versions,
+    write_json,
+)
+from eval.inference.runner import Ranks, infer, ranks
+from eval.scoring.score import Score, Scored, score
+from eval.scoring.table import table
+
+VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
+_NEEDED = {"infer": ("model", "data", "output"), "score": ("predictions", "output"), "run": ("model", "data", "output")}
+MAX_TOKENS, MAX_SAMPLES, MAX_BATCH = 2**20, 1024, 2**16
+
+
+def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
+    """The options of a benchmark's command. The command line overrides the `--config` file, which overrides
+    defaults.
+
+    Raises `UserError` for an unknown option or key, a value of the wrong kind, or a required option that is missing.
+    """
+    parser = build_parser(benchmark)
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(words)
+    config: Path | None = getattr(options, "config", None)
+    if config is not None:
+        # The options of the file come first, because argparse keeps the last of two equal options.
+        # `infer` ignores options for the score, so that one file serves `infer` and `run`.
+        unused = set(vars(score_defaults(benchmark))) if options.verb == "infer" else set()
+        options = parser.parse_args([options.verb, *_file_options(config, options, unused), *words[1:]])
+    for name in _NEEDED[options.verb]:
+        if getattr(options, name) is None:
+            raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
+    settle_prompts(options)
+    return options
+
+
+def build_parser(benchmark: Benchmark) -> Parser:
+    """The verbs of a benchmark and their options."""
+    parser = Parser(prog=f"python -m eval.{benchmark.name}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
+    for verb, what in VERBS.items():
+        sub = verbs.add_parser(verb, help=what)
+        if verb == "score":
+            sub.add_argument("--predictions", type=optional(path), metavar="FILE.jsonl")
+            where = "a folder for score.json, or a file whose name ends in .json"
+        else:
+            _add_inference(sub, benchmark.split)
+            sub.add_argument("--config", type=optional(path), metavar="FILE.yaml", help="these options, with _ for -")
+            if benchmark.add_data_options:
+                benchmark.add_data_options(sub)
+            where = "a folder; a run that is there is resumed"
+        sub.add_argument("--output", type=optional(path), help=where)
+        if verb != "infer" and benchmark.add_score_options:
+            benchmark.add_score_options(sub)
+    return parser
+
+
+def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
+    """The options of `infer` and `run`. `split`: the default split of the benchmark."""
+    add = parser.add_argument
+    add("--model", type=optional(text), help="a model folder, a hub id, or tiny; with openai its name there")
+    add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
+    add("--data", type=optional(text), help="a folder or file, or a hub id")
+    add("--split", type=_split, default=split, help=f"default {split}")
+    add("--engine", choices=ENGINES, default=default_engine(), help="default: vllm where it is installed")
+    add(
+        "--base-url",
+        type=optional(text),
+        metavar="URL",
+        help="of the server for --engine openai; --model is its name there",
+    )
+    add("--concurrency", type=whole(1, 1024), default=16, metavar="N", help="calls at once, with openai; default 16")
+    add(
+        "--timeout",
+        type=number(0.001, 86400),
+        default=600.0,
+        metavar="SECONDS",
+        help="of a call, with openai; default 600",
+    )
+    add("--limit", type=optional(whole(1)), metavar="N", help="use only the first N problems")
+    add("--max-tokens", type=whole(1, MAX_TOKENS), default=2048, metavar="N", help="limit per answer; default 2048")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
+    add("--min-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
+    add("--max-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
+    add(
+        "--system-prompt",
+        type=optional(text),
+        default=OF_THE_RUN,
+        metavar="TEXT",
+        help="or none; default: that of the model's own training, as its folder says, else the paper's",
+    )
+    add("--temperature", type=number(0.01, 100, also=0.0), default=0.0, help="0: greedy, the default")
+    add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers per problem, for avg@k, pass@k")
+    add("--seed", type=whole(0, MAX_SEED), default=0)
+    add(
+        "--blank-image",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="ask with grey pictures of the same size; eval.compare says how much of the accuracy remains",
+    )
+    add(
+        "--batch-size",
+        type=optional(whole(1, MAX_BATCH)),
+        metavar="N",
+        help="default: 256 for vllm, else 64",
+    )
+
+
+def score_defaults(benchmark: Benchmark) -> Namespace:
+    """The default values of the options of a benchmark's score."""
+    parser = Parser()
+    if benchmark.add_score_options:
+        benchmark.add_score_options(parser)
+    return parser.parse_args([])
+
+
+def _split(word: str) -> str:
+    """The name of a split, which cannot be null. Raises argparse's error for a bad value."""
+    if is_no_value(word):
+        raise argparse.ArgumentTypeError("null is no split; leave the option out for its default")
+    return text(word)
+
+
+def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]:
+    """The keys of the YAML file as command-line words, so that both are checked by the same code."""
+    content = read_mapping("config", file)
+    known = set(vars(options)) - {"verb", "config"}
+    words = []
+    for key, value in content.items():
+        if key in unused:
+            continue
+        if key not in known:
+            raise UserError(f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), known)}")
+        if isinstance(value, list | dict):
+            raise UserError(f"config: {key}: {value!r:.60} in {str(file)!r} is not one value; write one")
+        option = "--" + str(key).replace("_", "-")
+        is_switch = isinstance(getattr(options, key), bool)
+        if (value is False and str(key).startswith("no_")) or (value is None and is_switch):
+            continue
+        if isinstance(value, bool) and is_switch:
+            words.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            words.append(f"{option}={'null' if value is None else value}")
+    return words
+
 
 # The options that an answer can depend on. The limit is not one, because a run may be extended, nor is the batch size.
 _FINGERPRINT = (
@@ -39,30 +205,11 @@ _FINGERPRINT = (
 )
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """What one benchmark adds to the command.
-
-    `load` returns the problems that the options ask for and a hash of their data. `score` returns the figures for
-    prediction rows. `check` says what is wrong with a row, or None. `fingerprint` names further options that an answer
-    depends on.
-    """
-
-    name: str
-    split: str
-    load: Callable[[Namespace], tuple[list[Problem], str]]
-    score: Callable[[Sequence[Prediction], Namespace], Score]
-    add_score_options: Callable[[ArgumentParser], None]
-    add_data_options: Callable[[ArgumentParser], None] | None = None
-    check: Callable[[Prediction], str | None] | None = None
-    fingerprint: tuple[str, ...] = ()
-
-
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
 
     def command() -> None:
-        options = parse(argv, benchmark.name, benchmark.split, benchmark.add_data_options, benchmark.add_score_options)
+        options = parse(argv, benchmark)
         if options.verb == "score":
             _score(benchmark, options.predictions, options)
             return
@@ -114,31 +261,32 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     settings = settings_of(options)
     check_loadable(settings)
     everything, data_hash = benchmark.load(options)
+    if options.blank_image:
+        everything = _with_grey_images(everything)
     problems = everything[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
-    hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)  # nobody shows its weights
+    hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)  # a server shows no weights
     if hashed is not None and processes.rank == 0:
         print(*(f"{line}\n" for line in notes_on(settings.model)), sep="", end="", file=sys.stderr)
     fingerprint |= {"model_hash": hashed, "data_hash": data_hash}
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
-    try:
-        summary = infer(
-            problems,
-            options.output,
-            settings,
-            fingerprint,
-            system_prompt=options.system_prompt,
-            build=build_engine,
-            samples=options.samples,
-            in_data=len(everything),
-            ranks=processes,
-        )
-    except UserError:
-        remove_empty(options.output)
-        raise
+    if options.blank_image:  # no field of other runs, which earlier versions have begun without it
+        fingerprint["blank_image"] = True
+    summary = infer(
+        problems,
+        options.output,
+        settings,
+        fingerprint,
+        system_prompt=options.system_prompt,
+        build=build_engine,
+        samples=options.samples,
+        in_data=len(everything),
+        ranks=processes,
+    )
     if processes.rank:
         return
     failed = f", {amount(summary.image_failed, 'image')} failed" if summary.image_failed else ""
+    failed += f", {amount(summary.too_long, 'prompt')} too long" if summary.too_long else ""
     answered = summary.asked - summary.missing
     print(f"{answered} answered in {summary.seconds:.1f} s{failed} -> {options.output / PREDICTIONS}", file=sys.stderr)
     if summary.missing:
@@ -148,36 +296,36 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
         )
 
 
+def _with_grey_images(problems: list[Problem]) -> list[Problem]:
+    """The problems with grey pictures. Raises `UserError` where none has a picture."""
+    if not any(problem.n_images for problem in problems):
+        raise UserError("blank_image: the problems have no images; leave it out")
+    return [problem.with_grey_images() for problem in problems]
+
+
 def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:
     """Score a file of predictions, write the score file, and print its table."""
     output = score_path(options.output)
     check_json("output", output, "a score file", lambda score: {"benchmark", "items"} <= score.keys())
     make_folder("output", output.parent)
-    score = score_file(benchmark, predictions, options)
+    scored = score_file(benchmark, predictions, options)
     with written_to("output", output):
-        write_json(output, score)
-    print(table(score))
+        write_json(output, scored.score)
+    print(table(scored))
     print(f"-> {output}", file=sys.stderr)
 
 
-def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> Score:
-    """The score of a predictions file, with the fingerprint that lies beside it, or null if there is none.
-
-    Where its prompts asked for `<answer> </answer>`, `options.answer_tags` says so to the benchmark.
-    """
-    rows = read_predictions(predictions, benchmark.check)
+def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> Scored:
+    """The score of a predictions file, with the fingerprint that lies beside it, or null if there is none."""
+    rows = read_predictions(predictions, benchmark.check, benchmark.id_column)
     path = predictions.parent / FILE_NAME
     fingerprint = read(path) if path.is_file() else None
     asked = (fingerprint or {}).get("asked") or {}
     fields = (fingerprint or {}).get("fields") or {}
-    options.answer_tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
-    figures = benchmark.score(rows, options)
-    items = figures.pop("items")
-    return {
-        "benchmark": benchmark.name,
-        **figures,
-        "coverage": {"answers": len(rows), "asked": asked.get("answers"), "in_data": asked.get("in_data")},
-        "versions": versions(),
-        "fingerprint": fingerprint,
-        "items": items,
-    }
+    tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
+    figures, own = score(benchmark, rows, options, answer_tags=tags)
+    coverage = {"answers": len(rows), "asked": asked.get("answers"), "in_data": asked.get("in_data")}
+    items = {"items": figures["items"]}  # last in the file, because they are long
+    without = {key: value for key, value in figures.items() if key not in items}
+    made = {**without, "coverage": coverage, "versions": versions(), "fingerprint": fingerprint, **items}
+    return Scored(cast(Score, made), own)

@@ -1,25 +1,30 @@
 """`python -m eval.compare A B ...`: scores of one benchmark side by side, with tests of their differences.
 
 A and B are score files or the output folders of `run`. Every run is tested against the first, on their common items.
+The comparison of training runs (`adora_vl.report`) uses the score files, differences and warnings of this module.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from adora_vl.commands import Parser, exit_code_of, text
-from adora_vl.comparability import cautions, missing_answers
-from adora_vl.errors import UserError
-from eval.predictions import SCORE as SCORE  # read from here by adora_vl.report
-from eval.published import PUBLISHED
-from eval.statistics import bootstrap, mcnemar
+from adora_vl.utils.cli import Parser, amount, exit_code_of, text
+from adora_vl.utils.errors import UserError
+from eval.benchmark import NAMES, Published, named
+from eval.inference.predictions import SCORE
+from eval.scoring.score import missing_answers, own_cells
+from eval.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
 
+Score = dict[str, Any]
 _NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")
+_FREE = ("model", "model_hash", "revision", "seed")  # fields of a fingerprint in which compared runs may differ
+_SHOWN = 60  # characters of a value
 
 
 @dataclass(frozen=True)
@@ -27,24 +32,169 @@ class ScoreFile:
     """A score file: its name in the table, its content, and the share of right answers to each problem."""
 
     name: str
-    score: dict[str, Any]
+    score: Score
     shares: dict[str, float]
-    answers: int  # a problem, at most
+    answers: int  # to one problem, at most
 
     @classmethod
-    def of(cls, name: str, score: dict[str, Any]) -> ScoreFile:
-        """The content of a score file with what its items say; a score without items has no shares."""
+    def of(cls, name: str, score: Score) -> ScoreFile:
+        """The content of a score file with what its items say."""
         verdicts: dict[str, list[bool]] = {}
-        for item in score.get("items") or []:
-            verdicts.setdefault(item.get("pid"), []).append(item.get("verdict") == "correct")
+        for item in score["items"]:
+            verdicts.setdefault(item["pid"], []).append(item["verdict"] == "correct")
         shares = {pid: sum(right) / len(right) for pid, right in verdicts.items()}
         return cls(name, score, shares, max(map(len, verdicts.values()), default=0))
 
     @property
-    def cells(self) -> dict[str, dict[str, Any]]:
-        """The figures that get a row of their own: all, ID and OOD."""
-        id_ood = self.score.get("id_ood") or {}
-        return {"all": self.score} | {name: id_ood[name] for name in ("ID", "OOD") if id_ood.get(name)}
+    def cells(self) -> dict[str, Any]:
+        """The figures that get a column: of all answers, and the benchmark's own."""
+        own = {name: cell for cells in own_cells(self.score).values() for name, cell in cells.items()}
+        return {"all": self.score} | own | self._of_samples
+
+    @property
+    def _of_samples(self) -> dict[str, Any]:
+        """avg@k and pass@k of a run with k answers to a problem."""
+        samples = self.score.get("samples") or {}
+        names = [name for name in (f"avg@{samples.get('k')}", f"pass@{samples.get('k')}") if name in samples]
+        return {name: {"accuracy": samples[name]["value"]} for name in names}
+
+
+def read_run(path: str, name: str | None = None) -> ScoreFile:
+    """Read a score file. `name`: in tables, instead of the path. Raises `UserError` if it is not one."""
+    file = Path(path) / SCORE if Path(path).is_dir() else Path(path)
+    try:
+        score = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"run: {str(file)!r} is not a readable score file ({error})") from None
+    missing = [key for key in _NEEDED if not isinstance(score, dict) or key not in score]
+    if missing:
+        raise UserError(f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a benchmark")
+    items = score["items"]
+    if not (
+        isinstance(items, list) and items and all(isinstance(i, dict) and {"pid", "verdict"} <= i.keys() for i in items)
+    ):
+        raise UserError(f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions again")
+    return ScoreFile.of(name or path, score)
+
+
+def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
+    """Raise `UserError` if the runs are of different benchmarks."""
+    first = runs[0]
+    for run in runs:
+        if run.score["benchmark"] != first.score["benchmark"]:
+            raise UserError(
+                f"run: {run.name!r} is of {run.score['benchmark']} and {first.name!r} of {first.score['benchmark']}; "
+                "compare runs of one benchmark"
+            )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """B - A: the means of both, and the 95 % interval of the difference, where there is one, with what it is over."""
+
+    first: float
+    second: float
+    low: float | None = None
+    high: float | None = None
+    over: str = "one seed per side: no interval"
+
+    @property
+    def value(self) -> float:
+        return self.second - self.first
+
+    @property
+    def points(self) -> str:
+        """Of shares, in percentage points with their interval: `+35.0 points, 95 % [+1.2, +68.0]`."""
+        assert self.low is not None and self.high is not None
+        return f"{100 * self.value:+.1f} points, 95 % [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
+
+
+def common_problems(runs: Sequence[ScoreFile]) -> list[str]:
+    """The ids of the problems that all runs answered."""
+    return [pid for pid in runs[0].shares if all(pid in run.shares for run in runs)]
+
+
+def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) -> Difference | None:
+    """The difference of two sides on the problems that all their runs answered, or None if there is none. Its interval
+    is a paired bootstrap over the problems, as if other ones had been drawn.
+    """
+    common = common_problems([*first, *second])
+    if not common:
+        return None
+    sides = [[fmean(run.shares[pid] for run in side) for pid in common] for side in (first, second)]
+    low, high = bootstrap([after - before for before, after in zip(*sides, strict=True)])
+    return Difference(fmean(sides[0]), fmean(sides[1]), low, high, amount(len(common), "problem"))
+
+
+def cautions(runs: Sequence[ScoreFile]) -> list[str]:
+    """Warnings about everything but the model in which these scores differ.
+
+    They are read from a score's `rules`, its `coverage`, and its `fingerprint`: `fields` as the user gave them,
+    `resolved` as the engine had them, and `versions`.
+    """
+    lines = [f"warning: {run.name}: {line}" for run in runs if (line := missing_answers(run.score))]
+    without = [run.name for run in runs if not _part(run.score, "fields")]
+    if without:
+        lines.append(
+            f"warning: {', '.join(without)}: no fingerprint, so it is not known whether the prompt, the sampling and "
+            "the data were the same"
+        )
+    known = [run for run in runs if run.name not in without]
+    free = (*_FREE, "blank_image") if without_looking(runs) else _FREE
+    fields = _differing(known, "fields", free)
+    # `auto` and a limit that is not given are the model's own, which only the engine knows.
+    resolved = _differing([run for run in known if _part(run.score, "resolved")], "resolved", tuple(fields))
+    lines += [f"warning: the runs differ in {key}: {values}" for key, values in (fields | resolved).items()]
+    rules = {json.dumps(run.score.get("rules") or {}, sort_keys=True) for run in runs}
+    if len(rules) > 1:
+        lines.append("warning: the runs were scored by different rules: " + " | ".join(sorted(rules)))
+    versions = _differing(known, "versions", ())
+    return lines + [f"note: the runs differ in the version of {key}: {values}" for key, values in versions.items()]
+
+
+def without_looking(runs: Sequence[ScoreFile]) -> list[str]:
+    """For each run with grey images how much remains of the accuracy that the same model has with the pictures."""
+    lines = []
+    fields = [(run, {**_part(run.score, "fields"), "seed": None}) for run in runs]
+    for blank, asked in fields:
+        if asked.get("blank_image"):
+            same = {name: value for name, value in asked.items() if name != "blank_image"}
+            lines += [_remaining(run, blank) for run, other in fields if other == same][:1]
+    return lines
+
+
+def _remaining(seen: ScoreFile, blank: ScoreFile) -> str:
+    """The accuracy with grey images as a share of that with the pictures, on the problems that both answered."""
+    common = common_problems([seen, blank])
+    before, after = ([run.shares[pid] for pid in common] for run in (seen, blank))
+    what = f"{blank.name} has grey images in place of those of {seen.name}"
+    if not sum(before):
+        return f"{what}: no answer was right with the pictures, so nothing can remain"
+    low, high = bootstrap_ratio(after, before)
+    share = f"{100 * sum(after) / sum(before):.1f} % of the accuracy remains"
+    ends = f"(paired bootstrap, 95 %: {100 * low:.1f} to {100 * high:.1f}, {amount(len(common), 'common problem')})"
+    return f"{what}: {share} {ends}"
+
+
+def _part(score: Score, name: str) -> dict[str, Any]:
+    found = (score.get("fingerprint") or {}).get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> dict[str, str]:
+    """The keys of a part of the fingerprints in which the scores are not alike, with everybody's value."""
+    parts = [(run.name, _part(run.score, part)) for run in runs]
+    keys = [key for key in dict.fromkeys(key for _, found in parts for key in found) if key not in without]
+    return {
+        key: ", ".join(f"{name} {shortened(json.dumps(found.get(key)))}" for name, found in parts)
+        for key in keys
+        if len({json.dumps(found.get(key), sort_keys=True) for _, found in parts}) > 1
+    }
+
+
+def shortened(value: str) -> str:
+    """The beginning and the end of a long text."""
+    return value if len(value) <= _SHOWN else f"{value[: _SHOWN // 2]}...{value[-_SHOWN // 2 :]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,50 +219,25 @@ def build_parser() -> Parser:
     return parser
 
 
-def read_run(path: str) -> ScoreFile:
-    """Read a score file. Raises `UserError` if it is not one."""
-    file = Path(path) / SCORE if Path(path).is_dir() else Path(path)
-    try:
-        score = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"run: {str(file)!r} is not a readable score file ({error})") from None
-    missing = [key for key in _NEEDED if not isinstance(score, dict) or key not in score]
-    if missing:
-        raise UserError(f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a benchmark")
-    items = score["items"]
-    if not (
-        isinstance(items, list) and items and all(isinstance(i, dict) and {"pid", "verdict"} <= i.keys() for i in items)
-    ):
-        raise UserError(f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions again")
-    return ScoreFile.of(path, score)
-
-
 def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:
     """The lines of the table, the tests, and the notes. Raises `UserError` if the runs are of different benchmarks."""
-    first = runs[0]
-    for run in runs:
-        if run.score["benchmark"] != first.score["benchmark"]:
-            raise UserError(
-                f"run: {run.name!r} is of {run.score['benchmark']} and {first.name!r} of {first.score['benchmark']}; "
-                "compare runs of one benchmark"
-            )
-    quoted = PUBLISHED.get(first.score["benchmark"], ()) if published else ()
-    width = max(len(name) for name in [*(run.name for run in runs), *(f"{row.name} (quoted)" for row in quoted)])
-    columns = [name for name in ("all", "ID", "OOD") if any(name in run.cells for run in runs)]
-    lines = [f"{first.score['benchmark']}: accuracy in %, [95 % interval], problems"]
-    lines.append(" ".join([f"{'':<{width}}", *(f"{name:<28}" for name in columns)]).rstrip())
-    for run in runs:
-        lines.append(_line(run.name, width, [_cell(run.cells.get(name)) for name in columns]))
-    for row in quoted:
-        figures = [row.figures.get(name) for name in columns]
-        shown = ["-" if figure is None else f"{figure:5.1f}" for figure in figures]
-        lines.append(_line(f"{row.name} (quoted)", width, shown))
-    lines += [f"quoted: {source}; not measured here" for source in dict.fromkeys(row.source for row in quoted)]
+    check_one_benchmark(runs)
+    benchmark = runs[0].score["benchmark"]
+    quoted = named(benchmark).published if published and benchmark in NAMES else None
+    rows = quoted.rows if quoted else {}
+    width = max(map(len, [*(run.name for run in runs), *(f"{name} (quoted)" for name in rows)]))
+    columns = list(dict.fromkeys(name for run in runs for name in run.cells))
+    lines = [f"{benchmark}: accuracy in %, [95 % interval], problems", _line("", width, columns)]
+    lines += [_line(run.name, width, [_cell(run.cells.get(name)) for name in columns]) for run in runs]
+    for name, figures in rows.items():
+        shown = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
+        lines.append(_line(f"{name} (quoted)", width, shown))
+    lines += [f"quoted: {quoted.source}; not measured here"] if quoted else []
     for key in by:
         lines += ["", *_by_group(runs, key, width)]
     if len(runs) > 1:
-        lines += ["", *(_test(first, other) for other in runs[1:])]
-    return lines + _notes(runs, bool(quoted))
+        lines += ["", *(_test(runs[0], other) for other in runs[1:]), *without_looking(runs)]
+    return lines + _notes(runs, quoted)
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
@@ -120,10 +245,12 @@ def _line(name: str, width: int, cells: Sequence[str]) -> str:
     return " ".join([f"{name:<{width}}", *(f"{cell:<28}" for cell in cells)]).rstrip()
 
 
-def _cell(cell: dict[str, Any] | None) -> str:
+def _cell(cell: Mapping[str, Any] | None) -> str:
     """An accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`; `-` if there is none."""
     if cell is None:
         return "-"
+    if "wilson_95" not in cell:
+        return f"{100 * cell['accuracy']:5.1f}"
     low, high = cell["wilson_95"]
     return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {cell['total']}"
 
@@ -133,46 +260,39 @@ def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
     known = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
     if key not in known:
         raise UserError(f"by: no run has the group {key!r}; they have {', '.join(known)}")
-    values = list(dict.fromkeys(value for run in runs for value in run.score["groups"].get(key, {})))
+    groups = [(run.name, run.score["groups"].get(key, {})) for run in runs]
     lines = []
-    for value in values:
+    for value in dict.fromkeys(value for _, group in groups for value in group):
         lines.append(f"{key} = {value}")
-        lines += [
-            _line("  " + run.name, width + 2, [_cell(run.score["groups"].get(key, {}).get(value))]) for run in runs
-        ]
+        lines += [_line(f"  {name}", width + 2, [_cell(group.get(value))]) for name, group in groups]
     return lines
 
 
 def _test(first: ScoreFile, other: ScoreFile) -> str:
     """The difference on common items with its paired bootstrap interval, and for single answers McNemar's test."""
-    common = [pid for pid in first.shares if pid in other.shares]
-    if not common:
+    found = between_problems([first], [other])
+    if found is None:
         raise UserError(f"run: {other.name!r} and {first.name!r} have no problem in common")
-    differences = [other.shares[pid] - first.shares[pid] for pid in common]
-    mean = sum(differences) / len(common)
-    low, high = bootstrap(differences)
-    text = (
-        f"{other.name} - {first.name}: {100 * mean:+.1f} points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}] "
-        f"(paired bootstrap, {len(common)} common problems)"
-    )
+    common = common_problems([first, other])
+    number = amount(len(common), "common problem")
+    text = f"{other.name} - {first.name}: {found.points} (paired bootstrap, {number})"
     if max(first.answers, other.answers) > 1:
         return text + "; several answers a problem, so no McNemar test"
-    gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    gained, lost = (sum(a.shares[pid] > b.shares[pid] for pid in common) for a, b in ((other, first), (first, other)))
     return text + f"; McNemar p = {mcnemar(lost, gained):.3g} ({gained} gained, {lost} lost)"
 
 
-def _notes(runs: Sequence[ScoreFile], quoted: bool) -> list[str]:
+def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
     """What a reader has to know before comparing: settings and problems that differ, and partial scores."""
     if len(runs) > 1:
-        notes = cautions([(run.name, run.score) for run in runs])
+        notes = cautions(runs)
     else:
         notes = [f"warning: {line}" for line in [missing_answers(runs[0].score)] if line]
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):
         notes.append("warning: the runs do not have the same problems; the tests use the common ones, the table all")
-    is_mathvista = runs[0].score["benchmark"] == "mathvista"
-    if quoted and is_mathvista and any(run.score["rules"].get("rules") != "vlmevalkit" for run in runs):
-        notes.append("note: the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare")
-    return notes
+    caution = quoted.caution if quoted else None
+    found = [caution(run.score) for run in runs] if caution else []
+    return notes + [f"note: {line}" for line in dict.fromkeys(found) if line]
 
 
 if __name__ == "__main__":

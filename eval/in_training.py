@@ -1,26 +1,26 @@
-"""The same evaluation on an engine that somebody else runs: a trainer passes a function that generates, and logs
-figures.
+"""Evaluation on an engine that a trainer holds already. No model is loaded, and no file is written.
 
-There are two functions, `answer_all` and `figures`. Between them several processes can put together the rows that each
-of them answered. Nothing is written, and no model is loaded.
+`answer_all` takes a function that generates and returns predictions rows; `figures` scores them. With several processes
+the rows of all are put together in between.
 """
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from adora_vl.endpoint import Answer
-from adora_vl.prompts import SYSTEM_PROMPT
-from eval.command import Benchmark
-from eval.engines import AnswerRequest
-from eval.options import score_defaults
-from eval.predictions import Prediction
-from eval.runner import Ask, Problem, answer
-from eval.scoring import Score
+from adora_vl.data.prompts import SYSTEM_PROMPT
+from adora_vl.utils.openai_client import Reply
+from eval.benchmark import Benchmark, Problem
+from eval.command import score_defaults
+from eval.inference.engines import AnswerRequest, Unanswerable
+from eval.inference.predictions import Prediction
+from eval.inference.runner import Ask, answer
+from eval.scoring.score import Score, own_cells, score
 
-Generate = Callable[[Sequence[AnswerRequest]], Sequence[Answer]]
+Generate = Callable[[Sequence[AnswerRequest]], Sequence[Reply | Unanswerable]]
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Borrowed:
     batch_size: int
     call: Generate
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Answer]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
         return list(self.call(requests))
 
 
@@ -58,15 +58,13 @@ def answer_all(
 def figures(
     benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace | None = None, *, answer_tags: bool = False
 ) -> dict[str, float]:
-    """The score of rows as flat numbers for a log: `mathvista_accuracy`, its interval, length, share cut off, ID, OOD.
+    """The score of rows as flat numbers for a log: `mathvista_accuracy`, its interval, and all other figures.
 
     `options` are those of the benchmark's `score` verb; its defaults where not given. `answer_tags`: the prompts asked
     for `<answer> </answer>`. At least one row.
     """
-    options = options or score_defaults(benchmark.add_score_options)
-    options.answer_tags = answer_tags
-    score = benchmark.score(rows, options)
-    return {f"{benchmark.name}_{name}": value for name, value in _flat(score).items()}
+    made, _ = score(benchmark, rows, options or score_defaults(benchmark), answer_tags=answer_tags)
+    return {f"{benchmark.name}_{name}": value for name, value in _flat(made).items()}
 
 
 def _flat(score: Score) -> dict[str, float]:
@@ -80,10 +78,9 @@ def _flat(score: Score) -> dict[str, float]:
         flat["truncated"] = score["truncated"]["share"]
     if score["reflective_words"]:
         flat["reflective"] = score["reflective_words"]["share"]
-    for name in ("ID", "OOD"):
-        if score.get("id_ood", {}).get(name):
-            flat[f"accuracy_{name}"] = score["id_ood"][name]["accuracy"]
-    for name, figure in score.get("samples", {}).items():
-        if "@" in name:
-            flat[name] = figure["value"]
-    return flat
+    for cells in own_cells(score).values():
+        flat |= {f"accuracy_{name}": cell["accuracy"] for name, cell in cells.items()}
+    for name, cell in score["groups"].get("kind", {}).items():  # of drawn problems
+        flat[f"{re.sub(r'[^0-9A-Za-z]+', '_', name)}_accuracy"] = cell["accuracy"]
+    samples = score.get("samples", {})
+    return flat | {name: figure["value"] for name, figure in samples.items() if "@" in name}

@@ -24,4 +24,4 @@ PYTHON
 "$environment/bin/python" -m pip --disable-pip-version-check --no-input install -q \
   -c "$environment/constraints.txt" -r "$environment/requirements.txt" >"$environment/install.log" 2>&1 ||
   { tail -n 5 "$environment/install.log" >&2; echo "error: the extra 'trackers' could not be installed" >&2; exit 1; }
-OMP_NUM_THREADS=1 "$environment/bin/python" -m pytest -q -p no:cacheprovider tests/unit/test_trackers.py
+OMP_NUM_THREADS=1 "$environment/bin/python" -m pytest -q -p no:cacheprovider tests/unit/record/test_trackers.py

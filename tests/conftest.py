@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("patient", deadline=None)  # a machine under load may be slow, and no test is about seconds
+settings.load_profile("patient")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may reach for a network
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -16,6 +21,23 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_exte
 
 REPOSITORY = Path(__file__).parents[1]
 SHARED = REPOSITORY.parent / "shared"
+
+
+Case = Callable[[object], AbstractContextManager[Path]]  # a subtest with a folder of its own, by its name
+
+
+@pytest.fixture
+def case(tmp_path: Path, subtests: pytest.Subtests) -> Case:
+    """`with case(name) as folder`: all cases of a table are tried, and each that fails is listed by its name."""
+
+    @contextmanager
+    def begun(name: object) -> Iterator[Path]:
+        folder = tmp_path / f"case-{len(list(tmp_path.glob('case-*')))}"
+        folder.mkdir()
+        with subtests.test(f"{name!s:.80}"):
+            yield folder
+
+    return begun
 
 
 @pytest.fixture(scope="session")
@@ -45,4 +67,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("no_cover")
 
 
-pytest_plugins = ["tests.tiny_run", "tests.endpoint_server"]
+pytest_plugins = ["tests.support.tiny_run", "tests.support.endpoint_server", "tests.support.browser"]

@@ -11,24 +11,23 @@ Shape suffixes used throughout the project:
 `C`   tokens in a completion
 ====  =============================================
 
-`methods.METHODS` lists the methods by name. Each method has a file of its own with its formula and its source.
+`methods.METHODS` lists the methods by name. Each has its formula and its source; those that nobody has reproduced here
+are in `experimental`.
 """
 
-from adora_vl.advantage.adora import AdoraWeighting, adora_weights, weigh_groups
-from adora_vl.advantage.groups import Groups
+from adora_vl.advantage.adora import AdoraOptions, AdoraWeighting, weigh_groups
+from adora_vl.advantage.groups import Groups, Schedule, constant
 from adora_vl.advantage.grpo import group_advantages, is_constant
-from adora_vl.advantage.methods import METHODS, Method
-from adora_vl.advantage.run import MethodRun
-from adora_vl.advantage.schedule import Schedule, constant
+from adora_vl.advantage.methods import METHODS, AdvantagePipeline, Method
 
 __all__ = [
     "METHODS",
+    "AdoraOptions",
     "AdoraWeighting",
+    "AdvantagePipeline",
     "Groups",
     "Method",
-    "MethodRun",
     "Schedule",
-    "adora_weights",
     "constant",
     "group_advantages",
     "is_constant",

@@ -1,155 +1,247 @@
-"""ADORA's weight of each prompt, from its criteria: attenuation for weak policies, amplification for strong ones.
+"""ADORA (arXiv 2602.10019): a weight for each group, by how much there is to learn from it at this step.
 
-The weight is one positive scalar per group, so the sign and the ranking of advantages inside a group never change.
-
-Source: arXiv 2602.10019 and the reference code (ShadeCloak/ADORA). Its VLM half has `weight_func`, in
-`ADORA_VL/openrlhf/trainer/ppo_utils/experience_maker_vl.py`. Its LLM half has `compute_grpo_outcome_advantage_ADORA`,
-in `ADORA/verl/trainer/ppo/core_algos.py`.
+The criteria call a group temporarily advantageous (TAS) or temporarily disadvantageous (TDS). Attenuation lowers the
+weight of TDS groups, amplification raises that of TAS groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from adora_vl.advantage.criteria import GroupFacts, difficulty_advantage, group_facts, length_advantage
+from adora_vl.advantage.groups import Groups, Schedule, one_of, scheduled, within
+from adora_vl.advantage.grpo import is_constant
 
 MODES = ("attenuation", "amplification", "off")
 CRITERIA = ("length", "difficulty")
 COMBINATIONS = ("any", "all")
 EMPTY_WRONG = ("attenuate", "keep")
+TIES = ("attenuate", "keep")
 NO_CORRECT = ("keep", "attenuate")
+ASSIGNMENTS = ("criterion", "random", "reversed", "rate")
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What the criteria look at in each group. Every tensor is (P,) or (P, G)."""
+
+    correct_PG: Tensor  # bool: the reward is above `correct_above`
+    wrong_PG: Tensor  # bool: scored, and the reward is not above it
+    finished_wrong_PG: Tensor  # bool: wrong and not truncated
+    lengths_PG: Tensor  # float
+
+    @property
+    def any_correct_P(self) -> Tensor:
+        return self.correct_PG.any(dim=1)
+
+    @property
+    def any_finished_wrong_P(self) -> Tensor:
+        return self.finished_wrong_PG.any(dim=1)
+
+    @property
+    def any_scored_P(self) -> Tensor:
+        return (self.correct_PG | self.wrong_PG).any(dim=1)
+
+    @property
+    def pass_rate_P(self) -> Tensor:
+        """Share of correct rollouts among the scored ones; 0 where none was scored."""
+        scored_P = (self.correct_PG | self.wrong_PG).sum(dim=1)
+        return self.correct_PG.sum(dim=1) / scored_P.clamp(min=1)
+
+    @property
+    def longest_correct_P(self) -> Tensor:
+        """Tokens; -inf where no rollout is correct."""
+        return torch.where(self.correct_PG, self.lengths_PG, -torch.inf).amax(dim=1)
+
+    @property
+    def mean_finished_wrong_P(self) -> Tensor:
+        """Tokens; NaN where there is no untruncated wrong rollout."""
+        total_P = torch.where(self.finished_wrong_PG, self.lengths_PG, 0.0).sum(dim=1)
+        return total_P / self.finished_wrong_PG.sum(dim=1)
+
+    @property
+    def tied_P(self) -> Tensor:
+        """Whether the longest correct rollout is exactly as long as the mean of the untruncated wrong ones."""
+        return self.longest_correct_P == self.mean_finished_wrong_P
+
+
+def group_facts(rewards_PG: Tensor, lengths_PG: Tensor, correct_above: float, truncated_PG: Tensor) -> GroupFacts:
+    """Sort the rollouts of each group. A NaN reward (no reward function scored it) is neither correct nor wrong."""
+    correct_PG = rewards_PG > correct_above
+    wrong_PG = ~correct_PG & ~torch.isnan(rewards_PG)
+    return GroupFacts(correct_PG, wrong_PG, wrong_PG & ~truncated_PG, lengths_PG.to(torch.float32))
+
+
+def length_advantage(facts: GroupFacts, empty_wrong: str, ties: str = "attenuate") -> Tensor:
+    """TAS where the longest correct rollout is longer than the mean of the untruncated wrong ones. Bool, (P,).
+
+    Where both are equal the group is TDS, as in the references (`ties="attenuate"`), or TAS (`"keep"`).
+
+    Where there is no untruncated wrong rollout, there is no mean to compare with. The VLM reference takes it as +inf,
+    so the group is TDS (`empty_wrong="attenuate"`). The LLM reference takes it as -inf, so the group is TAS (`"keep"`).
+    """
+    nothing = torch.inf if empty_wrong == "attenuate" else -torch.inf
+    bound_P = torch.where(facts.any_finished_wrong_P, facts.mean_finished_wrong_P, nothing)
+    longer_P = facts.longest_correct_P > bound_P
+    return longer_P | facts.tied_P if ties == "keep" else longer_P
+
+
+def difficulty_advantage(facts: GroupFacts, tau: float, needs_correct: bool = False) -> Tensor:
+    """TAS where the pass rate is at most `tau`; a pass rate of 0 is included (paper, Eq. 6). Bool, (P,).
+
+    `needs_correct` excludes a pass rate of 0, so that TAS means hard now, but solvable. A group without a scored
+    rollout has no pass rate, so it is not TAS.
+    """
+    counted_P = facts.any_correct_P if needs_correct else facts.any_scored_P
+    return counted_P & (facts.pass_rate_P <= tau)
+
+
+def assign_weights(
+    weighting: AdoraWeighting, rewards_PG: Tensor, assign: str, *, mode: str, factor: float, seed: int, step: int
+) -> AdoraWeighting:
+    """The weights of ADORA or of a control, which gives them to other groups or scales the learning rate instead.
+
+    Args:
+        weighting: what the criteria say.
+        rewards_PG: (P, G), of all ranks. NaN marks a rollout that was not scored.
+        assign: `"criterion"` leaves the weights where they are. `"random"` shuffles them among the groups that carry
+            signal, so that as many are attenuated as the criteria attenuate in this step. `"reversed"` gives `factor`
+            to the other side: to TAS groups under attenuation, to TDS groups under amplification. `"rate"` gives every
+            group the weight 1, and `rate` is the mean of the weights that the criteria give to groups with signal.
+        mode: ADORA's mode; with `"off"` all weights are 1 and stay so.
+        factor: ADORA's factor.
+        seed: the run's seed.
+        step: optimizer steps made. Seed and step alone decide the shuffle, so all ranks make the same one.
+
+    Returns:
+        The weighting with new `weights_P` and `rate`. Its `tds_P`, `tas_P` and facts stay those of the criteria.
+
+    Raises:
+        ValueError: `assign` is not one of the four.
+    """
+    if assign not in ASSIGNMENTS:
+        raise ValueError(f"assign: {assign!r} is not one of {', '.join(ASSIGNMENTS)}")
+    weights_P = weighting.weights_P
+    if assign == "criterion" or mode == "off":
+        return weighting
+    if assign == "reversed":
+        marked_P = weighting.tas_P if mode == "attenuation" else weighting.tds_P
+        return replace(weighting, weights_P=torch.where(marked_P, factor, torch.ones_like(weights_P)))
+    signal_P = ~is_constant(rewards_PG)
+    if assign == "random":
+        shuffled_P = weights_P.clone()
+        shuffled_P[signal_P] = _shuffled(weights_P[signal_P], seed, step)
+        return replace(weighting, weights_P=shuffled_P)
+    rate = weights_P[signal_P].mean().item() if bool(signal_P.any()) else 1.0
+    return replace(weighting, weights_P=torch.ones_like(weights_P), rate=rate)
+
+
+def _shuffled(values: Tensor, seed: int, step: int) -> Tensor:
+    digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    order = torch.randperm(len(values), generator=generator)
+    return values[order.to(values.device)]
 
 
 @dataclass(frozen=True)
 class AdoraWeighting:
-    """The judgement of one batch: `weights_P` is float32, `tds_P` and `tas_P` are bool, and `facts` are the reasons.
+    """The weights of one batch and the reasons for them: `weights_P` is float32, `tds_P` and `tas_P` are bool.
 
-    A group without a correct rollout can be neither TDS nor TAS. `rate` multiplies the learning rate of this batch.
+    A group without a correct rollout may be neither TDS nor TAS. `rate` multiplies the learning rate of this batch.
     """
 
     weights_P: Tensor
     tds_P: Tensor
     tas_P: Tensor
     facts: GroupFacts
+    ties_P: Tensor  # bool: TDS, and the length criterion fails by an equal length
     rate: float = 1.0
 
 
-def _check(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
+@dataclass(frozen=True)
+class AdoraOptions:
+    """ADORA's options. In a run those that are not given take the values of the `adora_*` keys.
 
-
-def _check_arguments(rewards: Tensor, lengths: Tensor, mode: str, factor: float, criteria: Sequence[str]) -> None:
-    if rewards.ndim != 2 or rewards.shape != lengths.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and lengths {tuple(lengths.shape)} must both be (P, G)")
-    _check("mode", mode, MODES)
-    if not criteria or isinstance(criteria, str):
-        raise ValueError(f"criteria: expected one or both of {', '.join(CRITERIA)}, got {criteria!r}")
-    for name in criteria:
-        _check("criteria", name, CRITERIA)
-    if mode == "attenuation" and not 0 < factor <= 1:
-        raise ValueError(f"factor: attenuation needs 0 < factor <= 1, got {factor}")
-    if mode == "amplification" and not factor >= 1:
-        raise ValueError(f"factor: amplification needs factor >= 1, got {factor}")
-
-
-def weigh_groups(
-    rewards: Tensor,
-    lengths: Tensor,
-    *,
-    mode: str = "attenuation",
-    factor: float = 0.1,
-    criteria: Sequence[str] = ("length",),
-    combine: str = "any",
-    tau: float = 0.5,
-    correct_above: float = 0.5,
-    truncated_at: float | None = None,
-    empty_wrong: str = "attenuate",
-    no_correct: str = "keep",
-    difficulty_needs_correct: bool = False,
-    truncated: Tensor | None = None,
-) -> AdoraWeighting:
-    """Like `adora_weights`, but with the reasons. A rollout also counts as truncated where `truncated` (bool, (P, G))
-    says so.
+    Raises `ValueError` for an unknown name, or a factor on the wrong side of 1.
     """
-    _check_arguments(rewards, lengths, mode, factor, criteria)
-    _check("combine", combine, COMBINATIONS)
-    _check("empty_wrong", empty_wrong, EMPTY_WRONG)
-    _check("no_correct", no_correct, NO_CORRECT)
-    truncated_PG = torch.zeros_like(rewards, dtype=torch.bool)
-    if truncated_at is not None:
-        truncated_PG = truncated_PG | (lengths >= truncated_at)
-    if truncated is not None:
-        truncated_PG = truncated_PG | truncated
-    facts = group_facts(rewards, lengths, correct_above, truncated_PG)
-    verdicts = {
-        "length": lambda: length_advantage(facts, empty_wrong),
-        "difficulty": lambda: difficulty_advantage(facts, tau, difficulty_needs_correct),
-    }
-    votes = torch.stack([verdicts[name]() for name in criteria])
-    tas_P = votes.any(dim=0) if combine == "any" else votes.all(dim=0)
-    tds_P = ~tas_P if no_correct == "attenuate" else ~tas_P & facts.any_correct_P
-    marked_P = tds_P if mode == "attenuation" else tas_P
-    ones_P = torch.ones(len(rewards), dtype=torch.float32, device=rewards.device)
-    weights_P = ones_P if mode == "off" else torch.where(marked_P, factor, ones_P)
-    return AdoraWeighting(weights_P, tds_P, tas_P, facts)
+
+    mode: str = "attenuation"  # gives `factor` to TDS groups; "amplification" to TAS groups, "off" to none
+    factor: Schedule | float = 0.1  # the weight; the reference uses 0.1 for attenuation
+    criteria: tuple[str, ...] = ("length",)  # "length", "difficulty", or both
+    combine: str = "any"  # whether a group is TAS if any criterion holds, or only if "all" hold
+    tau: Schedule | float = 0.5  # the highest pass rate at which the difficulty criterion holds, 0 included (Eq. 6)
+    # What the length criterion says of a group without an untruncated wrong rollout. "attenuate": it is TDS, as in the
+    # VLM reference. "keep": it is TAS.
+    empty_wrong: str = "attenuate"
+    # What it says of a group whose longest correct rollout is exactly as long as the mean of the wrong ones.
+    # "attenuate": it is TDS, as in the references. "keep": it is TAS.
+    ties: str = "attenuate"
+    # What happens to a group without a correct rollout that no criterion makes TAS; its rewards can still differ (0.0
+    # and 0.1). "keep": it is not TDS, as in the VLM reference. "attenuate": it is TDS, as in the LLM reference.
+    no_correct: str = "keep"
+    difficulty_needs_correct: bool = False  # True makes the difficulty criterion fail at a pass rate of 0
+    steps: tuple[int, int] | None = None  # [first, end): the only steps in which ADORA is on; None means all
+    assign: str = "criterion"  # which groups get the weights; all but "criterion" are controls
+
+    def __post_init__(self) -> None:
+        one_of("mode", self.mode, MODES)
+        one_of("combine", self.combine, COMBINATIONS)
+        one_of("empty_wrong", self.empty_wrong, EMPTY_WRONG)
+        one_of("ties", self.ties, TIES)
+        one_of("no_correct", self.no_correct, NO_CORRECT)
+        one_of("assign", self.assign, ASSIGNMENTS)
+        if not self.criteria:
+            raise ValueError(f"criteria: [] is empty; name one or both of {', '.join(CRITERIA)}")
+        for name in self.criteria:
+            one_of("criteria", name, CRITERIA)
+        low, high = min(scheduled(self.factor).values), max(scheduled(self.factor).values)
+        if self.mode == "attenuation" and not 0 < low <= high <= 1:
+            wrong = high if high > 1 else low
+            raise ValueError(f"factor: {wrong:g} must be above 0 and at most 1 with mode: attenuation")
+        if self.mode == "amplification" and low < 1:
+            raise ValueError(f"factor: {low:g} must be at least 1 with mode: amplification")
+        least, most = min(scheduled(self.tau).values), max(scheduled(self.tau).values)
+        if not 0 < least <= most <= 1:
+            raise ValueError(f"tau: {least} to {most} must be above 0 and at most 1")
+        if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
+            raise ValueError(f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= first < end")
 
 
-def adora_weights(
-    rewards: Tensor,
-    lengths: Tensor,
-    *,
-    mode: str = "attenuation",
-    factor: float = 0.1,
-    criteria: Sequence[str] = ("length",),
-    combine: str = "any",
-    tau: float = 0.5,
-    correct_above: float = 0.5,
-    truncated_at: float | None = None,
-    empty_wrong: str = "attenuate",
-    no_correct: str = "keep",
-    difficulty_needs_correct: bool = False,
-) -> Tensor:
-    """The weight that multiplies the group-normalised advantages of each prompt.
+def weigh_groups(groups: Groups, options: AdoraOptions | None = None, step: int = 0) -> AdoraWeighting:
+    """The weight that multiplies the group-normalised advantages of each prompt, and why.
 
     Args:
-        rewards: (P, G). NaN marks a rollout that was not scored.
-        lengths: (P, G), number of completion tokens.
-        mode: `"attenuation"` gives `factor` to TDS groups, `"amplification"` gives it to TAS groups, `"off"` to none.
-        factor: the weight; the reference uses 0.1 for attenuation.
-        criteria: `"length"`, `"difficulty"`, or both.
-        combine: whether a group is TAS if `"any"` criterion holds, or only if `"all"` hold.
-        tau: the highest pass rate at which the difficulty criterion holds; 0 is included (paper, Eq. 6).
-        correct_above: a rollout is correct if its reward is above this.
-        truncated_at: number of tokens from which on a rollout counts as truncated. With None no length does.
-        empty_wrong: what the length criterion says of a group without an untruncated wrong rollout. `"attenuate"`: the
-            group is TDS, as in the VLM reference. `"keep"`: it is TAS.
-        no_correct: what happens to a group without a correct rollout that no criterion makes TAS; its rewards can
-            still differ (0.0 and 0.1). `"keep"`: it is not TDS, as in the VLM reference. `"attenuate"`: it is TDS, as
-            in the LLM reference.
-        difficulty_needs_correct: True makes the difficulty criterion fail at a pass rate of 0.
+        groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`; NaN marks one that was
+            not scored.
+        options: None is the reference's attenuation by length.
+        step: optimizer steps made, for options that change during training.
 
     Returns:
-        (P,), float32.
+        Weights and reasons, each (P,), float32 and bool.
 
     Raises:
-        ValueError: an unknown name, shapes that differ, or a factor on the wrong side of 1.
+        ValueError: shapes that differ.
     """
-    return weigh_groups(
-        rewards,
-        lengths,
-        mode=mode,
-        factor=factor,
-        criteria=criteria,
-        combine=combine,
-        tau=tau,
-        correct_above=correct_above,
-        truncated_at=truncated_at,
-        empty_wrong=empty_wrong,
-        no_correct=no_correct,
-        difficulty_needs_correct=difficulty_needs_correct,
-    ).weights_P
+    options = AdoraOptions() if options is None else options
+    rewards_PG, lengths_PG = groups.rewards_PG, groups.lengths_PG
+    if rewards_PG.ndim != 2 or rewards_PG.shape != lengths_PG.shape:
+        raise ValueError(f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both be (P, G)")
+    mode = options.mode if within(step, options.steps) else "off"
+    facts = group_facts(rewards_PG, lengths_PG, groups.correct_above, groups.truncated_PG)
+    verdicts = {
+        "length": lambda: length_advantage(facts, options.empty_wrong, options.ties),
+        "difficulty": lambda: difficulty_advantage(
+            facts, scheduled(options.tau).at(step), options.difficulty_needs_correct
+        ),
+    }
+    votes = torch.stack([verdicts[name]() for name in options.criteria])
+    tas_P = votes.any(dim=0) if options.combine == "any" else votes.all(dim=0)
+    tds_P = ~tas_P if options.no_correct == "attenuate" else ~tas_P & facts.any_correct_P
+    marked_P = tds_P if options.mode == "attenuation" else tas_P
+    ones_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
+    weights_P = ones_P if mode == "off" else torch.where(marked_P, scheduled(options.factor).at(step), ones_P)
+    ties_P = tds_P & facts.tied_P if "length" in options.criteria else torch.zeros_like(tds_P)
+    return AdoraWeighting(weights_P, tds_P, tas_P, facts, ties_P)

@@ -2,15 +2,15 @@
 
 Source: arXiv 2510.09001. With L_mu the policy loss of a bin, divided by the number of tokens in that bin, the loss is
 
-    L = sum over mu in {1/G, ..., (G-1)/G} of  w_mu L_mu - ln w_mu,
+    L = sum over mu in {1/G, ..., (G-1)/G} of  w_mu L_mu - ln w_mu.
 
 The optimum of the weights is w_mu = 1 / L_mu, at which every difficulty contributes equally. Where the paper leaves
 something open we read it as follows:
 
 - On freshly sampled rollouts the ratios are 1, and the value of the surrogate loss is -sum A_i tokens_i / tokens of the
   bin. This is often negative, and then the objective has no minimum. The scale of a bin is therefore measured by the
-  magnitude of its terms, `sum |A_i| tokens_i / tokens of the bin` (`measure="magnitude"`). `measure="surrogate"` takes
-  the absolute value of the surrogate loss instead.
+  magnitude of its terms, `sum |A_i| tokens_i / tokens of the bin` (`bin_loss="magnitude"`). With
+  `bin_loss="surrogate"` it is the absolute value of the surrogate loss.
 - w_mu = exp(v_mu) keeps the weights positive. A bin that does not occur in a batch keeps its weight and its optimizer's
   moments.
 
@@ -20,10 +20,13 @@ weights.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from adora_vl.advantage.groups import one_of
 
 MEASURES = ("magnitude", "surrogate")
 OUTSIDE = -1  # the bin of prompts whose rollouts are all right or all wrong
@@ -47,7 +50,7 @@ def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
 
 
 def bin_losses(advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bins: int, measure: str) -> Tensor:
-    """L_mu of each bin, 0 for an empty bin. float64, (bins,). The module docstring explains `measure`."""
+    """L_mu of each bin, 0 for an empty bin. float64, (bins,). `measure` is the option `bin_loss`."""
     terms_PG = advantages_PG.abs() if measure == "magnitude" else advantages_PG
     terms_M = bin_sums(terms_PG.to(torch.float64) * tokens_PG, bins_P, bins)
     return terms_M.abs() / bin_sums(tokens_PG, bins_P, bins).clamp(min=1)
@@ -100,6 +103,7 @@ def daro(
     tokens: Tensor,
     pass_rates: Tensor,
     weights_M: Tensor,
+    scored: Tensor | None = None,
     *,
     by_bin_tokens: bool = True,
     drop_outside: bool = True,
@@ -114,6 +118,7 @@ def daro(
         tokens: (P, G), number of tokens that the loss counts.
         pass_rates: (P,).
         weights_M: (G - 1,).
+        scored: (P, G), bool; rollouts that have left their group do not count in T_mu. None: none has left.
         by_bin_tokens: divide by the tokens of the bin instead of by all tokens.
         drop_outside: give 0 to prompts without a right rollout and to prompts with only right ones. Without this the
             former would have a signal if rewards are 0.0, 0.1 and 1.0.
@@ -124,8 +129,23 @@ def daro(
     bins_P = bins_of(pass_rates, advantages.shape[1])
     factors_M = weights_M
     if by_bin_tokens:
-        tokens_M = bin_sums(tokens, bins_P, len(weights_M))
+        counted = tokens if scored is None else torch.where(scored, tokens, 0.0)
+        tokens_M = bin_sums(counted, bins_P, len(weights_M))
         factors_M = weights_M * tokens.to(torch.float64).sum() / tokens_M.clamp(min=1)
     outside = 0.0 if drop_outside else 1.0
     factors_P = torch.where(bins_P == OUTSIDE, outside, factors_M[bins_P.clamp(min=0)])
     return advantages * factors_P.to(advantages.dtype)[:, None]
+
+
+@dataclass(frozen=True)
+class DaroOptions:
+    learning_rate: float = 0.05
+    bin_loss: str = "magnitude"
+    by_bin_tokens: bool = True
+    drop_outside: bool = True
+    floor: float = 1e-2
+
+    def __post_init__(self) -> None:
+        one_of("bin_loss", self.bin_loss, MEASURES)
+        if self.learning_rate < 0 or self.floor <= 0:
+            raise ValueError(f"learning_rate: {self.learning_rate} must be at least 0 and floor: {self.floor} above 0")

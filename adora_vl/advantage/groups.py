@@ -1,18 +1,86 @@
-"""What a method may know of a generation batch: gathered across ranks, so that every rank computes the same."""
+"""The groups of a generation, and options that may change from step to step."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises `ValueError` for a value of the option `name` that is none of those known."""
+    if value not in known:
+        raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a method that is fully described by keys of TRL."""
+
+
+SHAPES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`start` up to step `steps[0]`, `end` from step `steps[1]` on, and a line or half a cosine between them.
+
+    ADORA's authors suggest changing lambda and tau during training (arXiv 2602.10019). The shapes are the usual ones.
+    """
+
+    start: float
+    end: float | None = None
+    shape: str = "constant"
+    steps: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` if the fields contradict each other."""
+        if self.shape not in SHAPES:
+            raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
+        if self.shape == "constant" and self.end not in (None, self.start):
+            raise ValueError(f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}")
+        if self.shape != "constant" and (self.end is None or not 0 <= self.steps[0] < self.steps[1]):
+            raise ValueError(
+                f"shape: {self.shape} needs end: a number, and steps: [first, last] with 0 <= first < last"
+            )
+
+    def at(self, step: int) -> float:
+        """The value in a step, counted from 0."""
+        if self.shape == "constant" or self.end is None:
+            return self.start
+        first, last = self.steps
+        done = min(max((step - first) / (last - first), 0.0), 1.0)
+        if self.shape == "cosine":
+            done = (1 - math.cos(math.pi * done)) / 2
+        return self.start + (self.end - self.start) * done
+
+    @property
+    def values(self) -> tuple[float, float]:
+        """The first and the last value; all others lie between them."""
+        return self.start, self.start if self.end is None else self.end
+
+
+def scheduled(value: Schedule | float) -> Schedule:
+    """The schedule itself, or one that stays at the number."""
+    return value if isinstance(value, Schedule) else Schedule(value)
+
+
+def constant(value: float) -> Schedule:
+    return Schedule(start=value)
+
+
+def within(step: int, steps: tuple[int, int] | None) -> bool:
+    """Whether a step, counted from 0, lies in the half-open range `steps`, [first, end). None means all steps."""
+    return steps is None or steps[0] <= step < steps[1]
+
+
 @dataclass(frozen=True)
 class Groups:
     """One generation batch of whole groups. `step` counts optimizer steps from 0."""
 
-    rewards_PG: Tensor  # NaN for a rollout that no reward function scored
+    rewards_PG: Tensor  # NaN for a rollout that has left its group: its advantage is 0, and it counts in no mean
     lengths_PG: Tensor  # completion tokens
     truncated_PG: Tensor  # bool
     tokens_PG: Tensor | None = None  # how many tokens the loss counts; None means all
@@ -32,5 +100,36 @@ class Groups:
 
     @property
     def pass_rate_P(self) -> Tensor:
-        """Share of correct rollouts among the scored ones; 0 where none was scored."""
+        """Share of correct rollouts among the scored ones; 0 where none is scored."""
         return (self.rewards_PG > self.correct_above).sum(dim=1) / self.scored_PG.sum(dim=1).clamp(min=1)
+
+
+def lacking_scores(rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int) -> Tensor:
+    """Which scores a rollout lacks, bool, (B, F): of functions with a weight that apply to its problem.
+
+    A function does not apply where it returned None for a whole group and none of its calls failed: by TRL's convention
+    for several tasks such a function is left out of the sum.
+
+    Args:
+        rewards_BF: the scores of F reward functions, group by group; NaN where a function returned None.
+        failed_BF: bool; true where the call failed.
+        weights_F: TRL's `reward_weights`.
+        generations: G.
+    """
+    none_BF = torch.isnan(rewards_BF)
+    applies_PGF = (~none_BF | failed_BF).view(-1, generations, len(weights_F))
+    applies_BF = applies_PGF.any(dim=1).repeat_interleave(generations, dim=0)
+    return none_BF & applies_BF & (weights_F != 0)
+
+
+def unrewarded(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tensor:
+    """Which rollouts lack a score, or have none from a function with a weight, bool, (B,)."""
+    scored_BF = ~torch.isnan(rewards_BF) & (weights_F != 0)
+    return lacks_BF.any(dim=1) | ~scored_BF.any(dim=1)
+
+
+def leaving(unrewarded_B: Tensor, generations: int) -> Tensor:
+    """Which rollouts leave their group, bool, (B,): those without a reward, and one that would be left alone."""
+    left_P = (~unrewarded_B).view(-1, generations).sum(dim=1)
+    dissolved_P = (left_P < 2) & (left_P < generations)
+    return unrewarded_B | dissolved_P.repeat_interleave(generations)

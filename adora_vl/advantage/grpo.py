@@ -1,6 +1,8 @@
-"""GRPO's group-normalised advantage (arXiv 2402.03300, section 4.1), with constant groups exactly zero."""
+"""GRPO's advantages, and DAPO's changes to them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,3 +54,38 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
         centred_PG = centred_PG / (deviation(flat, torch.nanmean(flat)) + eps)
     advantages_PG = torch.nan_to_num(centred_PG, nan=0.0)
     return torch.where(is_constant(rewards)[:, None], 0.0, advantages_PG)
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
+    """What DAPO adds to the reward (arXiv 2503.14476, equation 13): 0 up to `max_length - cache` tokens, then falling
+    to -1 at `max_length`.
+    """
+    if not 0 < cache <= max_length:
+        raise ValueError(f"overlong_cache: {cache} must be above 0 and at most max_completion_length: {max_length}")
+    return ((max_length - cache - lengths.to(torch.float32)) / cache).clamp(-1.0, 0.0)
+
+
+def drop_constant(advantages: Tensor, tokens: Tensor, silent: Tensor) -> Tensor:
+    """Scale the advantages so that TRL's token mean is taken over the rollouts that have a signal.
+
+    DAPO samples until a batch is full of groups that are neither all right nor all wrong. Here the dropped groups are
+    not replaced: the batch becomes smaller, and the mean is taken over the tokens that are left.
+
+    Args:
+        advantages: (P, G). Those of silent rollouts are 0.
+        tokens: (P, G), number of tokens that the loss counts.
+        silent: (P, G), bool: the rollout has left its group, or the group has no signal.
+
+    Returns:
+        (P, G).
+    """
+    left = torch.where(silent, 0.0, tokens.to(torch.float32)).sum()
+    return advantages * (tokens.sum() / left) if bool(left > 0) else advantages
+
+
+@dataclass(frozen=True)
+class DapoOptions:
+    """`overlong_cache`: over so many last tokens before the limit the reward falls by up to 1. None: it does not."""
+
+    drop_constant: bool = True
+    overlong_cache: int | None = None

@@ -1,13 +1,22 @@
-"""The fingerprint of a run: two runs with the same fingerprint take the same steps."""
+"""The fingerprint of a run, compared with a checkpoint's and between ranks: equal ones take the same steps."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import secrets
+import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from accelerate.utils import gather_object
+
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import NFS_DELAY_S, appears
 
 # These keys may differ between a run and its continuation: where it writes, what it shows, how long it goes on.
 _FREE_KEYS = {
@@ -16,30 +25,34 @@ _FREE_KEYS = {
     "log_level_replica", "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts",
     "log_completions_hub_repo", "save_strategy", "save_steps", "save_total_limit", "vllm_gpu_memory_utilization",
     "adora_max_drift", "adora_self_check", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
-    "adora_columns", "adora_system_prompt_file", "adora_response_format",  # what they stand for is in what was read
+    "adora_columns", "adora_system_prompt_file", "adora_response_format",  # what was read is compared
+    "adora_overlong_prompts",  # the rows that it leaves out are compared
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
-    "adora_prefetch_images",
+    "adora_prefetch_images", "adora_weight_transfer", "adora_weight_folder",
     "adora_max_bad_steps", "adora_reward_timeout", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
+_BUDGET_KEYS = {"adora_rollout_budget", "adora_max_staleness"}  # these matter only if there is a budget
 _LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # these matter only if learning rate or noise depend on the last step
-
 Fingerprint = dict[str, str]
 
 
 def fingerprint(
     *settings: Any, data: Sequence[Path | str], model: Path | str, revision: str, processes: int,
-    sharding: str = "none", rewards: Mapping[str, str] | None = None,
+    sharding: str = "none", rewards: Mapping[str, str] | None = None, left_out: Sequence[str] = (),
 ) -> Fingerprint:  # fmt: skip
     """Every key that influences the steps, with its value as text.
 
     `settings` are the run's dataclasses, `data` the folders of its data sets in their order, `model` a folder or
-    hub id, `sharding` is from `sharding_of`, `rewards` the hash of each file with reward functions.
+    hub id, `sharding` is from `sharding_of`, `rewards` the hash of each file with reward functions, `left_out` the ids
+    of rows that are not trained on.
     """
     values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     constant = str(getattr(values.get("lr_scheduler_type"), "value", values.get("lr_scheduler_type"))) == "constant"
     annealed = bool(values.get("adora_noisy_rollouts")) and values.get("adora_noise_schedule") != "constant"
     free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
+    free |= {"adora_async_rollouts"} if not values.get("adora_async_rollouts") else set()
+    free |= _BUDGET_KEYS if values.get("adora_rollout_budget") is None else set()
     kept = {
         key: json.dumps(value, default=str, sort_keys=True)
         for key, value in values.items()
@@ -48,6 +61,7 @@ def fingerprint(
     return {
         **kept,
         **{f"reward {file}": digest for file, digest in (rewards or {}).items()},
+        **({"rows left out": _summary(left_out)} if left_out else {}),
         "processes": str(processes),
         "sharding": sharding,
         "dataset": "+".join(
@@ -70,6 +84,11 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     return [f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in changed]
 
 
+def _summary(ids: Sequence[str]) -> str:
+    """How many there are, and a hash of which."""
+    return f"{len(ids)} ({hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]})"
+
+
 def _identity(folder: Path, name: str, described_by: tuple[str, ...], pattern: str) -> str:
     """A folder is known by its descriptions and the sizes of its large files, not by its path; a hub id by itself."""
     if not folder.is_dir():
@@ -81,3 +100,57 @@ def _identity(folder: Path, name: str, described_by: tuple[str, ...], pattern: s
     for path in sorted(folder.glob(pattern)):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
     return digest.hexdigest()[:16]
+
+
+_PREFIX = ".seen-by-all-"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank found: its machine, whether its output_dir is the first rank's, and which settings differ."""
+
+    machine: str
+    shares: bool
+    differs: list[str]
+
+
+def leave_token(output_dir: Path) -> str:
+    """Leave a file that the other ranks look for, and return its name. The first rank calls this. Raises `OSError`."""
+    for forgotten in output_dir.glob(f"{_PREFIX}*"):
+        forgotten.unlink(missing_ok=True)
+    name = f"{_PREFIX}{secrets.token_hex(8)}"
+    (output_dir / name).touch()
+    return name
+
+
+def check_ranks(
+    output_dir: Path, token: str, first: Fingerprint, mine: Fingerprint, *, patience_s: float = NFS_DELAY_S
+) -> None:
+    """Raise `UserError` on all ranks where one of them does not see the `token` of the first rank in `output_dir`, or
+    has another fingerprint than the `first` rank. All ranks call this together.
+    """
+    seen = Seen(socket.gethostname(), appears(output_dir / token, patience_s), differences(first, mine))
+    everyone: list[Seen] = gather_object([seen])
+    with contextlib.suppress(OSError):
+        (output_dir / token).unlink(missing_ok=True)
+    problem = problem_among(everyone, output_dir)
+    if problem is not None:
+        raise UserError(problem)
+
+
+def problem_among(everyone: Sequence[Seen], output_dir: Path) -> str | None:
+    """What is wrong with what the ranks have found, listed in their order; None if nothing is."""
+    for rank, seen in enumerate(everyone):
+        where = f"on {seen.machine} (rank {rank})"
+        if not seen.shares:
+            return (
+                f"output_dir: {str(output_dir)!r} {where} is not the folder that rank 0 has on {everyone[0].machine}; "
+                "all machines write into one checkpoint, so name a folder on a disk that they share, by the same path"
+            )
+        if seen.differs:
+            more = f" (and {len(seen.differs) - 1} more)" if len(seen.differs) > 1 else ""
+            return (
+                f"{where} the run is not the one of rank 0: {seen.differs[0]}{more}; start every machine with the same "
+                "arguments, data and model"
+            )
+    return None

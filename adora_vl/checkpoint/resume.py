@@ -10,19 +10,20 @@ from shlex import quote
 from filelock import FileLock, Timeout
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
-from adora_vl.checkpoint.set_aside import ASIDE, foreign, holds_a_run, of_a_run
 from adora_vl.checkpoint.store import STAGING, clear_staging, facts_of, newest_valid, problem_of
 from adora_vl.checkpoint.universal import shards_of
-from adora_vl.errors import UserError
+from adora_vl.checkpoint.writer import ASIDE, holds_a_run
+from adora_vl.checkpoint.written import of_a_run, own_files, some
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import refuse_dangling, written_to
 
-_ANEW = "--overwrite_output_dir true starts anew (its checkpoints go when the first new one is whole)"
 
-
-def hold(output_dir: Path) -> FileLock:
+def lock_output_dir(output_dir: Path) -> FileLock:
     """A lock on `output_dir` for as long as this process lives: two runs in one folder would delete each other's work.
 
     Raises `UserError` if another process holds it, or if the folder cannot be made.
     """
+    refuse_dangling("output_dir", output_dir)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = FileLock(output_dir / ".lock", is_singleton=True)
@@ -38,18 +39,8 @@ def hold(output_dir: Path) -> FileLock:
     return lock
 
 
-def refuse_foreign(output_dir: Path) -> None:
-    """Raise `UserError` for a folder that holds no run but what a run would write over."""
-    stranger = foreign(output_dir)
-    if stranger is not None:
-        raise UserError(
-            f"output_dir: {str(output_dir)!r} holds {stranger.name!r}, which no run wrote and this one would write "
-            "over; choose another folder, or move it away"
-        )
-
-
 @dataclass(frozen=True)
-class Start:
+class StartPoint:
     """Where the run begins (a checkpoint, or None for the first step), and what to tell the user about it."""
 
     checkpoint: str | None
@@ -59,7 +50,7 @@ class Start:
 
 def choose_start(
     output_dir: Path, wanted: object, overwrite: bool, now: Fingerprint, inputs: Sequence[tuple[str, str]] = ()
-) -> Start:
+) -> StartPoint:
     """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None is that too). `inputs`: keys
     and the folders that they name, which the run reads.
 
@@ -83,15 +74,18 @@ def choose_start(
     skipped = [f"skipped {path}: {reason}" for path, reason in found.skipped]
     if found.checkpoint is None:
         if skipped:
-            raise UserError(f"output_dir: no checkpoint in {str(output_dir)!r} is whole; {skipped[0]}; {_ANEW}")
+            raise UserError(
+                f"output_dir: no checkpoint in {str(output_dir)!r} is whole; {skipped[0]}; {_or_anew(output_dir)}"
+            )
         if word == "true":
             raise UserError(f"resume_from_checkpoint: true, but {str(output_dir)!r} holds no checkpoint-N folder")
         if holds_a_run(output_dir):
-            raise UserError(f"output_dir: {str(output_dir)!r} holds a finished run; choose another, or {_ANEW}")
-        return Start(None, [])
+            raise UserError(f"output_dir: {str(output_dir)!r} holds a finished run; {_or_anew(output_dir)}")
+        return StartPoint(None, [])
     if word == "false":
         raise UserError(
-            f"resume_from_checkpoint: false, but {str(output_dir)!r} holds {found.checkpoint.name}; {_ANEW}"
+            f"resume_from_checkpoint: false, but {str(output_dir)!r} holds {found.checkpoint.name}; "
+            f"{_or_anew(output_dir)}"
         )
     before: Fingerprint = facts_of(found.checkpoint).get("fingerprint", {})
     changed = differences(before, now)
@@ -99,10 +93,20 @@ def choose_start(
         _refuse_another_world(found.checkpoint, before, now)
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(
-            f"output_dir: {str(output_dir)!r} holds {found.checkpoint.name} of another run: {changed[0]}{more}; choose "
-            f"another output_dir, or {_ANEW}"
+            f"output_dir: {str(output_dir)!r} holds {found.checkpoint.name} of another run: {changed[0]}{more}; set it "
+            f"back, {_or_anew(output_dir)}"
         )
-    return Start(str(found.checkpoint), [*skipped, f"going on from {found.checkpoint}"])
+    return StartPoint(str(found.checkpoint), [*skipped, f"going on from {found.checkpoint}"])
+
+
+def _or_anew(output_dir: Path) -> str:
+    """The remedies for a folder that holds a run: another folder, or a new start, with what that deletes or refuses."""
+    with written_to("output_dir", output_dir):
+        own = own_files(output_dir)
+        goes = [path.name for path in of_a_run(output_dir) if path.name not in own]
+    first = f"move away {some(own)}, which no run is known to have written, and " if own else ""
+    deletes = f", which deletes {some(goes)} once the new run has a whole checkpoint" if goes else ""
+    return f"choose another output_dir, or {first}start anew with --overwrite_output_dir true{deletes}"
 
 
 def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> None:
@@ -118,21 +122,24 @@ def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> N
             )
 
 
-def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> Start:
+def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> StartPoint:
     """The start with `overwrite_output_dir`. A checkpoint that the user named is used or refused, but never deleted."""
     if word == "true" or (named is not None and output_dir.resolve() in named.resolve().parents):
         raise UserError(
             f"resume_from_checkpoint: {word if named is None else str(named)!r} is of the run that "
             "overwrite_output_dir: true replaces; leave out one of the two, or choose another output_dir"
         )
-    start = Start(None, []) if named is None else _start_at(named, now)
+    start = StartPoint(None, []) if named is None else _start_at(named, now)
     if not holds_a_run(output_dir):
         return start
-    note = f"the run in {output_dir} is put aside, into {output_dir / ASIDE}, until this one has its first checkpoint"
-    return Start(start.checkpoint, [*start.notes, note], replaces=True)
+    note = (
+        f"the run in {output_dir} ({some([path.name for path in of_a_run(output_dir)])}) is put aside, into "
+        f"{output_dir / ASIDE}, and deleted when this one has its first checkpoint"
+    )
+    return StartPoint(start.checkpoint, [*start.notes, note], replaces=True)
 
 
-def _start_at(checkpoint: Path, now: Fingerprint) -> Start:
+def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
     """The start from a checkpoint that the user named. It must be whole; settings that differ are reported."""
     if not (checkpoint / "trainer_state.json").is_file():
         raise UserError(f"resume_from_checkpoint: {str(checkpoint)!r} is no checkpoint folder (no trainer_state.json)")
@@ -142,7 +149,9 @@ def _start_at(checkpoint: Path, now: Fingerprint) -> Start:
     before: Fingerprint = facts_of(checkpoint).get("fingerprint", {})
     _refuse_another_world(checkpoint, before, now)
     changed = differences(before, now)
-    return Start(str(checkpoint), [f"going on from {checkpoint}", *(f"changed since then: {line}" for line in changed)])
+    return StartPoint(
+        str(checkpoint), [f"going on from {checkpoint}", *(f"changed since then: {line}" for line in changed)]
+    )
 
 
 def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprint) -> None:

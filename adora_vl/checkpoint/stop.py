@@ -18,9 +18,8 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from adora_vl.checkpoint.launcher import TOO_SHORT, kills_too_early, under_elastic
-from adora_vl.checkpoint.outputs import mute_lost_outputs
-from adora_vl.files import replace_file
+from adora_vl.utils.files import replace_file
+from adora_vl.utils.launch import TOO_SHORT, kills_too_early, mute_lost_outputs, under_elastic
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
 STOPPED_FILE = "stopped.json"  # in output_dir of a stopped run: launchers replace the exit code by their own

@@ -1,15 +1,10 @@
-"""A checkpoint folder on disk: sealed with the hash of every file, made visible by one rename, verified before use.
-
-output_dir/.saving/checkpoint-40    being written; ignored by every start
-output_dir/checkpoint-40            whole: manifest.json holds the hash of every file, `complete` that of the manifest
-"""
+"""Checkpoints on disk: sealed, renamed into their place, and found again whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Collection
@@ -18,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adora_vl.files import appears, remove_partial
+from adora_vl.utils.files import appears, flush, put_in_place, remove_partial, replace_file
 
 MANIFEST, MARK, STAGING = "manifest.json", "complete", ".saving"
-_NAME = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _HASHING_THREADS = 8  # hashlib releases the GIL
 
 
@@ -34,7 +29,7 @@ class Found:
 
 
 def step_of(checkpoint: Path) -> int:
-    match = _NAME.fullmatch(checkpoint.name)
+    match = CHECKPOINT.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is no checkpoint folder"
     return int(match[1])
 
@@ -43,7 +38,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
     """All `checkpoint-N` folders, whole or not, newest first."""
     if not output_dir.is_dir():
         return []
-    found = (path for path in output_dir.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
+    found = (path for path in output_dir.iterdir() if path.is_dir() and CHECKPOINT.fullmatch(path.name))
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -57,27 +52,22 @@ def publish(staged: Path, final: Path, facts: dict[str, Any], written: Collectio
     missing = next((name for name in written if not appears(staged / name)), None)
     if missing is not None:
         raise FileNotFoundError(errno.ENOENT, "a file of another machine does not appear here", str(staged / missing))
-    _seal(staged, facts, written)
-    replaced = None
-    if final.exists():
-        replaced = staged.with_name(f"{staged.name}.replaced")
-        final.rename(replaced)
-    staged.rename(final)
-    _sync(final.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+    seal(staged, facts, written)
+    replaced = staged.with_name(f"{staged.name}.replaced")
+    put_in_place(staged, final, replaced)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
+def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
     """Flush everything to the disk, then write the manifest, then the mark."""
     paths = sorted({*_files(folder), *(folder / name for name in written)})
     for path in paths:
-        _sync(path)
-    manifest = json.dumps({**facts, "files": _hashes(folder, paths)}, indent=2, sort_keys=True)
-    _write(folder / MANIFEST, manifest)
-    _write(folder / MARK, hashlib.sha256(manifest.encode()).hexdigest())
+        flush(path)
+    manifest = json.dumps({**facts, "files": hashes(folder, paths)}, indent=2, sort_keys=True)
+    replace_file(folder / MANIFEST, manifest)
+    replace_file(folder / MARK, hashlib.sha256(manifest.encode()).hexdigest())
     for directory in {path.parent for path in paths} | {folder}:
-        _sync(directory)
+        flush(directory)
 
 
 def problem_of(checkpoint: Path) -> str | None:
@@ -96,7 +86,7 @@ def problem_of(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-    found = _hashes(checkpoint, [checkpoint / name for name in expected])
+    found = hashes(checkpoint, [checkpoint / name for name in expected])
     damaged = [name for name in expected if found[name] != expected[name]]
     return f"{damaged[0]} is damaged (its SHA-256 is another one)" if damaged else None
 
@@ -147,7 +137,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
+def hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         digests = list(pool.map(_sha256, paths))
     return {
@@ -159,19 +149,3 @@ def _hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a folder to the disk. A rename alone does not guarantee that the data are there before it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,15 +6,15 @@ import argparse
 import contextlib
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
 
-from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, publish
-from adora_vl.errors import UserError
+from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, seal
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import replacing_folder
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -46,10 +46,9 @@ def write_universal(checkpoint: Path, output: Path) -> None:
         )
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
-        staged = Path(temporary) / output.name
+    with replacing_folder(output) as staged:
         left_out = shutil.ignore_patterns(_SHARDS, MANIFEST, MARK, "latest", "zero_to_*.py")
-        shutil.copytree(checkpoint, staged, ignore=left_out)
+        shutil.copytree(checkpoint, staged, ignore=left_out, dirs_exist_ok=True)
         target = staged / f"{shards.name}_universal"
         target.mkdir()
         options = argparse.Namespace(
@@ -59,7 +58,7 @@ def write_universal(checkpoint: Path, output: Path) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             convert(options)
         facts = {key: value for key, value in facts_of(checkpoint).items() if key != "files"}
-        publish(staged, output, facts)
+        seal(staged, facts)
 
 
 def expect_universal(trainer: Trainer) -> None:

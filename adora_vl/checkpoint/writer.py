@@ -1,19 +1,96 @@
-"""Writes checkpoints that are either whole or ignored: in another place first, then sealed, then renamed."""
+"""Writes the checkpoints of a run, and puts an older run aside until the new one has a checkpoint of its own."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from adora_vl.checkpoint.store import MARK, STAGING, checkpoints, names_in, publish, rotate
+from adora_vl.checkpoint.written import WRITTEN, is_manifest, model_of_a_run, of_a_run, own_files, some
+from adora_vl.utils.errors import DiskFullError, RunError, UserError, lost_contact
+from adora_vl.utils.files import disk_is_full, written_to
 
-from adora_vl.checkpoint.set_aside import delete_aside
-from adora_vl.checkpoint.store import STAGING, names_in, publish, rotate
-from adora_vl.errors import RunError, lost_contact
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+_PREFIX = "checkpoint"  # Transformers' PREFIX_CHECKPOINT_DIR, whose import takes seconds
+ASIDE = ".replaced"
+_MADE_BY_TRL = "completions"  # once, when the trainer is built: before the old run is put aside
+
+
+def holds_a_run(output_dir: Path) -> bool:
+    """Whether the folder holds work that a new run would replace: a checkpoint or a finished model."""
+    return bool(checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
+
+
+def begun(output_dir: Path) -> bool:
+    """Whether a training command has begun here, even if it came to no checkpoint."""
+    return is_manifest(output_dir / "manifest.json") or any(
+        (checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)
+    )
+
+
+def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
+    """Raise `UserError` for what no run is known to have written, where this one would write over it or delete it.
+
+    A run that resumes writes over the final model alone: it takes the rest of the folder as it is, except for the
+    place of what is put aside.
+    """
+    with written_to("output_dir", output_dir):
+        resumes = holds_a_run(output_dir) and begun(output_dir) and not overwrite
+        replaced = model_of_a_run(output_dir) if resumes else None
+        own = [*own_files(output_dir, replaced), *_own_hidden(output_dir)]
+    if own:
+        raise UserError(
+            f"output_dir: {str(output_dir)!r} holds {some(own)}, which no run is known to have written and this one "
+            "would write over or delete; choose another output_dir, or move what is yours away"
+        )
+
+
+def _own_hidden(output_dir: Path) -> list[str]:
+    """The user's own files in the hidden folders that a run clears."""
+    aside, staging = output_dir / ASIDE, output_dir / STAGING
+    if aside.is_symlink():
+        return [ASIDE]
+    put_aside = sorted(aside.iterdir()) if aside.is_dir() else []
+    own = [f"{ASIDE}/{name}" for name in own_files(aside, put_aside)]
+    unknown = staging.is_dir() and any(staging.iterdir()) and not (begun(output_dir) or begun(aside))
+    return [*own, STAGING] if unknown else own
+
+
+def set_aside(output_dir: Path) -> str | None:
+    """Move the old run out of the way by renaming. Returns where it is now, or None if there was no run.
+
+    No start resumes from the run that was put aside, even if the new run ends before its first checkpoint. What such an
+    unfinished run has left is deleted by the next call; the old run is kept. One process calls this. Raises `UserError`
+    for files of the user's that have come since the start.
+    """
+    refuse_own_files(output_dir, overwrite=True)
+    aside = output_dir / ASIDE
+    if any((checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)):
+        shutil.rmtree(aside, ignore_errors=True)  # an earlier run, which a crash has left here
+    keep_older = aside.is_dir()
+    target = output_dir / STAGING / "dropped" if keep_older else aside
+    if (output_dir / WRITTEN).is_file():  # a copy first: if this process is killed, both halves can be judged
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(output_dir / WRITTEN, target)
+    for path in of_a_run(output_dir):
+        target.mkdir(parents=True, exist_ok=True)
+        path.rename(target / path.name)
+        if path.name == _MADE_BY_TRL:
+            path.mkdir()
+    if keep_older:
+        shutil.rmtree(target, ignore_errors=True)
+    return str(aside) if aside.is_dir() else None
+
+
+def delete_aside(output_dir: Path) -> None:
+    """Delete the old run. Called when the new one has a checkpoint to resume from."""
+    shutil.rmtree(output_dir / ASIDE, ignore_errors=True)
+
 
 Save = Callable[[Path], dict[str, Any]]  # writes into this folder, and returns what the manifest says of it
 
@@ -34,7 +111,9 @@ class CheckpointWriter:
 
         Raises `RunError` if a file cannot be written. Older checkpoints are then as they were.
         """
-        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        from accelerate.utils import gather_object
+
+        name = f"{_PREFIX}-{step}"
         self.staging = staging = self.output_dir / STAGING
         try:
             facts = save(staging / name)
@@ -44,8 +123,13 @@ class CheckpointWriter:
                 publish(staging / name, self.output_dir / name, {**facts, "step": step}, written)
                 delete_aside(self.output_dir)
                 rotate(self.output_dir, self.keep)
-        except Exception as error:  # torch and safetensors raise errors of their own for a full disk
+        except Exception as error:
             shutil.rmtree(staging / name, ignore_errors=True)
+            if disk_is_full(error):
+                raise DiskFullError(
+                    f"{name} could not be written (no space left on the disk of {str(self.output_dir)!r}); older "
+                    f"checkpoints are as they were; make room there, and {self.where_to_go_on()}"
+                ) from None
             why = lost_contact(error) or error
             raise RunError(f"{name} could not be written ({why}); older checkpoints are as they were") from error
         finally:
@@ -59,12 +143,12 @@ class CheckpointWriter:
             save()
         # The first rank to raise ends the others, and one of them may still be writing.
         self.accelerator.wait_for_everyone()
-        return self.output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        return self.output_dir / f"{_PREFIX}-{step}"
 
     def where_to_go_on(self) -> str:
         """The end of a message: where a new start of the same command begins."""
         if self.saved_at is not None:
-            return f"the same command goes on from {PREFIX_CHECKPOINT_DIR}-{self.saved_at}"
+            return f"the same command goes on from {_PREFIX}-{self.saved_at}"
         if self.began_at is not None:
             return f"the same command goes on from {self.began_at}"
         return "there is no checkpoint yet: the same command starts at the first step"

@@ -1,33 +1,18 @@
-"""Which method computes the advantages: its keys, its own block of options, and what it needs from a run."""
+"""Which method computes the advantages: its block of options, and what it needs from a run."""
 
 from __future__ import annotations
 
 import json
-import math
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from adora_vl.advantage import METHODS, MethodRun, Schedule
-from adora_vl.advantage.options import AdoraOptions
-from adora_vl.errors import UserError, nearest
+from adora_vl.advantage import METHODS, AdvantagePipeline, Schedule
+from adora_vl.advantage.adora import AdoraOptions
+from adora_vl.utils.errors import UserError, did_you_mean
 
 KEEP = "keep_settings"  # in the block of options: the keys of TRL that the method must not set
-
-
-@dataclass
-class AdvantageConfig:
-    """The keys that choose among `adora_vl.advantage.methods`."""
-
-    adora_method: str = field(
-        default="adora",
-        metadata={"help": f"Method for the advantages: {', '.join(METHODS)}; several as dapo+adora, left to right."},
-    )
-    adora_method_options: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "The method's own options, a mapping (JSON on the command line); see docs/algorithm.md."},
-    )
 
 
 def method_names(config: Any) -> list[str]:
@@ -36,7 +21,7 @@ def method_names(config: Any) -> list[str]:
     for name in names:
         if name not in METHODS:
             raise UserError(
-                f"adora_method: unknown method {name!r}, use one of {', '.join(METHODS)}{nearest(name, METHODS)}"
+                f"adora_method: unknown method {name!r}, use one of {', '.join(METHODS)}{did_you_mean(name, METHODS)}"
             )
     if len(set(names)) < len(names):
         raise UserError(f"adora_method: {config.adora_method} names a method twice")
@@ -49,15 +34,9 @@ def method_names(config: Any) -> list[str]:
 
 
 def _block(config: Any) -> dict[str, Any]:
+    """The mapping in `adora_method_options`, which is JSON on the command line and was checked there."""
     block = config.adora_method_options
-    if isinstance(block, str):
-        try:
-            block = json.loads(block)
-        except json.JSONDecodeError as error:
-            raise UserError(f"adora_method_options: {block!r} is not JSON ({error})") from error
-    if block is not None and not isinstance(block, dict):
-        raise UserError(f"adora_method_options: {block!r} is not a mapping of options")
-    return dict(block or {})
+    return dict(json.loads(block) if isinstance(block, str) else block or {})
 
 
 def set_method_settings(config: Any) -> list[str]:
@@ -79,17 +58,18 @@ def set_method_settings(config: Any) -> list[str]:
 
 
 def _schedule(key: str, value: Any) -> Schedule:
-    if isinstance(value, Mapping):
-        known = {each.name for each in fields(Schedule)}
-        for name in value:
-            if name not in known:
-                raise UserError(f"adora_method_options: {key}: unknown '{name}'{nearest(str(name), known)}")
-        given = {**value, "steps": tuple(value["steps"])} if "steps" in value else dict(value)
-        try:
-            return Schedule(**given)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"adora_method_options: {key}: {error}") from error
-    return Schedule(_convert(key, value, float))
+    if not isinstance(value, Mapping):
+        return Schedule(_convert(key, value, float))
+    types_of = get_type_hints(Schedule)
+    for name in value:
+        if name not in types_of:
+            raise UserError(f"adora_method_options: {key}: unknown '{name}'{did_you_mean(str(name), types_of)}")
+    try:
+        return Schedule(**{name: _convert(f"{key}: {name}", item, types_of[name]) for name, item in value.items()})
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"adora_method_options: {key}: {error}") from error
 
 
 def _convert(key: str, value: Any, wanted: Any) -> Any:
@@ -107,10 +87,7 @@ def _convert(key: str, value: Any, wanted: Any) -> Any:
             count = "" if inner[-1] is ... else f" of {len(inner)}"
             raise UserError(f"adora_method_options: {key}: {value!r} must be a list{count}")
         return tuple(_convert(key, item, inner[0]) for item in value)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and not math.isfinite(value):  # JSON and YAML both have words for such numbers
-        raise UserError(f"adora_method_options: {key}: {value!r} is not a finite number")
-    if wanted is float and number:
+    if wanted is float and type(value) in (int, float):
         return float(value)
     if type(value) is wanted:
         return value
@@ -127,6 +104,7 @@ def _from_keys(config: Any) -> dict[str, Any]:
         "combine": config.adora_combine,
         "tau": Schedule(config.adora_tau),
         "empty_wrong": config.adora_empty_wrong,
+        "ties": config.adora_ties,
         "no_correct": config.adora_no_correct,
         "difficulty_needs_correct": config.adora_difficulty_needs_correct,
     }
@@ -142,7 +120,7 @@ def chosen_methods(config: Any) -> dict[str, Any]:
             known = ", ".join(owners) or "none"
             raise UserError(
                 f"adora_method_options: unknown option '{key}' of {config.adora_method}, it has {known}"
-                f"{nearest(str(key), owners)}"
+                f"{did_you_mean(str(key), owners)}"
             )
     chosen: dict[str, Any] = {}
     for name in names:
@@ -151,14 +129,15 @@ def chosen_methods(config: Any) -> dict[str, Any]:
         given = {key: _convert(key, value, types_of[key]) for key, value in block.items() if owners[key] == name}
         try:
             chosen[name] = options(**{**(_from_keys(config) if name == "adora" else {}), **given})
-        except ValueError as error:
-            raise UserError(f"adora_method_options: {error}") from error
+        except ValueError as error:  # its text begins with the option, which for ADORA may be a key of the config
+            is_key = name == "adora" and str(error).partition(":")[0] not in given
+            raise UserError(f"{'adora_' if is_key else 'adora_method_options: '}{error}") from error
     return chosen
 
 
-def method_run(config: Any) -> MethodRun:
+def method_run(config: Any) -> AdvantagePipeline:
     """The run's methods with their state."""
-    return MethodRun(
+    return AdvantagePipeline(
         chosen_methods(config),
         judged_by=AdoraOptions(**{**_from_keys(config), "mode": "off"}),
         scale=str(config.scale_rewards),
@@ -241,13 +220,3 @@ def method_needs(config: Any) -> list[str]:
     }
     lines = [needs[name] for name in method_names(config) if needs.get(name)]
     return [*getattr(config, "method_notes", []), *lines]
-
-
-def option_defaults(name: str) -> dict[str, Any]:
-    """The names and defaults of a method's options, as the documentation lists them."""
-    values = {}
-    for each in fields(METHODS[name].options):
-        factory = each.default_factory
-        default = each.default if factory is MISSING else factory()
-        values[each.name] = default.start if isinstance(default, Schedule) else default
-    return values

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 from trl import ModelConfig
 from trl.scripts.utils import TrlParser
 
-from adora_vl.config.given import check_keys, command_line_values, config_file, read_config, split_words
-from adora_vl.config.schema import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config.early_check import check_keys, command_line_keys, config_file, read_config, split_words
+from adora_vl.config.keys import AdoraScriptArguments
+from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import convert, declared
-from adora_vl.errors import UserError
+from adora_vl.utils.errors import UserError
 
 DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
 Parsed = tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]
@@ -25,13 +26,14 @@ def known_keys() -> set[str]:
 
 
 class _Parser(TrlParser):  # type: ignore[misc]  # TRL is untyped to mypy
-    """TRL's parser reads the words; what they mean, and which are wrong, is said by `config/values.py` for the command
-    line and the file alike. Stock TRL lets argparse convert the former and takes most of the latter as it is.
+    """TRL's parser splits the command line; `config/values.py` converts and checks each value, as it does for the file.
+
+    Stock TRL lets argparse convert the values of the command line, and takes most of those in the file as they are.
     """
 
     def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
         super().__init__(dataclass_types, **kwargs)
-        self._declared = {key: facts for each in dataclass_types for key, facts in declared(each).items()}
+        self._declared = {key: hint for each in dataclass_types for key, hint in declared(each).items()}
         self._untouched = {action.dest: action.default for action in self._actions}
         for action in self._actions:
             if action.dest in self._declared and action.nargs != 0:
@@ -40,19 +42,14 @@ class _Parser(TrlParser):  # type: ignore[misc]  # TRL is untyped to mypy
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
-        for key, (hint, choices) in self._declared.items():
+        for key, hint in self._declared.items():
             value = getattr(found, key)
             if value is not self._untouched[key]:
-                setattr(found, key, convert(key, value, hint, choices))
+                setattr(found, key, convert(key, value, hint))
         return found, rest
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
-
-
-def takes_several() -> set[str]:
-    """The keys that several words may follow on the command line."""
-    return {action.dest for action in _Parser(DATACLASSES)._actions if action.nargs in ("+", "*")}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -63,16 +60,17 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def given_keys(arguments: Sequence[str]) -> set[str]:
     """The keys that the user has set, in the file or on the command line."""
     known, file = known_keys(), config_file(arguments)
-    return {*(read_config(file, known) if file else {}), *command_line_values(arguments, known)} & known
+    return {*(read_config(file, known) if file else {}), *command_line_keys(arguments, known)} & known
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
-    """The three dataclasses of a training command. Raises `UserError` for an unknown key or a bad value."""
+    """The three dataclasses of a training command. Raises `UserError` for an unknown key or a bad value; where TRL or
+    Transformers refuse it, with their own words in one line.
+    """
     known, file = known_keys(), config_file(arguments)
     if file:
         read_config(file, known)
-    given = command_line_values(arguments, known)
-    check_keys((key for key in given if key not in ("config", "help")), "command line", known)
+    check_keys(command_line_keys(arguments, known), "command line", known)
     parser = _Parser(DATACLASSES, prog="python -m adora_vl.train", allow_abbrev=False)
     try:
         script, config, model = parser.parse_args_and_config(split_words(arguments))

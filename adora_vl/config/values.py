@@ -1,6 +1,9 @@
-"""Turns what the user wrote for a key into a value. All messages about wrong values come from here.
+"""What a user wrote for a key becomes a value of the key's type, or one line: `key: VALUE is not WHAT IT SHOULD BE`.
 
-A message reads `key: VALUE is not WHAT IT SHOULD BE`.
+A key takes what its annotation says. The ranges of our keys stand beside their fields, and `RANGES` has those of the
+keys of TRL and Transformers that configs/train/annotated.yaml explains, or that our own code computes with. Every other
+key of theirs is read by its type, and what its value means is left to their own checks. NaN and infinity are refused
+everywhere.
 """
 
 from __future__ import annotations
@@ -9,98 +12,225 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from adora_vl.config.names import as_name, expected_names, names_of
-from adora_vl.config.ranges import RANGES
-from adora_vl.errors import UserError
-from adora_vl.words import is_null, split_list, truth
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-# A run needs these keys, even if their annotation allows them to be empty.
-_NEEDED = frozenset({
-    "output_dir", "dataset_name", "dataset_train_split", "model_name_or_path", "model_revision", "adora_method",
-    "vllm_server_host",
-})  # fmt: skip
+from adora_vl.utils.cli import is_null, shown, split_list, truth
+from adora_vl.utils.errors import UserError, did_you_mean
+
+Name = Annotated[str, Field(pattern=r"\S", description="a name")]
+_Kernel = Annotated[str, Field(pattern="/", description="a kernel of the hub, OWNER/NAME")]
+_Count = Annotated[int, Field(ge=1)]
+_Positive = Annotated[float, Field(gt=0)]
+_NotNegative = Annotated[float, Field(ge=0)]
+_literal: Any = Literal  # mypy takes a Literal only of names that are written out
+
+# Narrower than their own annotations, or wider where TRL and Transformers take more than they declare.
+RANGES: dict[str, Any] = {
+    "model_name_or_path": Name | None,
+    "output_dir": Name | None,
+    "attn_implementation": Literal[
+        "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
+    ] | _Kernel | None,
+    "vllm_mode": Literal["colocate", "server"],
+    "vllm_gpu_memory_utilization": Annotated[float, Field(gt=0, le=1)],
+    "vllm_max_model_length": _Count | None,
+    "vllm_tensor_parallel_size": _Count,
+    "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+    "vllm_importance_sampling_clip_max": _Positive | None,
+    "vllm_importance_sampling_clip_min": _NotNegative | None,
+    "num_generations": Annotated[int, Field(ge=2)],
+    "max_completion_length": _Count,
+    "temperature": _Positive,
+    "per_device_train_batch_size": _Count,
+    "gradient_accumulation_steps": _Count,
+    "steps_per_generation": _Count | None,
+    "generation_batch_size": _Count | None,
+    "num_iterations": _Count,
+    "max_steps": _Count | Literal[-1],
+    "num_train_epochs": _Positive,
+    "learning_rate": _NotNegative,
+    "max_grad_norm": _NotNegative,
+    "epsilon": _NotNegative,
+    "beta": _NotNegative,
+    "loss_type": Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"],
+    "importance_sampling_level": Literal["token", "sequence"],
+    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
+    "scale_rewards": bool | Literal["group", "batch", "none"],
+    "lora_r": _Count,
+    "lora_alpha": _Count,
+    "lora_dropout": Annotated[float, Field(ge=0, lt=1)],
+    "logging_steps": _Positive,
+    "num_completions_to_print": Annotated[int, Field(ge=0)] | None,
+    "eval_steps": _Count | None,
+    "save_steps": _Count,
+    "save_total_limit": _Count | None,
+    "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],  # numpy's
+    "resume_from_checkpoint": Literal[True, False] | str | None,
+}  # fmt: skip
 _OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})  # a mapping, or the path of one
-_OWN_MESSAGES = frozenset({"adora_method_options"})  # `config/advantage.py` says what is wrong with them
-_NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})  # where null means to resume if there is a checkpoint
-_NULL_IS = {"report_to": "none"}  # Transformers fails on null for this key
+_NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})  # null means to resume if there is a checkpoint
+_NULL_IS = {"report_to": ["none"]}  # Transformers fails on null for this key
+_OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
+_BOUNDS = (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "at most"))
+_KINDS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "a mapping",
+    NoneType: "null",
+}  # fmt: skip
+_MANY = 12  # as many names still fit into one line
 _SHOWN = 80
 
 
-def convert(key: str, value: Any, hint: Any, choices: Any = None) -> Any:
-    """Convert a value from the command line or a YAML file to the type `hint` of `key`. Raises `UserError`."""
-    if is_null(value) or _is_nothing(key, value, hint, choices):
-        _check_null(key, hint, choices)
+def convert(key: str, value: Any, hint: Any) -> Any:
+    """Convert a value from the command line or a YAML file to `hint`, what `key` takes. Raises `UserError`."""
+    kinds, names = {_kind(arm) for arm in _arms(hint)}, _names(hint)
+    word = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
+    if is_null(word) or (NoneType in kinds and _is_none(key, word) and "none" not in names):
+        if NoneType not in kinds:
+            _refuse(key, None, hint)
         return _NULL_IS.get(key)
-    if key in _OWN_MESSAGES:
-        return value
-    if key in RANGES or names_of(key, hint, choices):
-        return _listed(key, value, hint, choices) if _is_list(hint) else _one(key, value, hint, choices)
-    kinds = {get_origin(each) or each for each in (hint, *get_args(hint))}
-    if Literal in kinds:
-        return value
-    if bool in kinds:
-        return _bool(key, value, str in kinds)
-    if dict in kinds:
-        return _mapping(key, value)
-    if list in kinds:
-        return value if isinstance(value, str) and str in kinds else _entries(key, value)
-    if str in kinds:
-        return _text(key, value)
-    return value  # an object of a library, which only Python code can pass
-
-
-def check_fields(config: Any) -> None:
-    """Check the numbers and names of a dataclass that Python code made without a parser. Raises `UserError`."""
-    kind: Any = type(config)
-    for name, (hint, choices) in declared(kind).items():
-        value = getattr(config, name)
-        if name in RANGES or names_of(name, hint, choices):
-            if value is None:
-                _check_null(name, hint, choices)
-            elif name not in RANGES or not isinstance(value, str) or value in RANGES[name].also:
-                convert(name, value, hint, choices)
-
-
-@cache
-def declared(dataclass: type) -> dict[str, tuple[Any, Any]]:
-    """Annotation and choices of every key of a dataclass."""
-    hints = get_type_hints(dataclass)
-    return {key.name: (hints[key.name], key.metadata.get("choices")) for key in fields(dataclass) if key.init}
-
-
-def _is_nothing(key: str, value: Any, hint: Any, choices: Any) -> bool:
-    """Whether it is the word none, which many write for null, for a key that can be null and has no such name."""
-    if not isinstance(value, str) or value.strip().lower() != "none" or key in _NONE_IS_A_WORD:
-        return False
-    return type(None) in get_args(hint) and "none" not in names_of(key, hint, choices)
-
-
-def _check_null(key: str, hint: Any, choices: Any) -> None:
-    optional = type(None) in get_args(hint)
-    if not (RANGES[key].null if key in RANGES and not _is_list(hint) else optional):
-        _refuse(key, None, _expected(key, None, hint, choices))
-
-
-def _one(key: str, value: Any, hint: Any, choices: Any) -> Any:
-    if key in RANGES:
-        found: Any = value if value in RANGES[key].also else RANGES[key].number(value)
-    else:
-        found = as_name(key, value, names_of(key, hint, choices))
-    if found is None:
-        _refuse(key, value, _expected(key, value, hint, choices))
+    if list in kinds and not (str in kinds and isinstance(value, str)):
+        return [convert(key, entry, _entry(hint)) for entry in _entries(key, value)]
+    read = _read(key, value.value if isinstance(value, Enum) else value, kinds, names)
+    try:
+        found = _adapter(hint).validate_python(read, strict=True)
+    except ValidationError:
+        _refuse(key, value, hint)
+    check_finite(key, found)
     return found
 
 
-def _is_list(hint: Any) -> bool:
-    return any((get_origin(each) or each) is list for each in (hint, *get_args(hint)))
+def check_fields(config: Any, theirs: type | None = None) -> None:
+    """Check the values of a dataclass that Python code made without a parser, and convert ours. Raises `UserError`.
+
+    `theirs`: the dataclass of a library. Its keys have to be finite, and those in `RANGES` in their range.
+    """
+    left = {key.name for key in fields(theirs)} if theirs else set()
+    kind: Any = type(config)
+    for key, hint in declared(kind).items():
+        value = getattr(config, key)
+        if key not in left:
+            setattr(config, key, convert(key, value, hint))
+        elif _range_of(key):
+            convert(key, value, hint)
+        else:
+            check_finite(key, value)
 
 
-def _listed(key: str, value: Any, hint: Any, choices: Any) -> Any:
-    return [_one(key, entry, hint, choices) for entry in _entries(key, value)]
+@cache
+def declared(dataclass: Any) -> dict[str, Any]:
+    """What every key of a dataclass takes, as an annotation."""
+    hints = get_type_hints(dataclass, include_extras=True)
+    return {
+        key.name: _range_of(key.name) or _with_names(hints[key.name], key.metadata.get("choices"))
+        for key in fields(dataclass)
+        if key.init
+    }
+
+
+@cache
+def _range_of(key: str) -> Any:
+    """The entry of a key in `RANGES`, or None. Only `report_to` imports Transformers, which takes seconds."""
+    if key == "report_to":
+        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+        tracker: Any = _literal[("none", "all", *INTEGRATION_TO_CALLBACK)]
+        return list[tracker] | None
+    return RANGES.get(key)
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def check_finite(key: str, value: Any) -> None:
+    """Raises `UserError` for NaN and infinity, also inside a mapping or list: JSON and YAML can contain both."""
+    if isinstance(value, Mapping | list):
+        for name, inside in value.items() if isinstance(value, Mapping) else enumerate(value):
+            check_finite(f"{key}: {name}", inside)
+    elif isinstance(value, float | int) and not _is_finite(value):
+        raise UserError(f"{key}: {_in_words(value)} is not a finite number")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
+
+
+def _with_names(hint: Any, choices: Any = None) -> Any:
+    """`hint` as a `Literal` where the field lists its choices, or where it is an `Enum` (such as `Kind | str`)."""
+    kinds = [arm for arm in _arms(hint) if isinstance(arm, type) and issubclass(arm, Enum)]
+    names = tuple(choices or (one.value for kind in kinds for one in kind))
+    if not names:
+        return hint
+    return _literal[names] | None if NoneType in _arms(hint) else _literal[names]
+
+
+def _arms(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or `hint` alone."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def takes_list(hint: Any) -> bool:
+    """Whether a key takes several words on the command line."""
+    return any(_kind(arm) is list for arm in _arms(hint))
+
+
+def _kind(arm: Any) -> Any:
+    """The type without its bounds and arguments."""
+    plain = get_args(arm)[0] if get_origin(arm) is Annotated else arm
+    return get_origin(plain) or plain
+
+
+def _names(hint: Any) -> list[str]:
+    """The words of its `Literal`."""
+    names = [name for arm in _arms(hint) if get_origin(arm) is Literal for name in get_args(arm)]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _entry(hint: Any) -> Any:
+    """What each entry of a list takes."""
+    return _with_names(next(get_args(arm)[0] for arm in _arms(hint) if _kind(arm) is list))
+
+
+def _is_none(key: str, value: Any) -> bool:
+    """Whether it is the word none, which many write for null."""
+    return isinstance(value, str) and value.strip().lower() == "none" and key not in _NONE_IS_A_WORD
+
+
+def _read(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
+    """`value` as the kind that was meant: on the command line, and for some words in YAML, it is a text."""
+    if bool in kinds and (word := truth(value)) is not None:
+        return word
+    if names and str(value).lower() == "false":
+        return next((name for name in _OFF if name in names), value)
+    if kinds & {int, float} and isinstance(value, int | float | str):
+        return _number(value, whole=float not in kinds)
+    if dict in kinds:
+        return _mapping(key, value, or_text=str in kinds)
+    if str in kinds and not isinstance(value, dict | list | bool):
+        return str(value)
+    return value
+
+
+def _number(value: int | float | str, *, whole: bool) -> Any:
+    """The number in a text: YAML reads 1e3 as a text, for instance. A text that is no number stays a text."""
+    number: Any = value
+    for read in (int, float):
+        try:
+            number = read(value) if isinstance(value, str) else value
+            break
+        except ValueError:
+            continue
+    return int(number) if whole and isinstance(number, float) and number.is_integer() else number
 
 
 def _entries(key: str, value: Any) -> list[Any]:
@@ -108,86 +238,63 @@ def _entries(key: str, value: Any) -> list[Any]:
     try:
         entries = split_list(words) if all(isinstance(word, str) for word in words) else list(words)
     except ValueError as error:
-        raise UserError(f"{key}: {_shown(value)} {error}; write a,b or [a,b]") from None
+        raise UserError(f"{key}: {_in_words(value)} {error}; write a,b or [a,b]") from None
     if any(isinstance(entry, dict | list) or entry is None or entry == "" for entry in entries):
-        _refuse(key, value, "a list of words, such as [a,b]")
+        raise UserError(f"{key}: {_in_words(value)} is not a list of words, such as [a,b]")
     return entries
 
 
-def _bool(key: str, value: Any, or_text: bool) -> Any:
-    found = truth(value)
-    if found is None and or_text and isinstance(value, str):
-        return value
-    if found is None:
-        _refuse(key, value, "true or false")
-    return found
+def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
+    """A mapping, read from JSON or from the path of a JSON file.
 
-
-def _mapping(key: str, value: Any) -> Any:
+    `or_text`: the key takes texts too, so a text is checked and stays a text.
+    """
     if isinstance(value, Mapping):
-        check_finite(key, value)
         return value
     text = value.strip() if isinstance(value, str) else ""
-    if text and not text.startswith("{") and key in _OR_FILE:
-        if not Path(text).is_file():
-            _refuse(key, value, "a file, nor a mapping such as '{\"a\": 1}'")
-        if not _holds_a_mapping(Path(text)):
-            _refuse(key, value, "a JSON file with a mapping in it")
-        return value
+    file = Path(text) if key in _OR_FILE and text and not text.startswith("{") else None
     try:
-        content = json.loads(text)
-    except ValueError:
+        content = json.loads(file.read_bytes() if file else text)
+    except (OSError, ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        _refuse(key, value, "a mapping, such as '{\"a\": 1}' on the command line")
+        other = "a JSON file with a mapping in it, nor " if file else ""
+        mapping = "a mapping, such as '{\"a\": 1}' on the command line"
+        raise UserError(f"{key}: {_in_words(value)} is not {other}{mapping}")
     check_finite(key, content)
-    return value
+    return value if or_text else content
 
 
-def _holds_a_mapping(file: Path) -> bool:
-    try:
-        return isinstance(json.loads(file.read_bytes()), dict)
-    except (OSError, ValueError, RecursionError):
-        return False
+def _refuse(key: str, value: Any, hint: Any) -> NoReturn:
+    expected = " or ".join(map(_described, _arms(hint)))
+    raise UserError(f"{key}: {_in_words(value)} is not {expected}{did_you_mean(str(value), _names(hint))}")
 
 
-def check_finite(key: str, value: Any) -> None:
-    """Raises `UserError` for a number inside of a mapping that is NaN or infinite, which JSON and YAML can spell."""
-    if isinstance(value, Mapping | list):
-        for name, inside in value.items() if isinstance(value, Mapping) else enumerate(value):
-            check_finite(f"{key}: {name}", inside)
-    elif isinstance(value, float) and not math.isfinite(value):
-        _refuse(key, value, "a number that is finite")
+def _described(arm: Any) -> str:
+    """What a member of a union takes, in words, such as `a number above 0 and at most 1`."""
+    if get_origin(arm) is Literal:
+        names = [str(name) for name in get_args(arm)]
+        if len(names) > _MANY:
+            return f"one of the {len(names)} names such as {', '.join(names[:3])}"
+        return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+    if get_origin(arm) is Annotated:
+        kind, limits = get_args(arm)
+        bounds = [f"{word} {getattr(each, name)}" for each in limits.metadata for name, word in _BOUNDS
+                  if hasattr(each, name)]  # fmt: skip
+        return limits.description or f"{_KINDS[kind]} {' and '.join(bounds)}"
+    return _KINDS.get(_kind(arm), "an object that only Python can give")
 
 
-def _text(key: str, value: Any) -> str:
-    if isinstance(value, dict | list | bool):
-        _refuse(key, value, "a text")
-    if key in _NEEDED and not str(value).strip():
-        _refuse(key, value, "a name: it is empty")
-    return str(value)
-
-
-def _expected(key: str, value: Any, hint: Any, choices: Any) -> str:
-    if key in RANGES:
-        return str(RANGES[key])
-    known = names_of(key, hint, choices)
-    return expected_names(value, known) if known else "true or false" if hint is bool else "a text"
-
-
-def _refuse(key: str, value: Any, expected: str) -> NoReturn:
-    raise UserError(f"{key}: {_shown(value)} is not {expected}")
-
-
-def _shown(value: Any) -> str:
+def _in_words(value: Any) -> str:
     """The value as a person writes it, in one line: null for None, numbers without quotes, other text with them."""
-    if value is None:
-        return "null"
-    text = repr(value)
-    if isinstance(value, str) and value.strip():
-        try:
-            float(value)
-            text = value.strip()
-        except ValueError:
-            pass
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    if isinstance(value, str) and _is_number(value):
+        return shown(value.strip(), _SHOWN).strip("'")
+    return shown(value, _SHOWN)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

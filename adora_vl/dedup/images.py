@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from adora_vl.batch import Batch, Row
-from adora_vl.config.speed import SpeedOptions
-from adora_vl.dedup.blackened import half_black
-from adora_vl.dedup.image_bank import ImageBanks
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, ImagePrefetch, NoPrefetch
+from adora_vl.data.loading import only_decodes
+from adora_vl.data.rows import has_images
+from adora_vl.dedup.image_store import ImageBanks, ImageCache, can_cache, effective_settings
 from adora_vl.dedup.processor import FlatProcessor, StepProcessor
-from adora_vl.dedup.shared_vision import SharedVision
-from adora_vl.dedup.without_images import has_images, with_image_columns
-from adora_vl.rollout.image_cache import ImageCache, can_cache, effective_settings
+from adora_vl.dedup.vision import SharedVision
+from adora_vl.types import Batch, Row
+
+
+def may_have_images(dataset: Any) -> bool:
+    """Whether any row of a training data set may have an image; True where that cannot be told."""
+    table = getattr(getattr(dataset, "data", None), "table", None)
+    if table is None:
+        return True
+    return has_images(table) if "images" in table.column_names else "image" in table.column_names
+
+
+def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, Any]:
+    """The columns of a batch, or of a pass, with those of images added where they are missing.
+
+    `tokens_BT`: any tensor of the shape of prompts with their completions.
+    """
+    if columns.get("pixel_values") is not None:
+        return columns
+    device = tokens_BT.device
+    none: dict[str, Any] = {
+        "pixel_values": torch.zeros(0, 1, dtype=torch.long, device=device),
+        "image_grid_thw": torch.zeros(0, 3, dtype=torch.long, device=device),
+        "num_images": [0] * len(tokens_BT),
+        "mm_token_type_ids": torch.zeros_like(tokens_BT),
+    }
+    return {**columns, **none}
 
 
 class DistinctImages:
@@ -27,7 +52,7 @@ class DistinctImages:
         models: Sequence[nn.Module],
         processor: Any,
         device: torch.device,
-        switches: SpeedOptions,
+        switches: AdoraGRPOConfig,
         dataset: Any = (),
     ) -> None:
         """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on."""
@@ -35,9 +60,9 @@ class DistinctImages:
         self.vision = SharedVision(self.banks)
         self._device, self._switches = device, switches
         takes_references = [self.vision.install(model) for model in models]  # a list, so that every model is tried
-        self.shown = all(takes_references) and has_images(dataset)  # whether rows of the run have images
-        self._image_processor: Any = getattr(processor, "image_processor", None)
-        able = all(takes_references) and can_cache(self._image_processor)
+        self.shown = all(takes_references) and may_have_images(dataset)  # whether rows of the run may have images
+        self.image_processor: Any = getattr(processor, "image_processor", None)
+        able = all(takes_references) and can_cache(self.image_processor)
         self._cache = ImageCache(switches.adora_image_cache_mb * 2**20) if able else None
 
     @property
@@ -48,28 +73,36 @@ class DistinctImages:
     @property
     def knows_patches(self) -> bool:
         """Whether the processor cuts images into patches in the way that is known here."""
-        return can_cache(self._image_processor)
+        return can_cache(self.image_processor)
 
-    def process(self, row: Row) -> int:
+    def process(self, row: Mapping[str, Any]) -> int:
         """Put the images of a row into the cache, for a generation to come. Returns the bytes that they take there."""
-        cache, processor = self.cache, self._image_processor
+        cache, processor = self.cache, self.image_processor
         assert cache is not None
         settings = effective_settings(processor, {})
         entries = [cache.get(processor, image, settings) for image in row.get("images") or []]
         return sum(entry.patches_RD.nbytes for entry in entries)
 
-    def completed(self, batch: Batch) -> Batch:
-        """The batch, with empty image columns if other rows have images but its own have none
-        (`adora_vl.dedup.without_images`).
+    def prefetch(self, rows: DistinctRows, order: EpochRepeatSampler, dataset: Any) -> NoPrefetch:
+        """What reads and processes the next generation's images. `dataset`: the data set behind `rows`.
+
+        It does nothing where a worker of the loader reads ahead, or where reading a row may draw a random number.
         """
+        switches, wanted = self._switches, self._switches.adora_prefetch_images
+        if wanted is None:
+            wanted = self._device.type != "cpu"  # there the policy needs the processor itself
+        if not wanted or self.cache is None or not self.shown:
+            return NoPrefetch()
+        if switches.dataloader_num_workers or not only_decodes(dataset):
+            return NoPrefetch()
+        return ImagePrefetch(rows, order, self.process, self.cache.limit_bytes)
+
+    def completed(self, batch: Batch) -> Batch:
+        """The batch, with empty image columns if other rows have images but its own have none."""
         if not self.shown:
             return batch
         tokens_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         return cast("Batch", with_image_columns(dict(batch), tokens_BT))
-
-    def half_black(self, batch: Batch, place: str) -> AbstractContextManager[Tensor | None]:
-        """Yields the `pixel_values` of the batch with half of every image black (`adora_vl.dedup.blackened`)."""
-        return half_black(self.banks, self._image_processor, batch, place)
 
     @contextmanager
     def generation(self, rows: Sequence[Row], mode: str, *, further: bool, processor: Any) -> Iterator[Any]:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from transformers.feature_extraction_utils import BatchFeature
 
-from adora_vl import compat
-from adora_vl.dedup.image_bank import ImageBank
-from adora_vl.rollout.image_cache import ImageCache, effective_settings, flat, normalized
+from adora_vl.dedup.image_store import ImageBank, ImageCache, effective_settings, flat, normalized
+from adora_vl.utils import compat
 
-_NEUTRAL = ("continue_final_message", False)  # TRL says so in the second of its two calls alone
+_NEUTRAL = ("continue_final_message", False)  # TRL passes it in only one of its two calls
 
 
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
@@ -34,7 +33,7 @@ class PromptParts:
 
     tokens: dict[str, list[int]]  # `input_ids`, `attention_mask`, `mm_token_type_ids`: a value for each token
     images: list[Any]  # held, so that their identities are not given to others
-    references: Tensor  # (R, 1), see `adora_vl.dedup.image_bank`
+    references: Tensor  # (R, 1), see `adora_vl.dedup.image_store`
     grids: Tensor  # (N, 3)
 
 
@@ -87,7 +86,7 @@ class StepProcessor:
         return self(images=[_images_of(messages) for messages in conversation], text=texts)
 
     def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
-        """Like the processor's, but `pixel_values` are references (`adora_vl.dedup.image_bank`)."""
+        """Like the processor's, but `pixel_values` are references (`adora_vl.dedup.image_store`)."""
         if images is None:
             output: BatchFeature = self._processor(text=text, **kwargs)
             return output

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,25 @@ from torch import Tensor
 # Rollouts share one attention call while none is shorter than this share of the longest, up to which they are padded.
 # Padding costs attention alone, and calls cost time too.
 ALIKE = 0.75
-
 # Sharing is worth it up to this share of the tokens of padded separate rows. With 0.88 and 0.95 of the tokens a pass
-# took 0.92 and 0.97 of the time (`python -m benchmarks.prefix`, prompts of 64 tokens, answers of 400 and 1,024). Above,
+# took 0.92 and 0.97 of the time (benchmarks/README.md, prompts of 64 tokens, answers of 400 and 1,024). Above,
 # there is next to nothing to save, and rows that share nothing are better off in one batch.
 WORTH = 0.97
+
+
+def groups_of(prompt_ids: Tensor, prompt_mask: Tensor, images: list[Any]) -> list[list[int]]:
+    """Neighbouring rows with the same prompt. `images`: what tells a row's images apart."""
+    groups: list[list[int]] = []
+    for row in range(len(prompt_ids)):
+        last = groups[-1][0] if groups else None
+        same = (
+            last is not None
+            and images[last] == images[row]
+            and torch.equal(prompt_ids[last], prompt_ids[row])
+            and torch.equal(prompt_mask[last], prompt_mask[row])
+        )
+        groups[-1].append(row) if same else groups.append([row])
+    return groups
 
 
 def sharing_pays(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> bool:
@@ -82,8 +97,10 @@ class SharedPrompts:
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """For a kernel of variable lengths: where the spans begin and end among the queries, and among keys of which
-        each further rollout has the prompt's and its own; the most queries and keys of a span.
+        """For a kernel of variable lengths: the bounds of the spans among the queries, and among the keys, both
+        (spans + 1,) int32; then the most queries and the most keys of a span.
+
+        The keys of every rollout but the first are the prompt's and its own.
         """
         keys = [length for group in self.groups for length in (group.first, *(group.prompt + n for n in group.others))]
         device = self.predicting_K.device

@@ -24,14 +24,25 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from adora_vl import compat
 from adora_vl.dedup.shared_prompt import SharedPrompts
+from adora_vl.utils import compat
 
 ARGUMENT = "shared_prompts"  # of the model's forward
 _PREFIX = "shared_prompt|"  # as Transformers' own `paged|sdpa`
-# Where no kernel knows "causal to the lower right", queries share a mask by blocks, of which half a square is computed
-# in vain. A block is at least this long, and as long as costs a quarter of the work: calls cost time too.
+# Without a kernel for "causal to the lower right", queries are computed in blocks that share a mask. Half a square of
+# each block is computed in vain, and each block is a call, which costs time too. So a block has at least this many
+# queries, and otherwise as many as waste a quarter of the work.
 _BLOCK = 256
+
+
+def plan_no_shapes() -> None:
+    """Keep cuDNN out of `scaled_dot_product_attention` in this process; flash attention takes its place.
+
+    On H100, H200 and B200 torch 2.13 prefers cuDNN, which builds a plan for every shape (23 ms and more, forward and
+    again backward) and keeps it without limit. Packed sequences have a new length in almost every micro-batch. On a CPU
+    this changes nothing.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def own_attention(config: Any) -> str:
@@ -181,7 +192,7 @@ def _blocks(queries: int, keys: int) -> list[tuple[int, int]]:
 
 
 def _padded(parts: tuple[Tensor, ...]) -> Tensor:
-    """(1, H, L, D) each to (R, H, longest, D). What follows a part is seen by no query of it."""
+    """(1, H, L, D) each to (R, H, longest, D). Causal masks hide the padding, which comes last."""
     return pad_sequence([part[0].transpose(0, 1) for part in parts], batch_first=True).transpose(1, 2)
 
 

@@ -1,6 +1,6 @@
 """`python -m adora_vl.doctor --config FILE.yaml`: will this run work here? Before it costs days.
 
-`result` a line of the table, `versions`, `grading`, `output` what needs no model, `probe` a few real prompts through
-the trainer's own engine and its own forward pass, `engine` the checks that this allows, `change` a weight that is
-changed and put back, `self_check` the cheap part of it before every training's first step.
+To add a check, write a function that returns a `Check` with its remedy: in `checks` and called in `__main__` if it
+needs no model, in `engine` and called in `examine` otherwise. Add a test that breaks what the check looks at;
+`tests/integration/doctor_run.py` has the engine for it.
 """

@@ -1,6 +1,9 @@
-"""`python -m adora_vl.doctor --config FILE.yaml [--key value ...] [--json FILE]`, or under `accelerate launch`.
+"""Will this training command work on this machine? One line for each check, with the remedy where it failed.
 
-Arguments are those of the training command. Exit codes: 0 nothing failed, 1 something did, 2 the input is wrong.
+Libraries, builds and drivers come first, then the data's reference answers, the rewards and the room on the disk, then
+model and engine are loaded, and engine and trainer are compared on real prompts. Nothing is trained, and nothing is
+written but the table of --json. Start it as the training is started, also under `accelerate launch`. Exit codes:
+0 nothing failed, 1 something did, 2 the input is wrong.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from adora_vl.commands import EXIT_INTERRUPTED, Parser, path
-from adora_vl.doctor.result import Check, as_json, failed, is_healthy, is_table, table
-from adora_vl.errors import UserError
-from adora_vl.files import check_json, replace_file, unwritable
-from adora_vl.rollout.environment import find_cpu_build, prepare_engine_environment
+from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
+from adora_vl.utils.cli import EXIT_INTERRUPTED, Parser, path
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import check_json, replace_file, unwritable
+from adora_vl.utils.launch import find_cpu_build, leave, prepare_engine_environment
 
 if TYPE_CHECKING:
     from adora_vl.prepare import Run
@@ -28,8 +31,13 @@ ROWS = 8  # real prompts, of each rank
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = Parser(prog="python -m adora_vl.doctor", add_help=False)
-    parser.add_argument("--json", type=path, default=None)
+    parser = Parser(
+        prog="python -m adora_vl.doctor",
+        usage="%(prog)s --config FILE.yaml [--key value ...] [--json FILE]",
+        description=__doc__,
+        epilog="All other arguments are those of the training command; see `python -m adora_vl.train --help`.",
+    )
+    parser.add_argument("--json", type=path, metavar="FILE", help="write the table there too")
     speaks = os.environ.get("RANK", "0") == "0"
     try:
         options, rest = parser.parse_known_args(words)
@@ -69,15 +77,22 @@ def diagnose(arguments: Sequence[str]) -> list[Check]:
 
 def environment_checks(arguments: Sequence[str]) -> list[Check]:
     """Versions, builds, and what lies outside Python."""
-    from adora_vl.doctor.machine import check_compilers, check_driver, driver_version
-    from adora_vl.doctor.versions import check_builds, check_libraries, check_parts, check_torchvision
+    from adora_vl.doctor.checks import (
+        check_builds,
+        check_compilers,
+        check_driver,
+        check_libraries,
+        check_parts,
+        check_torchvision,
+        driver_version,
+    )
 
     libraries = [*check_libraries(), check_torchvision()]
     if not is_healthy(libraries):
         return libraries  # another version may not even be importable
-    from adora_vl.config.first_look import first_look
+    from adora_vl.config.early_check import early_check
 
-    first_look(arguments)
+    early_check(arguments)
     import torch
 
     from adora_vl.config.command_line import parse
@@ -100,12 +115,11 @@ def paper_checks(run: Run) -> list[Check]:
     """Grader, reward and output folder: what needs the data and the config, but no weight."""
     from trl import get_peft_config
 
-    from adora_vl.doctor.grading import check_golds, check_rewards
-    from adora_vl.doctor.output import check_room, check_writable
-    from adora_vl.memory.disk import checkpoint_bytes, run_bytes
-    from adora_vl.memory.model import describe
-    from adora_vl.memory.sharding import from_environment
+    from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
     from adora_vl.models.load import load_config
+    from adora_vl.models.shape import describe
+    from adora_vl.planning.memory import checkpoint_bytes, run_bytes
+    from adora_vl.planning.sharding import from_environment
 
     script, config, model = run.script, run.config, run.model
     without_images = run.dataset.remove_columns([name for name in ("images",) if name in run.dataset.column_names])
@@ -129,7 +143,7 @@ def paper_checks(run: Run) -> list[Check]:
 
 def engine_checks(run: Run) -> list[Check]:
     """The trainer that training would use, up to just before its first step."""
-    from adora_vl.doctor.before_step_one import ExamineBeforeStepOne, Examined
+    from adora_vl.doctor.engine import ExamineBeforeStepOne, Examined
     from adora_vl.train import build_trainer
 
     config = run.config
@@ -137,7 +151,7 @@ def engine_checks(run: Run) -> list[Check]:
     with tempfile.TemporaryDirectory(prefix="adora_vl_doctor_") as folder:
         config.output_dir = folder  # nothing may be written into the user's
         try:
-            trainer: Any = build_trainer(run)
+            trainer = build_trainer(run)
         except UserError:
             raise
         except Exception as error:  # an engine that does not start has many ways not to
@@ -162,4 +176,4 @@ def engine_checks(run: Run) -> list[Check]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import TrainerCallback
 
-from adora_vl.doctor.change import SCALES, Change, changed, choose_parameter
-from adora_vl.doctor.distant import far_prompts, head
-from adora_vl.doctor.probe import Prompts, Rollouts, agreement_bound, difference, distant_bound, sample, score
-from adora_vl.doctor.result import Check, Status, failed, is_healthy, passed, skipped
-from adora_vl.errors import RolloutError
+from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
 from adora_vl.models.precision import REMEDY, wrong_in
-from adora_vl.rollout.drift import Drift
-from adora_vl.rollout.tokens import PromptMismatchError, never_sampled_ids
+from adora_vl.rollout.agreement import (
+    COLD,
+    DISTANT,
+    PIXELS,
+    POSITIONS,
+    PROMPTS,
+    EngineProbe,
+    HasEngine,
+    Prompts,
+    Rollouts,
+    difference,
+    head,
+    judge,
+    read_prompts,
+    score,
+    worst_of_all_ranks,
+)
+from adora_vl.rollout.prompt_tokens import never_sampled_ids
+from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
-TOKENS = 24  # of a probing rollout
 LEAST_MOVE = 0.1  # nats: a change that moves the policy by less proves nothing
 
 BUFFERS = "constants are as in float32"
-PROMPTS = "engine reads the trainer's prompts"
 FEATURES = "image tokens equal image features"
-COLD = "agreement, cold"
-DISTANT = "agreement, far from the start"
 LANGUAGE = "agreement, language model changed"
 VISION = "agreement, vision changed"
 SLEEP = "agreement, after sleep and wake"
 BANNED = "banned tokens are never sampled"
+RUNNER = "vLLM's model runner"
 
-PIXELS = (
-    "give both sides the same limits: min_pixels and max_pixels in the config, not in a processor of your own, and the "
-    "tokenizer and chat template of the model folder"
-)
-DTYPE = (
-    "set adora_vllm_dtype: auto (or the policy's own dtype); then compare tokenizer, template and pixel limits in the "
-    "model folder with the trainer's"
-)
-POSITIONS = (
-    "the rotary angles of engine and trainer differ, by more with each token: compare rope_parameters in the model "
-    "folder with the trainer's and look for a cast of buffers in code of your own; report it with this table"
-)
 SYNC = (
     "weights do not reach the engine: check the versions above, LoRA's kind (plain LoRA is merged for the engine) and "
     "vllm_mode; report it with this table"
@@ -51,12 +51,88 @@ CACHES = (
     "the engine answers with features or prefixes of older weights: both caches have to be reset on a sync; check the "
     "version of vLLM"
 )
-WAKING = "weights are lost in sleep: set vllm_enable_sleep_mode: false, and report it with this table"
+WAKING = (
+    "weights are lost in sleep: try VLLM_USE_V2_MODEL_RUNNER=0 where the table says V2, else set "
+    "vllm_enable_sleep_mode: false, and report it with this table"
+)
+VERSIONS = "check the version of vLLM above"
 BANS = "remove logit_bias and allowed_token_ids from generation_kwargs; the bans are set by adora_vl for every model"
 
 
-class OtherRankError(RolloutError):
-    """Another rank has failed; this one has nothing to compare with."""
+SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the policy has moved
+
+
+def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
+    """The last trained matrix of the language model's layers, or with `vision` of tower and projector. None if nothing
+    there is trained.
+
+    The last one has the most direct effect on the output. With `vision` it is the last one before the image embeddings:
+    features that enter at later layers ("deepstack") are added to much larger numbers, and hardly move an answer.
+    """
+    found = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and len(_shape(parameter)) >= 2
+        and (component_of(name) != LANGUAGE_MODEL) == vision
+        and (vision or ".layers." in name)
+    ]
+    direct = [one for one in found if any(vision.projector[0] in one[0] for vision in seeing_families().values())]
+    chosen = direct or found
+    return chosen[-1] if chosen else None
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter empty between its uses
+
+
+@contextmanager
+def _whole(parameter: Any) -> Iterator[Tensor]:
+    """The parameter, under ZeRO-3 gathered from all ranks. What rank 0 writes into it inside goes to all ranks."""
+    if not hasattr(parameter, "ds_tensor"):
+        yield parameter.data
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        yield parameter.data
+
+
+class Change:
+    """`scale(s)` sets the weight to its original plus noise of `s` times its size; the same noise each time."""
+
+    def __init__(self, name: str, parameter: Any, seed: int) -> None:
+        self.name, self._parameter = name, parameter
+        with _whole(parameter) as values:
+            self._original = values.detach().to("cpu", copy=True)
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(self._original.shape, generator=generator)
+        size = self._original.float().square().mean().sqrt()
+        # LoRA's second factor starts at zero, which has no size of its own
+        self._step = noise * (size if size > 0 else 1.0 / max(_shape(parameter)) ** 0.5)
+
+    def scale(self, scale: float) -> None:
+        """Add the noise to the weight, `scale` times."""
+        self._set((self._original.float() + scale * self._step).to(self._original.dtype))
+
+    def undo(self) -> None:
+        """Put the original weight back."""
+        self._set(self._original)
+
+    def _set(self, values: Tensor) -> None:
+        with _whole(self._parameter) as place:
+            place.copy_(values)
+
+
+@contextmanager
+def changed(name: str, parameter: Any, seed: int = 0) -> Iterator[Change]:
+    """Puts the weight back whatever happens inside."""
+    change = Change(name, parameter, seed)
+    with torch.no_grad():
+        try:
+            yield change
+        finally:
+            change.undo()
 
 
 def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> Check:
@@ -73,97 +149,22 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
     return passed(FEATURES, f"{min(features)} to {max(features)} per prompt, in {len(features)} prompts")
 
 
-def check_read_prompts(prompts: Prompts, rollouts: Rollouts, image_token_id: int | None) -> Check:
-    """The ids that the engine has read, token by token."""
-    for name, ours, theirs in zip(prompts.names, prompts.ids, rollouts.prompt_ids, strict=True):
-        if ours != theirs:
-            counts = [ids.count(image_token_id) if image_token_id is not None else 0 for ids in (ours, theirs)]
-            detail = (
-                f"{name}: the engine reads {len(theirs)} tokens ({counts[1]} of images), the trainer {len(ours)} "
-                f"({counts[0]} of images)"
-            )
-            return failed(PROMPTS, detail, f"image tokens are expanded twice, or limits differ; {PIXELS}")
-    return passed(PROMPTS, f"{len(prompts.ids)} prompts, {sum(map(len, prompts.ids))} tokens")
-
-
-def judge(name: str, drift: Drift, bound: float, remedy: str, more: str = "") -> Check:
-    """A line from a difference in nats."""
-    detail = f"{drift.mean:.2g} nats per token, at most {drift.largest:.2g} (bound {bound:g}){more}"
-    return passed(name, detail) if drift.mean <= bound else failed(name, detail, remedy)
-
-
-def check_buffers(trainer: Any) -> Check:
+def check_buffers(trainer: HasEngine) -> Check:
     """Rotary frequencies and whatever else is computed from the config, in policy and reference."""
     wrong = wrong_in(trainer)
     return failed(BUFFERS, "; ".join(wrong), REMEDY) if wrong else passed(BUFFERS, "rotary frequencies in float32")
 
 
+def check_runner(trainer: HasEngine) -> Check:
+    """Which of its two model runners vLLM has chosen: they compute the same in different code."""
+    version = trainer.vllm_generation.model_runner
+    other = ", VLLM_USE_V2_MODEL_RUNNER=0 chooses V1" if version == "V2" else ""
+    return passed(RUNNER, f"{version}{other}")
+
+
 @dataclass
-class Examination:
-    """One trainer with its engine, and the prompts that it is examined with; on all ranks together."""
-
-    trainer: Any
-    prompts: Prompts
-    tokens: int = TOKENS
-
-    @property
-    def bound(self) -> float:
-        return agreement_bound(self.trainer)
-
-    def sampled(self, where: str, tokens: int | None = None, prompts: Prompts | None = None) -> Rollouts:
-        """Rollouts of these prompts (None: the examination's own), or an error on every rank where one has an error:
-        none waits for another one for ever.
-        """
-        problem: Exception | None = None
-        rollouts: Rollouts | None = None
-        try:
-            rollouts = sample(self.trainer, prompts or self.prompts, tokens=tokens or self.tokens, where=where)
-        except Exception as error:
-            problem = error
-        said = "" if problem is None else str(problem) or type(problem).__name__
-        problems = [text for text in gather_object([said]) if text]
-        if problem is not None:
-            raise problem
-        if problems:
-            raise OtherRankError(problems[0])
-        assert rollouts is not None
-        return rollouts
-
-    def drift(self, where: str, prompts: Prompts | None = None) -> tuple[Drift, Rollouts, torch.Tensor]:
-        """Of the engine as it is, on these prompts (None: the examination's own)."""
-        rollouts = self.sampled(where, prompts=prompts)
-        logps_BC = score(self.trainer, prompts or self.prompts, rollouts)
-        return difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC), rollouts, logps_BC
-
-    def cold(self) -> list[Check]:
-        """Prompts and log-probabilities with the weights as they are."""
-        self.trainer.vllm_generation.sync_weights()
-        try:
-            drift, rollouts, _ = self.drift("cold")
-        except OtherRankError as error:
-            return [skipped(PROMPTS, f"on another rank: {error}"), skipped(COLD, "the prompts differ")]
-        except PromptMismatchError as error:
-            where = f"{self.prompts.names[error.row]}: {error}"
-            return [failed(PROMPTS, where, PIXELS), skipped(COLD, "the prompts differ")]
-        read = check_read_prompts(self.prompts, rollouts, self.trainer.vllm_generation.image_token_id)
-        return [read, judge(COLD, drift, self.bound, DTYPE)]
-
-    def cold_on_all_ranks(self) -> list[Check]:
-        """The same on every rank, near and far: a failure on any of them is everybody's."""
-        checks = _worst_of_all_ranks(self.cold())
-        return [*checks, *_worst_of_all_ranks([self.distant()])] if is_healthy(checks) else checks
-
-    def distant(self) -> Check:
-        """As `cold`, without a sync, with some prompts moved back to about position 2,000, or as far as there is room.
-
-        Where the same weights agree near the start and not there, the positions differ.
-        """
-        far = far_prompts(self.trainer, self.prompts, self.tokens)
-        if far is None:
-            return skipped(DISTANT, "model and engine take no longer prompts (vllm_max_model_length)")
-        drift, _, _ = self.drift("far", far)
-        begin = min(gather_object([len(ids) for ids in far.ids]))
-        return judge(DISTANT, drift, distant_bound(self.trainer), POSITIONS, f", answers from position {begin} on")
+class Examination(EngineProbe):
+    """The probe, and what changes weights or sampling for a while; on all ranks together."""
 
     def after_change(self, *, vision: bool) -> Check:
         """A weight is changed and synced: the engine has to follow. The weight is put back, and synced."""
@@ -211,12 +212,13 @@ class Examination:
         return judge(SLEEP, drift, self.bound, WAKING)
 
     def banned(self) -> Check:
-        """The engine may choose, greedily, between the banned tokens and the one that the policy likes least."""
+        """The engine samples greedily among the banned tokens and the one that the policy finds least likely."""
         banned = never_sampled_ids(self.trainer._tokenizer)
         if not banned:
             return skipped(BANNED, "this tokenizer has none of them")
         generation = self.trainer.vllm_generation
-        with generation.sampling(temperature=0.0, allowed_token_ids=[*banned, self._least_likely(banned)]):
+        only = {"allowed_token_ids": [*banned, self._least_likely(banned)]}
+        with generation.sampling(replace(generation.request, temperature=0.0, further=only)):
             rollouts = self.sampled("banned", tokens=1)
         chosen = {token for row in rollouts.completion_ids for token in row}
         caught = sorted(chosen & set(banned))
@@ -244,11 +246,12 @@ def examine(examination: Examination, merge: int) -> list[Check]:
     if not trainer.use_vllm or trainer.vllm_mode != "colocate":
         why = "vllm_mode: server is not examined" if trainer.use_vllm else "use_vllm: false, the policy samples itself"
         features = check_features(examination.prompts, _image_token(trainer), merge)
-        unseen = (PROMPTS, COLD, DISTANT, LANGUAGE, VISION, SLEEP, BANNED)
+        unseen = (RUNNER, PROMPTS, COLD, DISTANT, LANGUAGE, VISION, SLEEP, BANNED)
         return [features, check_buffers(trainer), *(skipped(name, why) for name in unseen)]
     steps: list[tuple[tuple[str, ...], Callable[[], list[Check]]]] = [
         ((FEATURES,), lambda: [check_features(examination.prompts, _image_token(trainer), merge)]),
         ((BUFFERS,), lambda: [check_buffers(trainer)]),
+        ((RUNNER,), lambda: [check_runner(trainer)]),
         ((PROMPTS, COLD), examination.cold),
         ((DISTANT,), lambda: [examination.distant()]),
         ((LANGUAGE,), lambda: [examination.after_change(vision=False)]),
@@ -262,14 +265,14 @@ def examine(examination: Examination, merge: int) -> list[Check]:
         if broken or any(check.detail.startswith(_RAISED) for check in checks):
             checks += [skipped(name, "not after the failure above") for name in names]
             continue
-        checks += _worst_of_all_ranks(_guarded(names, step))
+        checks += worst_of_all_ranks(_guarded(names, step))
     return checks
 
 
 _RAISED = "stopped: "
 _REMEDIES = {
     BUFFERS: REMEDY, FEATURES: PIXELS, PROMPTS: PIXELS, DISTANT: POSITIONS, LANGUAGE: SYNC, VISION: CACHES,
-    SLEEP: WAKING, BANNED: BANS,
+    SLEEP: WAKING, BANNED: BANS, RUNNER: VERSIONS,
 }  # fmt: skip
 
 
@@ -285,14 +288,25 @@ def _guarded(names: Sequence[str], step: Callable[[], list[Check]]) -> list[Chec
         ]
 
 
-def _worst_of_all_ranks(checks: list[Check]) -> list[Check]:
-    """A failure on any rank is everybody's."""
-    order = list(Status)
-    return [
-        max(column, key=lambda check: order.index(check.status))
-        for column in zip(*gather_object([checks]), strict=True)
-    ]
-
-
-def _image_token(trainer: Any) -> int | None:
+def _image_token(trainer: HasEngine) -> int | None:
     return getattr(trainer.processing_class, "image_token_id", None)
+
+
+class Examined(Exception):  # noqa: N818  # no error: it ends a training that was never meant to begin
+    """Raised when the examination is over."""
+
+
+class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Examines, keeps the lines in `checks`, and leaves `trainer.train()` by raising `Examined`."""
+
+    def __init__(self, trainer: HasEngine, rows: int) -> None:
+        self.trainer, self.rows = trainer, rows
+        self.checks: list[Check] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        data, first = trainer.train_dataset, trainer.accelerator.process_index * self.rows
+        rows = [data[(first + number) % len(data)] for number in range(self.rows)]
+        merge = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", 1)
+        self.checks = examine(Examination(trainer, read_prompts(trainer, rows)), merge)
+        raise Examined

@@ -9,13 +9,12 @@ from transformers import PretrainedConfig
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl import ModelConfig, get_peft_config
 
-from adora_vl.errors import UserError
-from adora_vl.families import family_of, has_linear_attention, known, misplaced_by_vllm, sees_images
+from adora_vl.models.families import family_of, has_linear_attention, known, misplaced_by_vllm, sees_images
+from adora_vl.utils.errors import UserError
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
-
-# What relies on knowing how an architecture sees. Without them the images go the way of stock TRL.
+# The keys that need to know how an architecture sees. With all of them off, images are handled as in stock TRL.
 NEEDS_FAMILY = ("adora_cache_images", "adora_share_vision", "adora_share_prompt")
 
 
@@ -33,10 +32,10 @@ class FamilyKeys(Protocol):
 
 
 def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) -> list[str]:
-    """What a user should know of this model's family before the run: no line or one. No weight is loaded.
+    """What a user should know of this model's family before the run: at most one line. No weight is loaded.
 
-    Raises `UserError` for a model with images whose family is not in `adora_vl.families`, unless everything
-    that needs to know it is off, and for one that vLLM would run otherwise than Transformers.
+    Raises `UserError` for a model with images whose family is not in `adora_vl.models.families`, unless all of
+    `NEEDS_FAMILY` is off, and for one to which vLLM would give other positions than Transformers.
     """
     name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
     if family is not None:
@@ -54,7 +53,7 @@ def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) 
     raise UserError(
         f"model_name_or_path: {name!r} has model_type {kind}, which is not among the known families ({known()}); set "
         f"{', '.join([*NEEDS_FAMILY, *parts])} to false to train it the way of stock TRL, or add the family as "
-        "CONTRIBUTING.md describes"
+        "adora_vl/models/__init__.py describes"
     )
 
 
@@ -92,7 +91,7 @@ def _check_lora(model: ModelConfig, config: PretrainedConfig) -> None:
         raise UserError("use_peft: true, but peft is not installed; install the extra adora-vl[lora]")
     if model.lora_target_modules is None and model.lora_target_parameters is None:
         raise UserError("lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj")
-    from adora_vl.memory.model import describe
+    from adora_vl.models.shape import describe
 
     try:
         describe(config, dtype=model.dtype, peft_config=get_peft_config(model))

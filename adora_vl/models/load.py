@@ -1,26 +1,60 @@
-"""The processor of a policy, with our pixel limits, and what its config tells before any weight is loaded."""
+"""A model by its name: its folder, config and processor, and whether its files are whole. No weight is loaded."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from shlex import quote
+from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import is_peft_model
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    PretrainedConfig,
-    __version__,
-)
 
-from adora_vl.errors import UserError, in_one_line
-from adora_vl.families import known, sees_images
-from adora_vl.hub import only_here, why_missing
+from adora_vl.models.families import known, sees_images
+from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.hub import only_here, why_missing
+
+if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
+    from transformers import PretrainedConfig
+
+TINY_MODEL, TINY_TEXT_MODEL, TINY_PERIMETER_MODEL = "tiny", "tiny_text", "tiny_perimeter"
+# Shipped: they are small, and a demo starts at once.
+PRETRAINED = Path(__file__).parents[1] / "builtin" / "pretrained"
+SHIPPED = {TINY_MODEL: PRETRAINED, TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter")}
+ADAPTER, MERGED = "adapter_config.json", "merged"
+
+
+def local_model(name: str) -> str:
+    """The folder, or hub id, of the model that a user calls `name`.
+
+    `tiny`, `tiny_perimeter` and `tiny_text` are folders, built by another process if they are missing (some minutes).
+    For the output_dir of a run with LoRA it is the merged model inside. Any other name is returned as it is.
+
+    Raises `UserError` if a small model cannot be built, and for a LoRA adapter without a merged model.
+    """
+    if name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file():
+        return str(SHIPPED[name])
+    if name in (*SHIPPED, TINY_TEXT_MODEL):
+        found = subprocess.run(  # noqa: S603  # a process, since what builds a model stands on a higher floor
+            [sys.executable, "-m", "adora_vl.builtin", "--find", name], stdout=subprocess.PIPE, text=True, check=False
+        )
+        if found.returncode:
+            raise UserError(f"model: {name!r} could not be built (above); mend that, or name another model")
+        return found.stdout.splitlines()[-1]
+    folder = Path(name)
+    if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
+        return name
+    merged = folder / MERGED
+    if not (merged / "config.json").is_file():
+        raise UserError(
+            f"model: {name!r} holds a LoRA adapter alone; make a model of it with `python -m adora_vl.export "
+            f"{quote(name)} OUT` and name OUT"
+        )
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{name} holds a LoRA adapter; its merged model is used: {merged}", file=sys.stderr)
+    return str(merged)
 
 
 def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
@@ -29,6 +63,8 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
     Raises `UserError`, which begins with `key`, for a kind that Transformers does not have; what Transformers raises
     where there is no config.
     """
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
+
     where: dict[str, Any] = {"revision": revision, "local_files_only": only_here(model)}
     kind = PretrainedConfig.get_config_dict(model, **where)[0].get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
@@ -60,6 +96,8 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of Transformers that makes a model of this config: of one that sees, or of a language model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
@@ -107,7 +145,9 @@ def restore_weights(model: Any, folder: Path) -> None:
 
 
 def restores_by_name(model: Any, folder: Path) -> bool:
-    """Whether Transformers' own way restores it: an adapter, or weights that are not in safetensors files."""
+    """Whether restoring is left to Transformers: for an adapter, and for weights that are not in safetensors files."""
+    from accelerate.utils import is_peft_model
+
     return is_peft_model(model) or not list(folder.glob("*.safetensors"))
 
 
@@ -116,6 +156,8 @@ def load_processor(model: str, revision: str | None = None) -> Any:
 
     Raises `UserError` where the model has none that Transformers can load.
     """
+    from transformers import AutoProcessor
+
     try:
         return AutoProcessor.from_pretrained(
             model, revision=revision, truncation_side="left", padding_side="left", local_files_only=only_here(model),

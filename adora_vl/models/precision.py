@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from adora_vl.errors import RunError
+from adora_vl.utils.errors import RunError
 
 ROTARY = "inv_freq"
 
@@ -49,7 +49,7 @@ def wrong_buffers(model: nn.Module) -> list[str]:
     for name, buffer, right in _computed_buffers(model):
         wanted = torch.float32 if right is None else right.dtype
         if buffer.dtype != wanted and (right is not None or ROTARY in name):
-            lines.append(f"{name} is {_short(buffer.dtype)}, not {_short(wanted)}")
+            lines.append(f"{name} is {dtype_name(buffer.dtype)}, not {dtype_name(wanted)}")
         elif right is not None and not _same(buffer, right):
             lines.append(f"{name} has other values than its config gives")
     return lines
@@ -126,5 +126,6 @@ def _same(buffer: Tensor, right: Tensor) -> bool:
     return buffer.dtype == right.dtype and torch.equal(buffer.cpu(), right)
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in configs and messages, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

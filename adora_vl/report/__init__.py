@@ -1,0 +1,1 @@
+"""Reading finished runs: a page of one, a comparison of several."""

@@ -8,17 +8,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from adora_vl.commands import Parser, amount, exit_code_of, imports, number, path, whole
+from adora_vl.utils.cli import Parser, amount, exit_code_of, number, path, whole
+from adora_vl.utils.errors import UserError
 
-with imports():
-    from adora_vl.errors import UserError
-    from adora_vl.report.page import build_page, write_page
-    from adora_vl.report.run import RunView, image_uris, load_run
+if TYPE_CHECKING:
+    from adora_vl.report.run_view import RunView
 
 
 def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_mb: float) -> list[RunView]:
     """Write the page, with at most `max_rollouts` rollouts per run. Raises `UserError`."""
+    from adora_vl.report.page import build_page, write_page
+    from adora_vl.report.run_view import image_uris, load_run
+
     views = [load_run(run, max_rollouts) for run in runs]
     for view, run in zip(views, runs, strict=True):
         if sum(other.name == view.name for other in views) > 1:
@@ -32,7 +35,7 @@ def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_m
 
 def compare(first: Sequence[Path], second: Sequence[Path]) -> None:
     """Print whether the second side helped. Raises `UserError`."""
-    from adora_vl.report.comparison import comparison_lines
+    from adora_vl.report.compare import comparison_lines
 
     if len(first) + len(second) < 2:
         raise UserError("--compare: one run is named; name two, A B")

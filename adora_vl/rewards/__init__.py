@@ -1,9 +1,9 @@
-"""Grading answers and turning verdicts into rewards. Standard library only, so that importing it costs nothing; sympy
-is imported in worker processes alone.
+"""Grading answers and turning verdicts into rewards. Importing it costs nothing: mpmath is imported by the first answer
+that needs it.
 """
 
 from adora_vl.rewards.canonical import canonical_gold
-from adora_vl.rewards.chosen import ChosenRewards, choose_rewards, try_rewards
+from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
 from adora_vl.rewards.grade import Grade, grade, grade_batch, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward_function, reward_functions
 

@@ -1,15 +1,24 @@
-r"""The canonical form of an answer: what both sides are stripped of before they are compared.
+r"""Brings an answer to its canonical form, without the decorations that do not matter, and says of what kind it is: a
+number, a percentage, an expression, a text, a form that is never right, or unreadable.
 
-Source: the grading policy, point 2. Every substitution puts a space where it takes something out, and a space between
-two digits stays, so that no decoration can glue `1` and `2` into `12`.
+Every substitution puts a space where it takes something out, and a space between two digits stays, so that no
+decoration can glue `1` and `2` into `12`. Source: the grading policy, points 2, 6 and 7.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
+from adora_vl.rewards.numeric import Number, number_of
 
 _DIGITS = "0123456789."
+_DOLLAR = re.compile(r"(?<!\\)\$")
 MAX_CHARS = 500  # an honest answer has under 60; every regular expression below runs on at most this much
 
 
@@ -36,10 +45,16 @@ _SYMBOLS = str.maketrans(
     }
 )
 # What may stand between groups of three digits: `1,234`, `1{,}234`, `1\,234`, and thin spaces of Unicode.
-_THIN = r"(?:,\\!|,|\{,\}|\\,|\\!|[\u2009\u202f])"
+_THIN = r"(?:,\\! ?|,|\{,\}|\\,|\\!|[\u2009\u202f])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THIN}\d{{3}})+(?!\d|{_THIN})", re.ASCII)
+# What a careless escape makes of `\left(`: two backslashes. Of `\frac` it makes a form feed and `rac`.
+_ESCAPED = re.compile(r"\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))")
+_FORM_FEED = re.compile(r"\\?\x0crac(?=\s*\{)")
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~|\\(?:quad|qquad|thinspace|left|right|displaystyle)(?![A-Za-z])")
-_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|tt)|mbox|emph|underline|boldsymbol|bm|bf)\s*"
+    r"\{((?:[^{}]|\{[^{}]*\})*)\}|\{\s*\\bf\s+([^{}]*)\}"
+)
 # `12^\circ^2` is left unread: taking the sign out would make a square of it.
 _DEGREE = re.compile(r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z]))(?!\s*\^)")
 _DEGREE_WORD = re.compile(r"(?<=[\d})$\s])degrees?$")
@@ -48,15 +63,98 @@ _NAME = re.compile(
     r"(?:m\s*)?(?:\\(?:angle|overline|widehat|overarc|triangle)\s*)?"
     r"(?:[A-Z](?:\s+[A-Z])+|[A-Za-z]{1,16}|\{\s*[A-Z](?:\s*[A-Z])*\s*\}"
     r"|\\(?:theta|alpha|beta|gamma|phi)|(?<=angle)\s*\d{1,2}|(?<=angle )\d{1,2})"
-    r"(?:_(?:\d|\{\d{1,2}\}))?'?\s*=(?!=)"
+    r"(?:_?\d|_\{\d{1,2}\})?'?\s*=(?!=)"
 )
 _LENGTH = (
     r"(?:[cmk]?m|(?:centi|milli|kilo)?met(?:er|re)s?|in|inch(?:es)?|ft|foot|feet|yd|yards?|mi|miles?|units?)"
     r"\.?\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)?"
 )
 _AREA = rf"(?:sq|cu)\.?\s*{_LENGTH}|(?:square|cubic)\s+{_LENGTH}|sq|square"
+_BARE_COMMAND = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
+_ONE = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
+_LAST = rf"{_ONE}(?!\d|\.\d)"
+_COMMANDS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of two numbers.
+        (r"(\\log\s*_|\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
+        (r"\\surd\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
+        (r"\\surd", r"\\sqrt"),
+        (rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_LAST}", r"\\sqrt\1{\2}"),
+        (rf"\\frac\s*{_ONE}\s*{_LAST}", r"\\frac{\1}{\2}"),
+        (rf"\\frac\s*{_ONE}\s*\{{", r"\\frac{\1}{"),
+        (rf"\\frac\s*(\{{[^{{}}]*\}})\s*{_LAST}", r"\\frac\1{\2}"),
+    )
+]
 # A value and its unit: `12 cm`, `12 cm^2`, `12 square feet`, `5\pi in.`
 _UNIT = re.compile(rf"(.*(?:[\d}})$]|\\pi))\s*(?:{_LENGTH}|{_AREA})", re.DOTALL)
+
+# `$12` may be a stray dollar sign, so a sign counts only where there are cents.
+_CURRENCY = re.compile(
+    r"(?P<sign>-?)\\?[$€£¥](?P<cents>[0-9]+\.[0-9]{2})|(?P<before>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
+    r"|(?P<named>-?[0-9]+(?:\.[0-9]+)?) ?(?:dollars?|euros?)"
+)
+_DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]")
+_BOXED = re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+# Words that say no more than that an answer follows, or stood before. None of them denies, offers a choice or counts.
+_STOCK = (
+    r"(?i:\b(?:therefore|thus|hence|so|then|finally|consequently|we|you|it|this|that|which|is|are|equals?|to|find|gets?"
+    r"|have|has|obtain|conclude|see|know|gives?|yields?|must|be|the|our|my|your|final|correct|required|desired|answers?"
+    r"|solutions?|values?|results?)\b[\s,:*]*)"
+)
+# A sentence of them around one formula between dollar signs, which may have its unit behind it. Every word can be read
+# in one way only, so a long text costs no more than its length.
+_SENTENCE = re.compile(
+    rf"\**{_STOCK}*(?P<formula>(\$\$?)(?P<inside>[^$]+)\2)"
+    rf"(?P<unit>(?:(?!{_STOCK})[^\s$]++)?(?:\s++(?!{_STOCK})[^\s$]++)*+)\s*{_STOCK}*\.?"
+)
+
+# An expression has an unknown, so it has a tree but no number.
+Kind = Literal["number", "percentage", "expression", "text", "never_right", "unreadable"]
+
+# The first that matches names the answer. All run on canonical text, which is short and has no line breaks.
+_NEVER_RIGHT = (
+    ("empty_box", re.compile(r"^[{}() ]*$")),
+    ("not_finite", re.compile(r"(?i)\bnan\b|\binf(?:inity|ty)?\b|\\infty|∞")),
+    ("relation", re.compile(r"[<>≤≥≠≈∈]|\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?|approx|sim|in)(?![A-Za-z])")),
+    ("interval", re.compile(r"^[(\[].*,.*[)\]]$|^\[.*\]$")),
+    ("enumeration", re.compile(r"[,;&±∓…]|\.\.|\\(?:pm|mp|cup|cap|[lc]?dots)(?![A-Za-z])|\\\{|\\\\")),
+    ("enumeration", re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|[0-9.] [0-9.]")),
+    ("equation", re.compile(r"=|≡|\\equiv")),
+    (
+        "percentage",
+        re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct"),
+    ),  # except for one quantity in per cent
+)
+_PER_CENT = re.compile(
+    r"((?:(?!%|percent|pct).)+?) ?(?:\\?%|percent(?:age)?|pct)"
+)  # one sign, so that reading goes one level deep
+# Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and unknown commands are
+# not.
+_READABLE = re.compile(
+    r"(?:[0-9A-Za-z .:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
+    r"|widehat|theta|alpha|beta|gamma|phi)(?![A-Za-z]))*"
+)
+# `1e3` and `1e-05` as programs print them, so never `9e0`. `2e-5` stays an expression with the unknown e.
+_SCIENTIFIC = re.compile(
+    r"(?!.*[eE][+-]?0+$)[+-]?(?:(?:[0-9]+(?:\.[0-9]+)?)(?:[eE][0-9]{1,2}|E[+-][0-9]{1,2}|e[+-]0[0-9])"
+    r"|1(?:\.0+)?e[+-][0-9]{1,2}|[0-9]\.[0-9]+e[+-][0-9]{2})"
+)
+_TIMES_A_POWER = re.compile(r"([+-]?[1-9](?:\.[0-9]+)?)(?:\\cdot|\\times|\*)10\^(?:\{([+-]?[0-9]{1,2})\}|([0-9]))")
+_SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
+# Neither two answers nor thousands: `1000,99` and `0,125`. `3,5` may be two answers.
+_DECIMAL_COMMA = re.compile(r"[+-]?(?:[1-9][0-9]{3,},[0-9]{1,2}|0,[0-9]{3,})")
+_MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
+_DAY, _MONTH, _YEAR = "(?:0?[1-9]|[12][0-9]|3[01])", "(?:0?[1-9]|1[0-2])", "(?:1[0-9]|20)[0-9]{2}"
+_DATE = re.compile(
+    "|".join(
+        sign.join(parts)
+        for sign in "-/"
+        for parts in ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
+    )
+)
+_RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
 
 
 def canonical(text: str) -> str:
@@ -65,12 +163,7 @@ def canonical(text: str) -> str:
     Raises `UncanonicalError` for text over `MAX_CHARS` and for control, bidirectional and zero-width characters, which
     can make an answer look like another one.
     """
-    if len(text) > MAX_CHARS:
-        raise UncanonicalError("too_long")
-    if any(unicodedata.category(char) in {"Cc", "Cf", "Cn", "Co", "Cs"} and char not in "\t\n\r" for char in text):
-        raise UncanonicalError("hidden_characters")
-    text = _THOUSANDS.sub(_grouped, text.translate(_SYMBOLS))
-    text = _undecorated(_plain_commands(_unwrapped(_SPACING.sub(" ", text))))
+    text = _spelled(_formula(text))
     name = _NAME.match(text)
     if name:
         text = _undecorated(text[name.end() :])
@@ -78,18 +171,123 @@ def canonical(text: str) -> str:
     unit = _UNIT.fullmatch(text)
     if unit:
         text = unit.group(1)
-    return _compact(_undecorated(text))
+    return _plain_number(_compact(_undecorated(text)))
+
+
+def whole(text: str) -> str:
+    r"""The canonical form of an answer that may have several parts, with all names, units and brackets that it has:
+    `A(3,-4)`, `AB=4, CD=5`. Raises as `canonical` does.
+    """
+    text = _DOLLAR.sub(" ", _BOXED.sub(r" \1 ", _formula(text)))
+    return _compact(_undecorated(_DEGREE.sub(" ", _spelled(text))))
+
+
+def _formula(text: str) -> str:
+    r"""`text` without the words or box around one formula: `9` for `The answer is $9$.`, `\(9\)` and `\boxed{9}`."""
+    if len(text) > MAX_CHARS:
+        raise UncanonicalError("too_long")
+    if "\x0c" in text:
+        text = _FORM_FEED.sub(r"\\frac", text)
+    text = _DELIMITER.sub("$", _ESCAPED.sub(r"\\", text)).strip(" \t\n\r")
+    sentence = _SENTENCE.fullmatch(text) if "$" in text else None
+    if sentence:
+        text = sentence["formula"] + sentence["unit"] if sentence["unit"] else sentence["inside"].strip(" \t\n\r")
+    box = _BOXED.fullmatch(text) if "boxed" in text else None
+    return box[1] if box else text
+
+
+def _spelled(text: str) -> str:
+    """`text` in one spelling, with its name, degree signs and units."""
+    if not (text.isascii() and text.isprintable()) and any(map(_is_hidden, text)):
+        raise UncanonicalError("hidden_characters")
+    text = _THOUSANDS.sub(_grouped, text.translate(_SYMBOLS))
+    return _undecorated(_plain_commands(_unwrapped(_SPACING.sub(" ", text))))
+
+
+def _is_hidden(char: str) -> bool:
+    return char not in "\t\n\r" and unicodedata.category(char) in {"Cc", "Cf", "Cn", "Co", "Cs"}
 
 
 def canonical_gold(text: str) -> str:
     r"""The canonical form that data preparation stores as `answer`, for example `1000` for `1,000`.
 
-    Never raises: a gold that has no canonical form comes back as it is, and `verify_gold` says why it cannot be used.
+    Never raises: a reference answer without a canonical form comes back as it is, and `verify_gold` says why it cannot
+    be used.
     """
-    try:
-        return canonical(text)
-    except UncanonicalError:
+    form = read(text)
+    if form.reason in {"too_long", "hidden_characters"}:
         return text
+    several = form.kind == "never_right" or (form.kind == "expression" and "=" in text)
+    return form.whole if several else form.text
+
+
+@dataclass(frozen=True)
+class Form:
+    """One side of a comparison: its canonical text and its kind.
+
+    `reason`: the rule that gave it its kind, where it is no number. `tree`: of numbers and expressions, as `grammar`
+    reads them. `raw`: what was read. `number`: of a percentage, the one
+    before the sign; it is right for the same percentage only.
+    """
+
+    text: str
+    kind: Kind
+    reason: str = ""
+    raw: str = ""
+    number: Number | None = None
+    tree: Tree | None = None
+
+    @cached_property
+    def whole(self) -> str:
+        """The canonical text with all its names and brackets, which `forms` reads."""
+        return whole(self.raw) if self.raw else self.text
+
+
+def read(raw: str) -> Form:
+    """The form of an answer or a reference answer. Never raises, and costs about a millisecond at most."""
+    return _read(raw) if len(raw) <= MAX_CHARS else Form("", "unreadable", "too_long")
+
+
+@lru_cache(maxsize=256)
+def _read(raw: str) -> Form:
+    """The form of a text. The rollouts of a group share their reference answer, and often their answer."""
+    try:
+        text = canonical(raw)
+    except UncanonicalError as error:
+        return Form("", "unreadable", error.reason)
+    return replace(_formed(text), raw=raw)
+
+
+def _formed(text: str) -> Form:
+    """The form of a canonical text."""
+    per_cent = _PER_CENT.fullmatch(text)
+    of = read(per_cent[1]) if per_cent else None
+    if of is not None and of.kind in {"number", "expression"}:
+        return Form(f"{of.text}%", "percentage", "percentage", number=of.number)
+    for reason, pattern in _NEVER_RIGHT:
+        if pattern.search(text):
+            return Form(text, "never_right", reason)
+    if _DATE.fullmatch(text):
+        return Form(text, "text", "not_a_number")  # not the difference 2022
+    tree: Tree | None = None
+    try:
+        tree = read_tree(text)
+        return Form(text, "number", number=number_of(tree), tree=tree)
+    except NotReadError as error:
+        if error.reason == "beyond":
+            return Form(text, "expression", "not_a_number", tree=tree)
+        if error.reason != "not_read":
+            return Form(text, "unreadable", error.reason)
+    worded = re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(text)
+    if worded or _RATIO.fullmatch(text):
+        return Form(text, "text", "not_a_number")
+    return Form(text, "unreadable", "not_read")
+
+
+def amount(form: Form) -> Form | None:
+    r"""The amount of money in an answer, 5 in `\$5` and `5 dollars`; None where there is none."""
+    match = _CURRENCY.fullmatch(form.text)
+    return read(match["named"] or match["before"] or match["sign"] + match["cents"]) if match else None
 
 
 def _grouped(number: re.Match[str]) -> str:
@@ -108,7 +306,7 @@ def _unwrapped(text: str) -> str:
     """
     count = 1
     while count:
-        text, count = _TEXT.subn(r" \1 ", text)
+        text, count = _TEXT.subn(r" \1\2 ", text)
     return text
 
 
@@ -135,17 +333,27 @@ def _plain_commands(text: str) -> str:
     which nobody means, so such text is left alone and not read later. After the Unicode sign all digits belong to the
     root.
     """
-    one = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
-    last = rf"{one}(?!\d|\.\d)"
-    text = re.sub(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])", r"\\\1", text)
-    text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
-    # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of two numbers.
-    text = re.sub(r"(\\log\s*_|\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}", text)
-    text = re.sub(r"\\surd\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text).replace(r"\surd", r"\sqrt")
-    text = re.sub(rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{last}", r"\\sqrt\1{\2}", text)
-    text = re.sub(rf"\\frac\s*{one}\s*{last}", r"\\frac{\1}{\2}", text)
-    text = re.sub(rf"\\frac\s*{one}\s*\{{", r"\\frac{\1}{", text)
-    return re.sub(rf"\\frac\s*(\{{[^{{}}]*\}})\s*{last}", r"\\frac\1{\2}", text)
+    text = _BARE_COMMAND.sub(r"\\\1", text)
+    if "\\" in text:
+        for pattern, replacement in _COMMANDS:
+            text = pattern.sub(replacement, text)
+    return text
+
+
+def _plain_number(text: str) -> str:
+    r"""`1e-05` and `1\cdot10^{-5}` become `0.00001`, and the mixed number `1 1/2` becomes `1\frac{1}{2}`."""
+    if _SPACED.fullmatch(text):
+        return text.replace(" ", "")
+    if _DECIMAL_COMMA.fullmatch(text):
+        return text.replace(",", ".")
+    if power := _TIMES_A_POWER.fullmatch(text):
+        return f"{Decimal(f'{power[1]}e{power[2] or power[3]}'):f}"
+    if _SCIENTIFIC.fullmatch(text):
+        return f"{Decimal(text):f}"
+    mixed = _MIXED.fullmatch(text)
+    if mixed and 0 < int(mixed[2]) < int(mixed[3]):
+        return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    return text
 
 
 def _compact(text: str) -> str:

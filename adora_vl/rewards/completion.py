@@ -1,8 +1,128 @@
-"""The text of a completion or of a prompt."""
+"""Reads a completion: its text, its last boxed answer, its blocks of thinking, its words of reflection."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+MAX_ROW = 24  # boxes that are one answer
+ROW_CHARS = 20_000  # of the end of a response, in which they stand
+MAX_JOINT = 40  # characters between two of them
+MAX_CHARS = 200_000  # of the end of a response; a character takes at most some 0.15 microseconds
+# `\{`, `\}` and `\\` are skipped as pairs so that a set `\{1,2\}` does not count as braces. A `\\` before `boxed{` is
+# not a pair: models that escape twice write `\\boxed{5}`. No groups: the search then skips what begins no token.
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_TOKEN = re.compile(rf"{_BOX.pattern}|\\\\(?!(?:boxed|fbox)\s*\{{)|\\[{{}}]|\{{|\}}")
+_SPACES = " \t\n\r"  # a form feed at the start is what is left of `\frac` in careless JSON
+ANSWER_TAGS = ("<answer>", "</answer>")
+
+
+class _Box(NamedTuple):
+    r"""One complete box, as positions in the response: of the `\` of its command, and of the start and the end of its
+    content. In `so \boxed{5}` they are 3, 10 and 11.
+    """
+
+    start: int
+    content: int
+    end: int
+
+
+def last_boxed(response: str) -> str | None:
+    r"""The content of the last complete box, without outer spaces, or None if there is no complete box.
+
+    `\boxed{4}, no: \boxed{ 5 }` gives `5`. Of nested boxes the outermost complete one counts, because what stands
+    beside an inner box is part of the answer: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing
+    but another box is peeled: `\boxed{\boxed{5}}` gives `5`.
+
+    The response is read once with a stack, so the time is linear in its length, however deep or many the boxes are. Of
+    a response over `MAX_CHARS` only the end is read. Source: the grading policy, point 1.
+    """
+    response = response[-MAX_CHARS:]
+    complete = _complete(response)
+    if not complete:
+        return None
+    box = _peel(response, complete)
+    return response[box.content : box.end].strip(_SPACES)
+
+
+def _complete(response: str) -> list[_Box]:
+    """The complete boxes in the order in which they close."""
+    complete: list[_Box] = []
+    pending: list[tuple[int, int, int]] = []  # depth, start and content of the boxes still open
+    depth = 0  # counted from the first box on: only equality matters
+    first = _BOX.search(response)
+    for token in _TOKEN.finditer(response, first.start()) if first else ():
+        kind = token[0]
+        if kind == "{":
+            depth += 1
+        elif kind[-1] == "{" and len(kind) > 2:
+            depth += 1
+            pending.append((depth, token.start(), token.end()))
+        elif kind == "}":
+            if pending and pending[-1][0] == depth:
+                _, start, content = pending.pop()
+                complete.append(_Box(start, content, token.start()))
+            depth -= 1  # below 0 after a stray `}` in the prose, which is harmless
+    return complete
+
+
+# What may stand between two boxes that are one answer: a unit or noun, a comma, "and" or "or", the next one's name.
+_JOINT = re.compile(
+    r"(?:[\s$]|\\[()\[\]]|\\quad)*(?:[a-z]{1,12}(?<!\band)(?<!\bor)\s+(?=and\b|or\b))?"
+    r"(?:[,;]|\\text\s*\{)?\s*(?:and\b|or\b)?(?:[\s$}]|\\[()\[\]]|\\quad)*(?:[A-Za-z](?:_(?:\d|\{\d\}))?\s*=\s*)?",
+)
+
+
+def boxes_in_a_row(response: str, answer_tags: bool) -> list[str]:
+    r"""The contents of the last complete boxes that are joined by nothing but a comma, "and" or "or".
+
+    `\boxed{1}, no: \boxed{2} and \boxed{3}` gives `2` and `3`. With `answer_tags` those before the block, if there is
+    one, do not count.
+    """
+    response = response[-ROW_CHARS:]
+    if answer_tags:
+        response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
+    row: list[_Box] = []
+    for box in reversed(_complete(response)):
+        if row and box.end > row[-1].start:
+            continue  # inside of that box
+        between = response[box.end + 1 : row[-1].start] if row else ""
+        if len(between) > MAX_JOINT or not _JOINT.fullmatch(between) or len(row) > MAX_ROW:
+            break
+        row.append(box)
+    return [response[box.content : box.end].strip(_SPACES) for box in reversed(row)]
+
+
+def last_answer(response: str) -> str | None:
+    r"""As `last_boxed`, where the prompt asked for `<answer> </answer>`: the last complete block or box counts.
+
+    `<answer>5</answer>` gives `5`, and so does `<answer>\boxed{5}</answer>`: a box in the block, or behind it, is what
+    the model gives as its answer. A box before the block, as in `<think>\boxed{4}? no</think><answer>5</answer>`, is
+    not.
+    """
+    response = response[-MAX_CHARS:]
+    opening, closing = ANSWER_TAGS
+    begin = response.rfind(opening, 0, max(0, response.rfind(closing)))
+    if begin < 0:
+        return last_boxed(response)
+    block = response[begin + len(opening) :]
+    boxed = last_boxed(block)
+    return boxed if boxed is not None else block[: block.find(closing)].strip()
+
+
+def _peel(response: str, complete: list[_Box]) -> _Box:
+    """Start with the last box, and go inwards as long as a box holds nothing but one other box. Returns the innermost.
+
+    `complete` is in the order in which the boxes close, so a directly nested box comes just before the one around it.
+    """
+    box = complete[-1]
+    for inner in reversed(complete[:-1]):
+        around = ((box.content, inner.start), (inner.end + 1, box.end))
+        if inner.start < box.content or any(response[start:stop].strip() for start, stop in around):
+            break
+        box = inner
+    return box
 
 
 def completion_text(completion: Any) -> str:
@@ -15,3 +135,74 @@ def completion_text(completion: Any) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text") or "" for part in content or [])
+
+
+THINK_TAGS = ("<think>", "</think>")
+
+
+def shows_working(text: str) -> bool:
+    """Whether an equals sign stands before the last box, or anywhere if there is no box: more than a bare answer."""
+    before, box, after = text.rpartition("\\boxed")
+    return "=" in (before if box else after)
+
+
+def is_think(text: str) -> bool:
+    """`<think> ... </think> ...`: one block with something in it, first, and something after it."""
+    rest = _after_block(text.strip(), THINK_TAGS)
+    return rest is not None and rest != "" and not _has(rest, (*THINK_TAGS, *ANSWER_TAGS))
+
+
+def is_think_answer(text: str) -> bool:
+    """`<think> ... </think> <answer> ... </answer>`: both blocks once, with something in them, and nothing else."""
+    rest = _after_block(text.strip(), THINK_TAGS)
+    return rest is not None and _after_block(rest, ANSWER_TAGS) == ""
+
+
+def _after_block(text: str, tags: tuple[str, str]) -> str | None:
+    """What follows the block that `text` begins with, stripped; None where there is no such block, or an empty one."""
+    begin, end = tags
+    inside, found, rest = text.removeprefix(begin).partition(end)
+    if not text.startswith(begin) or not found or not inside.strip() or _has(inside, (*THINK_TAGS, *ANSWER_TAGS)):
+        return None
+    return rest.strip()
+
+
+def _has(text: str, tags: Sequence[str]) -> bool:
+    return any(tag in text for tag in tags)
+
+
+def think_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
+    """TRL's reward function: 1.0 where the thinking stands in its block before the answer, else 0.0."""
+    return [float(is_think(completion_text(completion))) for completion in completions]
+
+
+def think_answer_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
+    """TRL's reward function: 1.0 where thinking and answer stand in their blocks and nothing else, else 0.0."""
+    return [float(is_think_answer(completion_text(completion))) for completion in completions]
+
+
+# ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the list is ours, and fixed, so that two runs
+# can be compared. Each word has the pattern that counts as it; an ending such as `-ing` may follow.
+REFLECTIVE = {
+    "wait": "wait",
+    "verify": "verify",
+    "check": "(?<!-)(?<!double )check",  # not the end of `re-check` and `double-check`, which count as themselves
+    "recheck": "re-?check",
+    "double-check": "double[- ]?check",
+    "reconsider": "reconsider",
+    "rethink": "rethink",
+    "alternatively": "alternatively",
+    "however": "however",
+    "mistake": "mistake",
+    "let me see": "let me see",
+    "hold on": "hold on",
+}
+_PATTERNS = {
+    word: re.compile(rf"(?<!\w){counts_as}(?:s|ed|ing)?(?!\w)", re.IGNORECASE) for word, counts_as in REFLECTIVE.items()
+}
+
+
+def reflective_words(text: str) -> dict[str, int]:
+    """How often each of the words occurs, without those that do not."""
+    counts = {word: len(pattern.findall(text)) for word, pattern in _PATTERNS.items()}
+    return {word: count for word, count in counts.items() if count}

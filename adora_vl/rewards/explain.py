@@ -10,55 +10,69 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
-from typing import Any, NoReturn
+from typing import Any
 
-from adora_vl.errors import UserError
-from adora_vl.rewards.boxed import last_answer, last_boxed
-from adora_vl.rewards.forms import Form, read
-from adora_vl.rewards.grade import Grade, grade, verify_gold
-from adora_vl.rewards.own import is_own
+from adora_vl.rewards import forms
+from adora_vl.rewards.canonical import Form, amount, read
+from adora_vl.rewards.choose import is_own
+from adora_vl.rewards.completion import last_answer, last_boxed
+from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, has_form, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
+from adora_vl.utils.cli import Parser
+from adora_vl.utils.errors import UserError
 
 TRY_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
 
-# What the reasons of a grade mean, for both sides: `gold_x` is `x` found in the gold.
+# What the reasons of a grade mean. A reason `gold_x` is `x`, found in the reference answer.
 RULES = {
     "same_number": "both are numbers, or both percentages, and equal to within 1e-6 relative (integers exactly)",
-    "same_value": "sympy finds the same value (at several points where there are unknowns)",
+    "same_value": "expressions with the same value at six points",
     "same_text": "no plain numbers, but the same text",
     "letter": "the letter of the right choice",
-    "rounded": "the gold rounded to as many places as the answer has (--rounding)",
+    "rounded": "the reference answer rounded to as many places as the answer has (--rounding)",
+    "same_parts": "as many parts, and each one is right",
+    "same_part": "one of the parts of the reference answer",
+    "same_equation": "the same equation, but for moved terms and a factor that is not 0",
+    "same_inequality": "the same inequality, but for moved terms and a positive factor",
+    "same_solutions": "the same numbers solve both",
+    "different_form": "a list, point, interval, equation or inequality where the reference answer has another form",
+    "different_length": "more or fewer values than the reference answer has",
+    "different_part": "one part is not that of the reference answer",
+    "different_label": "the value of something else",
+    "different_brackets": "the ends of an interval belong to it, or do not, unlike those of the reference answer",
+    "different_equation": "not the same equation",
+    "different_inequality": "not the same inequality",
+    "different_solutions": "other numbers solve it",
+    "always_true": "it says nothing: everything or nothing solves it",
+    "chain_differs": "the sides of the chain are not equal",
+    "labels": "some values have names and others have none, or two have the same",
+    "matrix": "a matrix, a column or several lines",
+    "open_list": "a list that is not written out",
     "different_number": "both are numbers, and not equal",
     "different_expression": "not the same expression",
     "different_text": "a number and a text, or two texts",
     "different_letter": "the letter of another choice",
     "letter_without_choice": "a letter that names none of the known choices",
-    "not_a_number": "a readable text or expression, but not the gold",
+    "letter_with_another_value": "a letter beside a value that is not that of its choice",
+    "another_choice": "another choice has the same value, and the answer has not the text of the right one",
+    "not_a_number": "a readable text or expression, but not the reference answer",
     "unevaluated": "arithmetic that is still to be done",
     "enumeration": "several answers, or a set, or a plus-minus",
     "interval": "an interval, a pair or a vector",
     "relation": "an inequality, an approximation or a membership",
-    "percentage": "a percentage that is not the gold",
+    "percentage": "a percentage that is not the reference answer",
     "equation": "an equation with more than a name before it",
     "not_finite": "not a finite number",
     "empty_box": "nothing in the box",
     "no_box": "no complete \\boxed{} in the response",
     "not_read": "not in the grammar of answers",
     "too_long": "over 500 characters",
-    "too_large": "over the cap on digits, exponents, nesting or size",
+    "too_large": "over the cap on digits, exponents, nesting, functions or size",
     "undefined": "a division by zero, or no real value",
     "hidden_characters": "control, bidirectional or zero-width characters",
-    "undecided": "sympy cannot work with the answer",
-    "deadline": "sympy did not decide before the deadline; its worker was killed",
-    "memory": "sympy ran out of its memory limit",
-    "worker_died": "the worker died twice on it",
-    "no_worker": "no worker could be started: is sympy installed?",
+    "undecided": "large numbers cancel, and leave too few digits to decide",
+    **REMEDIES,
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def explanation(
@@ -69,38 +83,44 @@ def explanation(
     rounding: bool = False,
     answer_tags: bool = False,
 ) -> list[str]:
-    """The lines of the explanation. Raises `UserError` for a gold that cannot be graded against."""
+    """The lines of the explanation. Raises `UserError` for a reference answer that cannot be graded against."""
     reason = verify_gold(gold, choices)
     if reason:
-        raise UserError(f"--gold: {gold!r} cannot be graded against ({reason}: {RULES.get(reason, '')})")
+        said = reason if ":" in reason else f"{reason}: {RULES.get(reason, '')}"
+        raise UserError(f"--gold: {gold!r} cannot be graded against ({said})")
     found = grade(response, gold, choices=choices, rounding=rounding, answer_tags=answer_tags)
-    lines = [f"extracted  {_shown(found.extracted) if found.extracted is not None else '(no complete box)'}"]
+    lines = [f"extracted  {_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"]
     given = last_answer(response) if answer_tags else last_boxed(response)
     if given is not None:
-        lines.append(f"answer     {_described(read(given))}")
+        lines.append(f"answer     {_described(answer_to(read(gold), response, given, answer_tags))}")
     lines.append(f"gold       {_described(read(gold))}")
+    compared = comparison(response, gold, rounding=rounding, answer_tags=answer_tags)
+    for number, pair in enumerate(compared.pairs if compared else (), 1):
+        lines.append(f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: {pair.reason}")
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_described(read(value))}")
     lines.append(f"rule       {found.reason}: {RULES.get(found.reason.removeprefix('gold_'), '')}")
-    lines.append(f"verdict    {found.verdict} ({found.ms:.1f} ms, {_where(found)})")
+    lines.append(f"verdict    {found.verdict} ({found.ms:.1f} ms)")
     return [*lines, f"rewards    {', '.join(f'{preset} {reward(found, preset):g}' for preset in PRESETS)}"]
-
-
-def _where(found: Grade) -> str:
-    return "by sympy in a worker, its start included" if found.symbolic else "without sympy"
 
 
 def _described(form: Form) -> str:
     """The canonical text with its kind, and its value where it is a number."""
-    text = _shown(form.text) if form.text or form.kind != "unreadable" else "-"
+    form = amount(form) or form
+    text = _printable(form.text) if form.text or form.kind != "unreadable" else "-"
     if form.number:
         return f"{text}  [{form.kind}, {float(form.number.value):.9g}]"
+    if has_form(form):
+        try:
+            return f"{_printable(form.whole)}  [{forms.parse(form.whole).kind}]"
+        except forms.NoShapeError:
+            pass  # described as what it is by the rule that refused it
     kind = form.kind.replace("_", " ")
     sound = form.kind in {"text", "expression", "percentage"}
     return f"{text}  [{kind}]" if sound else f"{text}  [{kind}: {form.reason}]"
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     """`text` with what a terminal would hide or obey spelled out."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
@@ -109,7 +129,7 @@ def tried(
     entries: Sequence[str], response: str, columns: Mapping[str, str], options: str | None, answer_tags: bool = False
 ) -> list[str]:
     """What each reward of `entries` gives for a response, without a model. Raises `UserError` where one fails."""
-    from adora_vl.rewards.chosen import call_once, choose_rewards
+    from adora_vl.rewards.choose import call_once, choose_rewards
 
     chosen = choose_rewards(entries, options, answer_tags=answer_tags)
     chosen.check_columns(columns)
@@ -120,13 +140,15 @@ def tried(
         "completion_ids": [[0]],
         **{name: [value] for name, value in columns.items()},
         "trainer_state": None,
-        "log_extra": lambda name, values: noted.append(f"logged     {name}: {_shown(str(values[0]))}"),
+        "log_extra": lambda name, values: noted.append(f"logged     {name}: {_printable(str(values[0]))}"),
         "log_metric": lambda name, value: noted.append(f"logged     {name}: {value:g}"),
     }
     lines = []
     for entry, function in zip(entries, chosen.functions, strict=True):
-        (found,) = call_once(entry, function, arguments, TRY_TIMEOUT_S)
-        lines.append(f"reward     {entry} {'None (not scored)' if found is None else format(found, 'g')}")
+        unscored: dict[int, str] = {}
+        (found,) = call_once(entry, function, arguments, TRY_TIMEOUT_S, unscored)
+        none = f"None ({unscored.get(0, 'not scored')})"
+        lines.append(f"reward     {entry} {none if found is None else format(found, 'g')}")
     return [*lines, *noted]
 
 
@@ -143,11 +165,13 @@ def _columns(options: argparse.Namespace) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong."""
-    parser = _Parser(prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gold", help="the right answer, as a dataset has it")
     parser.add_argument("--response", required=True, help="the whole response; - reads it from standard input")
     parser.add_argument("--choices", nargs="+", metavar="VALUE", help="the values of A, B, C, ...")
-    parser.add_argument("--rounding", action="store_true", help="also accept a decimal that is the gold rounded")
+    parser.add_argument(
+        "--rounding", action="store_true", help="also accept a decimal that is the reference answer rounded"
+    )
     parser.add_argument("--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box")
     parser.add_argument("--reward", nargs="+", default=[], metavar="FILE.py:FUNCTION", help="as adora_reward")
     parser.add_argument("--reward-options", metavar="JSON", help="as adora_reward_options")
@@ -170,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted; nothing was graded", file=sys.stderr)
-        return 130  # as in `adora_vl.commands`, which the rewards do not know
+        return 130  # as in `adora_vl.utils.cli`
     return 0
 
 

@@ -1,6 +1,6 @@
 r"""The one grammar of closed forms and expressions: canonical text in, a small tree out. Nothing is computed here.
 
-A tree is a nested tuple that JSON can carry, so that a worker process gets trees and never a text to parse:
+A tree is a nested tuple; no text reaches Python's or anybody else's parser:
 
     ("num", "12.5")  ("pi",)  ("unknown", "x")  ("mixed", "7", "1", "2")
     ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
@@ -9,9 +9,9 @@ A tree is a nested tuple that JSON can carry, so that a worker process gets tree
 For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num", "3"))))),
 (-1, ("unknown", "x")))`.
 
-The nesting, the length and the digits of a literal are capped, so the depth of a tree is bounded and reading it cannot
-hang. Ambiguous spellings are not read, so that nothing is right by accident: `1/2\pi`, `2^34`, `\sqrt{3}2`,
-`3\frac{5}{2}`, `\sin30^2`.
+The nesting, the length, the digits of a literal and the number of functions are capped, so that neither reading a tree
+nor computing its value can hang. Ambiguous spellings are not read, so that nothing is right by accident: `1/2\pi`,
+`2^34`, `\sqrt{3}2`, `3\frac{5}{2}`, `\sin30^2`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ Reason = Literal["not_read", "too_large", "undefined", "beyond"]
 MAX_CHARS = 500
 MAX_NESTING = 16
 MAX_DIGITS = 40  # of one literal
+MAX_FUNCTIONS = 16  # roots, powers, logarithms and angles, which cost most to compute
 
 # An unknown is one lower-case letter on its own: `rhombus` is a word and `AB` a side, not products of letters.
 _TOKEN = re.compile(
@@ -37,6 +38,7 @@ _OVER = frozenset({"/", r"\div"})
 _GREEK = frozenset({r"\theta", r"\alpha", r"\beta", r"\gamma", r"\phi"})
 FUNCTIONS = frozenset({"sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln"})
 _CALLS = frozenset({f"\\{name}" for name in FUNCTIONS} | {r"\log"})
+_COSTLY = _CALLS | {"^", r"\sqrt"}
 _INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 
 
@@ -44,7 +46,7 @@ class NotReadError(ValueError):
     """The text or tree has no value here. `reason` says why:
 
     `not_read`: it is not one of the forms above; `too_large`: it is over one of the caps; `undefined`: it has no value,
-    such as 1/0; `beyond`: it was read, but `numbers` cannot compute its value, such as that of `\\log_{2}(8)`.
+    such as 1/0; `beyond`: it was read, but has no value of its own, such as `x+3`.
     """
 
     def __init__(self, reason: Reason = "not_read") -> None:
@@ -65,6 +67,8 @@ def read_tree(text: str) -> Tree:
     tokens = _TOKEN.findall(text)
     if "".join(tokens) != text:
         raise NotReadError
+    if sum(symbol in _COSTLY for symbol in tokens) > MAX_FUNCTIONS:
+        raise NotReadError("too_large")
     parser = _Parser([symbol for symbol in tokens if symbol != " "])
     tree = parser.sum()
     if parser.peek():
@@ -77,13 +81,25 @@ def unknowns(tree: Tree) -> frozenset[str]:
     return frozenset(node[1] for node in _nodes(tree) if node[0] == "unknown")
 
 
+def in_radians(angle: Tree) -> bool:
+    """Whether pi stands in it, outside of an inverse function, whose value is in degrees."""
+    if angle[0] == "call" and angle[1].startswith("arc"):
+        return False
+    return angle[0] == "pi" or any(map(in_radians, _children(angle)))
+
+
 def _nodes(tree: Tree) -> Iterator[Tree]:
     """The tree itself and all trees inside it, each before those that it holds."""
     yield tree
+    for child in _children(tree):
+        yield from _nodes(child)
+
+
+def _children(tree: Tree) -> Iterator[Tree]:
+    """The trees right inside a tree. A term of a sum or product is a pair of its sign or operator and a tree."""
     for child in tree[1:]:
         if isinstance(child, tuple):
-            # a term of a sum or product is a pair of its sign or operator and a tree
-            yield from _nodes(child[1] if child[0] in (1, -1, "*", "/") else child)
+            yield child[1] if child[0] in (1, -1, "*", "/") else child
 
 
 def _is_unknown(symbol: str) -> bool:

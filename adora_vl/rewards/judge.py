@@ -1,6 +1,7 @@
 """The reward `judge`: a language model behind an OpenAI-compatible endpoint says how good an answer is, from 0 to 1.
 
-A call that fails is not scored (None), counted in the log as `judge/failed`, and never a zero.
+A call that fails gives no score. Its error is returned in the place of the score, and the log counts it as
+`judge/failed`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adora_vl.endpoint import Client, Endpoint, EndpointError, Messages, check_url
-from adora_vl.errors import UserError, nearest
 from adora_vl.rewards.completion import completion_text
+from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
 
 NAME = "judge"
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
@@ -22,7 +23,7 @@ INSTRUCTION = (
 )
 _FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
 _MAX_CHARS = 16_000  # of a reply: its end has the answer
-# What `adora_reward_options: {judge: {...}}` may have: its type, and its default; None has to be given.
+# The options in `adora_reward_options: {judge: {...}}` with type and default. One without a default has to be given.
 _OPTIONS: dict[str, tuple[type, Any]] = {
     "base_url": (str, None),
     "model": (str, None),
@@ -38,7 +39,7 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
 
 
 class JudgeReward:
-    """A reward function of TRL's form. `folder`: where a cache without a folder of its own is kept."""
+    """A reward function of TRL's form. `folder`: where the cache lies, unless its option is an absolute path."""
 
     __name__ = "judge_reward"  # as TRL's log has it
 
@@ -57,14 +58,15 @@ class JudgeReward:
         budget = None if given["budget"] < 0 else given["budget"]
         self._endpoint, self._budget, self._cache = endpoint, budget, folder / Path(given["cache"]).expanduser()
         self._instruction, self._max_tokens = given["instruction"], given["max_tokens"]
-        self._client: Client | None = None
+        self._client: ChatClient | None = None
         self._warned = False
+        self._refused: EndpointError | None = None
 
     @property
-    def client(self) -> Client:
-        """Made at the first call: the cache lies in the run's folder, which is looked at before anything is made."""
+    def client(self) -> ChatClient:
+        """Made at the first call: its cache lies in the run's folder, which has to be checked first."""
         if self._client is None:
-            self._client = Client(self._endpoint, cache=self._cache, budget=self._budget)
+            self._client = ChatClient(self._endpoint, cache=self._cache, budget=self._budget)
         return self._client
 
     def __call__(
@@ -77,24 +79,32 @@ class JudgeReward:
         answer: Sequence[Any] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
-    ) -> list[float | None]:
-        """One score per completion, None where the call failed. Logs `judge/failed` and `judge/cached`, shares."""
+    ) -> list[float | EndpointError]:
+        """One score per completion, or the error of its call. Logs `judge/failed` and `judge/cached`, shares.
+
+        Raises `UserError` where the endpoint refuses the key: no later call would be answered.
+        """
         said = problem or [completion_text(prompt) for prompt in prompts or [""] * len(completions)]
-        golds = answer or [None] * len(completions)
+        references = answer or [None] * len(completions)
         asked = [
-            self.messages(str(one), gold, completion_text(reply))
-            for one, gold, reply in zip(said, golds, completions, strict=True)
+            self.messages(str(one), reference, completion_text(reply))
+            for one, reference, reply in zip(said, references, completions, strict=True)
         ]
         known = [self.client.cached(messages) is not None for messages in asked]
         found = self.client.each(self._score, asked)
+        if self._refused is not None:
+            raise UserError(
+                f"adora_reward: judge: {self._endpoint.url} refuses the key in {KEY_VARIABLE} for the model "
+                f"{self._endpoint.model!r} ({self._refused}); set {KEY_VARIABLE} to one that it takes"
+            )
         errors = [each for each in found if isinstance(each, EndpointError)]
         if errors and not self._warned:
             self._warned = True  # once; the log counts them
-            print(f"warning: the judge failed, the first time: {errors[0]}; not scored", file=sys.stderr, flush=True)
+            print(f"warning: the judge failed, the first time: {errors[0]}; no score", file=sys.stderr, flush=True)
         if log_metric and asked:
             log_metric("judge/failed", len(errors) / len(asked))
             log_metric("judge/cached", sum(known) / len(asked))
-        return [None if isinstance(each, EndpointError) else each for each in found]
+        return found
 
     def messages(self, problem: str, answer: object, reply: str) -> Messages:
         """What the judge is asked about one completion."""
@@ -114,9 +124,13 @@ class JudgeReward:
             ) from None
 
     def _score(self, messages: Messages) -> float | EndpointError:
+        if self._refused is not None:
+            return self._refused
         try:
             return float(self.client.ask(messages, score_in, temperature=0, max_tokens=self._max_tokens))
         except EndpointError as error:
+            if error.refused:
+                self._refused = error
             return error
 
 
@@ -138,7 +152,7 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     where = "adora_reward_options: judge"
     for name in options:
         if name not in _OPTIONS:
-            raise UserError(f"{where}: unknown option {name!r}{nearest(str(name), _OPTIONS)}")
+            raise UserError(f"{where}: unknown option {name!r}{did_you_mean(str(name), _OPTIONS)}")
     found = {}
     for name, (kind, default) in _OPTIONS.items():
         value = options.get(name, default)

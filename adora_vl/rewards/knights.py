@@ -1,20 +1,15 @@
-"""The rewards of knights and knaves: every person named with the right kind, in the last `<answer>` block or box.
-
-Deterministic string work on bounded text: no parser that could hang, so no worker process.
-"""
+"""The rewards of knights and knaves: every person named with the right kind, in the last `<answer>` block or box."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from adora_vl.errors import UserError
-from adora_vl.rewards.boxed import ANSWER_TAGS, last_answer
-from adora_vl.rewards.completion import completion_text
-from adora_vl.rewards.thinking import THINK_TAGS
+from adora_vl.rewards.completion import ANSWER_TAGS, THINK_TAGS, completion_text, last_answer
+from adora_vl.utils.errors import UserError
 
-RIGHT, COMPLETE, NOTHING = 1.0, 0.1, 0.0  # the `adora` preset's steps
+RIGHT, COMPLETE, NOTHING = 1.0, 0.1, 0.0  # as in the `adora` preset
 # Of Logic-RL and the half of ADORA for language models (`verl/utils/reward_score/kk.py` of its repository): 1 or -1 for
 # the form, and 2 for the right answer, -1.5 for a wrong one, -2 for none.
 LOGIC_RL = {"correct": 3.0, "wrong": -0.5, "unparseable": -1.0}
@@ -32,26 +27,61 @@ def roles_in(text: str) -> dict[str, str] | None:
     return found
 
 
+def logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
+    """Who is what as the reference reads it: `Ada is a knight`, in capitals or not, for each of `names`.
+
+    None where someone is missing, or where knights and knaves are not mentioned as often as there are people.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        said = re.search(rf"\b{re.escape(name)}\s+is\s+a\s+(knight|knave)\b", text, re.IGNORECASE)
+        if said is None:
+            return None
+        found[name] = said[1].lower()
+    mentions = text.lower().count("knight") + text.lower().count("knave")
+    return found if mentions == len(found) else None
+
+
 def has_logic_rl_form(text: str) -> bool:
     """Whether the tags of thinking and answer stand in the text once each and in order, whatever is around them."""
     places = [text.find(tag) for tag in _TAGS]
     return all(text.count(tag) == 1 for tag in _TAGS) and places == sorted(places)
 
 
-def knights_verdict(response: str, gold: str) -> tuple[str, str | None]:
+def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
     """`correct`, `wrong` or `unparseable`, and the answer as it was read (`last_answer`).
 
-    Wrong is an answer that names exactly the people of the gold with one kind each; whatever names others, leaves
-    someone out or contradicts itself is no answer. Raises `UserError` for a gold without roles.
+    An answer is wrong if it names exactly the people of the reference answer, each with one kind. One that names
+    others, leaves someone out or contradicts itself is unparseable. Raises `UserError` for a reference answer without
+    roles.
     """
-    expected = roles_in(gold)
-    if not expected:
-        raise UserError(f"answer {gold!r} names nobody as a knight or a knave: prepare the data with data_prep knights")
+    expected = _expected(reference)
     given = last_answer(response)
     roles = roles_in(given) if given is not None else None
     if roles is None or roles.keys() != expected.keys():
         return "unparseable", None
     return ("correct" if roles == expected else "wrong"), given
+
+
+def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
+    """As `knights_verdict`, by the reference's rules: no box, and `logic_rl_roles` reads the last `<answer>` block."""
+    expected = _expected(reference)
+    opening, closing = ANSWER_TAGS
+    begin = response.rfind(opening, 0, max(0, response.rfind(closing)))
+    given = response[begin + len(opening) :].partition(closing)[0].strip() if begin >= 0 else ""
+    roles = logic_rl_roles(given, expected)
+    if roles is None:
+        return "unparseable", None
+    return ("correct" if roles == expected else "wrong"), given
+
+
+def _expected(reference: str) -> dict[str, str]:
+    expected = roles_in(reference)
+    if not expected:
+        raise UserError(
+            f"answer {reference!r} names nobody as a knight or a knave: prepare the data with data_prep knights"
+        )
+    return expected
 
 
 def knights_reward(
@@ -67,7 +97,7 @@ def knights_reward(
     """TRL's reward function: 1.0 for all roles right, 0.1 for a whole but wrong answer, 0.0 for none."""
     texts = [completion_text(completion) for completion in completions]
     rewards = {"correct": RIGHT, "wrong": COMPLETE, "unparseable": NOTHING}
-    return [rewards[verdict] for verdict in _verdicts(texts, answer, log_extra, log_metric)]
+    return [rewards[verdict] for verdict in _verdicts(knights_verdict, texts, answer, log_extra, log_metric)]
 
 
 def knights_logic_rl_reward(
@@ -81,10 +111,11 @@ def knights_logic_rl_reward(
     **columns: Any,
 ) -> list[float]:
     """TRL's reward function with the rewards of Logic-RL and ADORA's repository: 3 for a right answer in the form that
-    `has_logic_rl_form` checks, -0.5 for a wrong one, -1 for none in that form, -3 for another form.
+    `has_logic_rl_form` checks, -0.5 for a wrong one, -1 for none in that form, -3 for another form. Answers are read
+    as there (`logic_rl_roles`), which is stricter than `knights_reward`.
     """
     texts = [completion_text(completion) for completion in completions]
-    verdicts = _verdicts(texts, answer, log_extra, log_metric)
+    verdicts = _verdicts(logic_rl_verdict, texts, answer, log_extra, log_metric)
     return [
         LOGIC_RL[verdict] if has_logic_rl_form(text) else WRONG_FORM
         for text, verdict in zip(texts, verdicts, strict=True)
@@ -92,6 +123,7 @@ def knights_logic_rl_reward(
 
 
 def _verdicts(
+    judge: Callable[[str, str], tuple[str, str | None]],
     texts: Sequence[str],
     answer: Sequence[str] | None,
     log_extra: Callable[[str, list[Any]], None] | None,
@@ -99,8 +131,8 @@ def _verdicts(
 ) -> list[str]:
     """The verdict on each text, which goes into the record and the log."""
     if answer is None:
-        raise UserError("the dataset has no column 'answer': the reward needs the gold of every row")
-    graded = [knights_verdict(text, gold) for text, gold in zip(texts, answer, strict=True)]
+        raise UserError("the dataset has no column 'answer': the reward needs the reference answer of every row")
+    graded = [judge(text, reference) for text, reference in zip(texts, answer, strict=True)]
     verdicts = [verdict for verdict, _ in graded]
     if log_extra:
         log_extra("verdict", verdicts)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from adora_vl.errors import UserError, nearest
-from adora_vl.rewards.completion import completion_text
+from adora_vl.rewards.completion import completion_text, shows_working, think_answer_format_reward, think_format_reward
 from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
 from adora_vl.rewards.knights import knights_logic_rl_reward, knights_reward
-from adora_vl.rewards.thinking import think_answer_format_reward, think_format_reward
+from adora_vl.utils.cli import quantile
+from adora_vl.utils.errors import UserError, did_you_mean
 
 RewardFunction = Callable[..., list[float]]
-_Golds = list[tuple[str, tuple[str, ...] | None]]
+_References = list[tuple[str, tuple[str, ...] | None]]
 
 # Rewards for (a correct answer, a complete box that is not correct, no complete box).
 #   adora: the paper's, source: the grading policy, point 7.
@@ -48,14 +47,15 @@ def reward_function(preset: str, rounding: bool = False, answer_tags: bool = Fal
 def reward_functions(presets: Sequence[str], rounding: bool = False, answer_tags: bool = False) -> list[RewardFunction]:
     """The TRL reward functions of some presets, named `<preset>_reward`; TRL's `reward_weights` weigh their sum.
 
-    Each takes TRL's keyword arguments and returns one float per completion. The dataset columns it reads are `answer`
-    (a canonical gold) and, where there is one, `choices` (a list of strings or None). The first adds `verdict`,
-    `extracted` and `reason` to TRL's completions table and logs, for its batch, the shares `grading/<verdict>` and
-    `grading/symbolic` (sympy was asked) and the milliseconds per completion `grading/ms_median` and `grading/ms_p99`.
+    Each takes TRL's keyword arguments and returns one float per completion. It reads the columns `answer` of the data
+    set (the canonical reference answer) and, where there is one, `choices` (a list of strings or None). The first adds
+    `verdict`, `extracted` and `reason` to TRL's completions table. It logs, for its batch, the shares
+    `grading/<verdict>` and the milliseconds per completion `grading/ms_median` and `grading/ms_p99`.
+
     `rounding` and `answer_tags` are those of `grade`; with the latter, an `<answer>` block is as good as a box.
 
     Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
-    gold, since a reward of zero for every answer to a problem would never be noticed.
+    reference answer, since a reward of zero for every answer to a problem would never be noticed.
     """
     names = [*PRESETS, *OTHERS]
     known = ", ".join(names)
@@ -63,7 +63,7 @@ def reward_functions(presets: Sequence[str], rounding: bool = False, answer_tags
         raise UserError(f"adora_reward: [] names no reward preset, use one or more of {known}")
     for index, preset in enumerate(presets):
         if preset not in names:
-            raise UserError(f"reward preset '{preset}' is unknown, use one of {known}{nearest(preset, names)}")
+            raise UserError(f"reward preset '{preset}' is unknown, use one of {known}{did_you_mean(preset, names)}")
         if preset in presets[:index]:
             raise UserError(f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead")
     grader = _Grader(rounding, answer_tags)
@@ -77,17 +77,17 @@ class _Grader:
 
     def __init__(self, rounding: bool, answer_tags: bool) -> None:
         self._rounding, self._answer_tags = rounding, answer_tags
-        self._last: tuple[list[str], _Golds] = ([], [])
+        self._last: tuple[list[str], _References] = ([], [])
         self._grades: list[Grade] = []
 
-    def __call__(self, texts: list[str], golds: _Golds) -> list[Grade]:
-        if (texts, golds) != self._last:
-            answers = [gold for gold, _ in golds]
-            choices = [options for _, options in golds]
+    def __call__(self, texts: list[str], references: _References) -> list[Grade]:
+        if (texts, references) != self._last:
+            answers = [reference for reference, _ in references]
+            choices = [options for _, options in references]
             self._grades = grade_batch(
                 texts, answers, choices=choices, rounding=self._rounding, answer_tags=self._answer_tags
             )
-            self._last = (texts, golds)
+            self._last = (texts, references)
         return self._grades
 
 
@@ -103,8 +103,8 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
-        golds = _golds(answer, choices, len(completions))
-        grades = grader([completion_text(completion) for completion in completions], golds)
+        references = _references(answer, choices, len(completions))
+        grades = grader([completion_text(completion) for completion in completions], references)
         if logs and log_extra:
             log_extra("verdict", [one.verdict for one in grades])
             log_extra("extracted", [one.extracted for one in grades])
@@ -112,6 +112,8 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         if logs and log_metric and grades:
             for name, value in grading_metrics(grades).items():
                 log_metric(f"grading/{name}", value)
+            worked = sum(shows_working(completion_text(completion)) for completion in completions)
+            log_metric("grading/worked", worked / len(grades))
         return [reward(one, preset) for one in grades]
 
     function.__name__ = function.__qualname__ = f"{preset}_reward"
@@ -119,39 +121,37 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
 
 
 def grading_metrics(grades: Sequence[Grade]) -> dict[str, float]:
-    """The share of each verdict and of what reached sympy, the median and 99th percentile of the milliseconds."""
+    """The share of each verdict, and the median and 99th percentile of the milliseconds."""
     shares: dict[str, float] = {
         verdict: sum(one.verdict == verdict for one in grades) / len(grades) for verdict in VERDICTS
     }
     times_ms = [one.ms for one in grades]
     return {
         **shares,
-        "symbolic": sum(one.symbolic for one in grades) / len(grades),
-        "ms_median": _quantile(times_ms, 0.5),
-        "ms_p99": _quantile(times_ms, 0.99),
+        "ms_median": quantile(times_ms, 0.5),
+        "ms_p99": quantile(times_ms, 0.99),
     }
 
 
-def _golds(answer: Sequence[str] | None, choices: Sequence[Sequence[str] | None] | None, count: int) -> _Golds:
-    """One (gold, choices) per completion. Raises `UserError` if a gold is missing or is not right by itself."""
+def _references(
+    answer: Sequence[str] | None, choices: Sequence[Sequence[str] | None] | None, count: int
+) -> _References:
+    """One (reference answer, choices) per completion. Raises `UserError` for one that is missing or unusable."""
     if answer is None:
-        raise UserError("the dataset has no column 'answer': the reward needs the gold of every row")
+        raise UserError("the dataset has no column 'answer': the reward needs the reference answer of every row")
     if len(answer) != count or (choices is not None and len(choices) != count):
         raise UserError(f"'answer' and 'choices' need one value for each of the {count} completions")
-    golds: _Golds = []
-    usable: set[tuple[str, tuple[str, ...] | None]] = set()  # the G rollouts of a prompt share a gold
-    for row, gold in enumerate(answer):
+    references: _References = []
+    usable: set[tuple[str, tuple[str, ...] | None]] = set()  # the G rollouts of a prompt share one
+    for row, reference in enumerate(answer):
         options = choices[row] if choices is not None else None
-        key = (str(gold), None if options is None else tuple(options))
+        key = (str(reference), None if options is None else tuple(options))
         if key not in usable:
-            reason = verify_gold(*key) if isinstance(gold, str) else "not_a_string"
+            reason = verify_gold(*key) if isinstance(reference, str) else "not_a_string"
             if reason:
-                raise UserError(f"answer {gold!r} cannot be graded against ({reason}): prepare the data with data_prep")
+                raise UserError(
+                    f"answer {reference!r} cannot be graded against ({reason}): prepare the data with data_prep"
+                )
             usable.add(key)
-        golds.append(key)
-    return golds
-
-
-def _quantile(values: list[float], share: float) -> float:
-    """The nearest-rank quantile of at least one value."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
+        references.append(key)
+    return references

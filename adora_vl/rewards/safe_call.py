@@ -1,7 +1,7 @@
-"""A reward function that may fail, hang or return nonsense, called so that the run learns what happened.
+"""Calls a reward function that may fail, hang or return nonsense, and keeps the failure.
 
-Nothing is raised in the call itself: one rank that raises would leave the others waiting in a collective call. The
-failure is kept instead, and the ranks stop together (`RewardGuard`).
+The call itself raises nothing: one rank that raises would leave the others waiting in a collective call. The ranks look
+at the failures together and stop together (`RewardGuard`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import faulthandler
 import inspect
 import math
 import numbers
+import os
 import signal
 import sys
 import threading
@@ -18,39 +19,87 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adora_vl.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, in_one_line
 
 LOAD_TIMEOUT_S = 60.0
-GRACE_S = 30.0  # what Python cannot interrupt ends the process so long after the deadline
-_AGAIN_S = 1.0  # a function that catches the interruption meets it again
+GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
+_AGAIN_S = 1.0  # between signals, for a function that catches the first one
 _SHOWN = 60
+_PLAIN = {int, float, str, bool, type(None)}
+_REASON = 200  # characters of an exception that stands in the place of a reward
 
 
 class RewardFailure(NamedTuple):
-    """Which function failed, on which row of the data set, and how."""
+    """Which function failed, on which row of the data set, and how. `mistake`: the function raised a `UserError`, whose
+    text is the whole `reason`.
+    """
 
     function: str
     row: str
     reason: str
+    mistake: bool = False
 
 
 class OverdueError(BaseException):
-    """The deadline has passed. No `Exception`, which a reward function may well catch."""
+    """The deadline has passed. It is not an `Exception`, since a reward function may catch those."""
 
     def __str__(self) -> str:
         return "it did not return before the deadline"
 
 
 class RewardValueError(Exception):
-    """What a function returned is not one reward per completion. `row` is the completion's number, if it is one's."""
+    """What a function returned is not one reward per completion. `row`: the completion with the wrong one, if known."""
 
     def __init__(self, message: str, row: int | None = None) -> None:
         super().__init__(message)
         self.row = row
+
+
+def own_copy(value: Any) -> Any:
+    """Lists, mappings and records of `value` copied, with what is in them; images copied when they are drawn on.
+    Tensors and text stay the same objects. A function may edit what it gets, and the next one, the next step and the
+    record get what was there before.
+    """
+    from PIL import Image  # late, for commands that import this module and touch no image
+
+    if isinstance(value, list):  # rows of token ids are long, and have nothing in them to copy
+        return value[:] if set(map(type, value)) <= _PLAIN else [own_copy(each) for each in value]
+    if type(value) is tuple:
+        return tuple(map(own_copy, value))
+    if isinstance(value, dict):
+        return {key: own_copy(each) for key, each in value.items()}
+    if isinstance(value, Image.Image):
+        value.load()  # a file is read late
+        view = value._new(value.im)  # the same pixels
+        view.readonly = 1  # with which Pillow copies them before it changes one
+        return view
+    return copy(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+@contextmanager
+def in_one_process(name: str) -> Iterator[None]:
+    """Ends a process that the block has forked and that comes out of it: it would go on as a second run.
+
+    The innermost of a call's blocks: `_Backstop` would wait for a thread that a forked process does not have.
+    """
+    own = os.getpid()
+    try:
+        yield
+    except SystemExit as error:
+        if os.getpid() != own:
+            os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
+    finally:
+        if os.getpid() != own:
+            line = f"reward {name}: it forked a process that did not end in it (os._exit); that process was ended\n"
+            os.write(2, line.encode())  # the buffers of sys.stderr are the first process's
+            os._exit(1)
 
 
 @contextmanager
@@ -104,41 +153,51 @@ _backstop = _Backstop()
 
 
 def safe_call(
-    function: Callable[..., Any], name: str, timeout: float | None, failures: list[RewardFailure]
+    function: Callable[..., Any],
+    name: str,
+    timeout: float | None,
+    failures: list[RewardFailure],
+    unscored: dict[int, str] | None = None,
 ) -> Callable[..., Any]:
     """`function` as TRL calls it, sync or async as it is; what goes wrong is added to `failures`.
 
-    A call that failed returns zeros, which nobody may use. `timeout`: seconds; None is no deadline.
+    A call that failed returns zeros, which must not be used. `timeout`: seconds; None is no deadline. Where the
+    function returns an exception in the place of a reward, TRL gets None, and `unscored` gets the completion's number
+    with the reason.
     """
 
     def ended(error: BaseException, arguments: Mapping[str, Any], row: int | None) -> list[float]:
         failures.append(_failure(function, name, error, arguments, row, timeout))
         return [0.0] * len(arguments["completions"])
 
+    def rewards(found: Any, count: int) -> list[float | None]:
+        values = checked(found, count)
+        if unscored is not None:
+            unscored.update({n: in_one_line(v)[:_REASON] for n, v in enumerate(values) if isinstance(v, BaseException)})
+        return [None if isinstance(value, BaseException) else value for value in values]
+
     def call(**arguments: Any) -> list[float | None]:
         try:
-            with _backstop(timeout), deadline(timeout):
-                return checked(function(**arguments), len(arguments["completions"]))
-        except UserError:
-            raise
-        except (Exception, OverdueError) as error:
+            with _backstop(timeout), deadline(timeout), in_one_process(name):
+                return rewards(function(**own_copy(arguments)), len(arguments["completions"]))
+        except (Exception, OverdueError, SystemExit) as error:
             row = None
-            if not isinstance(error, OverdueError | RewardValueError):
-                with _backstop(timeout):
+            if not isinstance(error, OverdueError | RewardValueError | UserError):
+                with _backstop(timeout), in_one_process(name):
                     row = _first_to_fail(function, arguments, timeout)
             return [*ended(error, arguments, row)]
 
     async def call_async(**arguments: Any) -> list[float | None]:
         try:
-            with _backstop(timeout):
+            with _backstop(timeout), in_one_process(name):
                 async with asyncio.timeout(timeout) as limit:
-                    found = await function(**arguments)
-            return checked(found, len(arguments["completions"]))
-        except Exception as error:
+                    found = await function(**own_copy(arguments))
+            return rewards(found, len(arguments["completions"]))
+        except (Exception, SystemExit) as error:
             if limit.expired():
                 return [*ended(OverdueError(), arguments, None)]
-            row = None if isinstance(error, RewardValueError) else await _first_to_fail_async(function, arguments)
-            return [*ended(error, arguments, row)]
+            alone = not isinstance(error, RewardValueError | UserError)
+            return [*ended(error, arguments, await _first_to_fail_async(function, arguments) if alone else None)]
 
     return call_async if is_async(function) else call
 
@@ -150,14 +209,17 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def checked(found: Any, count: int) -> list[float | None]:
-    """One finite number or None per completion. Raises `RewardValueError`."""
+def checked(found: Any, count: int) -> list[float | BaseException | None]:
+    """One finite number, None or exception per completion. Raises `RewardValueError`."""
     values = found.tolist() if hasattr(found, "tolist") else found  # of torch or NumPy
     if not isinstance(values, list | tuple):
         raise RewardValueError(f"it returned {_shown(found)}, not a list with one reward per completion")
     if len(values) != count:
         raise RewardValueError(f"it returned {len(values)} rewards for {count} completions")
-    return [None if value is None else _number(value, row) for row, value in enumerate(values)]
+    return [
+        value if value is None or isinstance(value, BaseException) else _number(value, row)
+        for row, value in enumerate(values)
+    ]
 
 
 def _number(value: Any, row: int) -> float:
@@ -179,11 +241,15 @@ def _failure(
     timeout: float | None,
 ) -> RewardFailure:  # fmt: skip
     """The failure in words. `row`: the completion that fails alone."""
+    if isinstance(error, UserError):
+        return RewardFailure(name, "", str(error), mistake=True)
     place = _place(function, error)
     if isinstance(error, OverdueError):
         reason = f"it did not return within {timeout:g} s (adora_reward_timeout){place}"
     elif isinstance(error, RewardValueError):
         reason, row = str(error), error.row
+    elif isinstance(error, SystemExit):
+        reason = f"it called sys.exit({'' if error.code is None else repr(error.code)}){place}"
     else:
         reason = f"{in_one_line(error)}{place}"
     return RewardFailure(name, _row_name(arguments, row), reason)
@@ -215,7 +281,7 @@ def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             for key, value in arguments.items()
         }
         one |= {hook: _nothing for hook in ("log_extra", "log_metric") if hook in one}
-        yield one
+        yield own_copy(one)
 
 
 def _nothing(*_: Any) -> None:
@@ -229,7 +295,7 @@ def _first_to_fail(function: Callable[..., Any], arguments: Mapping[str, Any], t
                 function(**one)
         except OverdueError:
             return None
-        except Exception:
+        except (Exception, SystemExit):
             return row
     return None
 
@@ -238,6 +304,6 @@ async def _first_to_fail_async(function: Callable[..., Any], arguments: Mapping[
     for row, one in enumerate(_alone(arguments)):
         try:
             await function(**one)
-        except Exception:
+        except (Exception, SystemExit):
             return row
     return None

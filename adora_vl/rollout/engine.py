@@ -2,34 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl import compat
-from adora_vl.errors import RolloutError, engine_call
-from adora_vl.models.components import component_of, trainable_components
+from adora_vl.dedup.image_store import ImageCache
+from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.load import pixel_limits
-from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.image_cache import ImageCache
-from adora_vl.rollout.lora import can_merge, merged_parameters
-from adora_vl.rollout.noise import Noise
-from adora_vl.rollout.sync import (
+from adora_vl.models.precision import dtype_name
+from adora_vl.rollout.engine_settings import (
+    EngineSettings,
     engine_is_eager,
     engine_runs_on_cpu,
     prefill_options,
-    push_weights,
     refuse_on_cpu,
-    reset_caches,
-    reset_server_encoder_cache,
 )
-from adora_vl.rollout.tokens import check_prompts, collapse_image_runs, never_sampled_ids
-from adora_vl.seeds import rollout_seed
+from adora_vl.rollout.prompt_tokens import check_prompts, collapse_image_runs, never_sampled_ids
+from adora_vl.rollout.served import Served
+from adora_vl.rollout.servers import GroupRequest, Servers, connect
+from adora_vl.rollout.weight_files import WeightFiles
+from adora_vl.rollout.weight_sync import (
+    can_merge,
+    merged_parameters,
+    push_weights,
+    reset_caches,
+    runner_version,
+    zero_positions,
+)
+from adora_vl.utils import compat
+from adora_vl.utils.errors import RolloutError, engine_call
+from adora_vl.utils.launch import segments_expand
+from adora_vl.utils.seeding import rollout_seed
+
+
+class AlterImages(Protocol):
+    """Gives some rollouts other images than the trainer's."""
+
+    def __call__(
+        self, images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any
+    ) -> tuple[list[list[Any] | None], list[bool]]:
+        """The images on which the rows of this rank are sampled, and for each row whether they are others.
+
+        `images`: those of each row, None or empty for a row without. `first`: the number of the first row, counted over
+        all ranks.
+        """
+
+
+@dataclass
+class Segments:
+    """Where the rollouts of a generation with a budget begin and stop, one entry per row."""
+
+    begun: list[list[int]]  # tokens that the rollout has already
+    limits: list[int]  # how many it may get
+    groups: list[int]  # rows of the same number may share a request
+    seeds: list[int] | None
+    stopped: list[bool] = field(default_factory=list)  # out: by its limit alone, so it can go on
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Rollouts that are sampled already, one entry per row, and what the batch is to know of them."""
+
+    tokens: list[list[int]]
+    logps: list[list[float | None]]  # of the weights that sampled each token
+    columns: dict[str, list[int]]  # of `Batch`, (B,)
+
+
+@dataclass
+class SamplingRequest:
+    """How rollouts are sampled, and in `altered` what became of their images."""
+
+    seed: tuple[int, str] | None = None  # the run's, and where the run stands; None: the engine's own seed
+    image_cache: ImageCache | None = None  # where the engine's processor takes processed images from
+    grouped: bool = True  # a prompt is one request
+    alter_images: AlterImages | None = None
+    altered: list[bool] = field(default_factory=list)  # out: which rows were sampled on other images
+    max_tokens: int | None = None  # None: the run's
+    temperature: float | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)  # vLLM's parameters, beside those of the run
+    segments: Segments | None = None  # None: rollouts are sampled from their beginning to their end
+    answers: Answers | None = None  # returned in the place of new ones
 
 
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -48,11 +107,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
         self.tensors_sent = self.bytes_sent = 0  # by the last sync
-        self.position: tuple[int, str] | None = None  # the run's seed and where it stands; None: the engine's own seed
-        self.image_cache: ImageCache | None = None  # where the engine's processor takes its images from
-        self.group_requests = True
-        self.noise: Noise | None = None  # how some of the rollouts' images are distorted
-        self.distorted: list[bool] = []  # which of the last rows were sampled on distorted images
+        self.request = SamplingRequest()
+        self._reasons: list[str] = []  # why each row of the last request with segments ended
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._bans_only = not generation_kwargs  # the user's settings do not change what is sampled
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
@@ -64,23 +120,49 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         super().__init__(*args, **{**kwargs, "generation_kwargs": generation_kwargs})
 
     def _init_vllm(self) -> None:
-        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them to the same call. Raises
-        `UserError` for what the CPU engine cannot do.
+        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them to the same call. Of servers it
+        knows one, to which it opens an NCCL group; ours knows several, which get weights by file. Raises `UserError`
+        for what the CPU engine cannot do.
         """
-        if self.mode == "colocate":
+        folder = self.settings.weight_folder
+        if self.mode == "colocate" or folder is not None:
             refuse_on_cpu(self.model.config, self.enable_sleep_mode)
+        if self.mode == "server" and folder is not None:
+            self._connect(Path(folder))
+            return
         with compat.ENGINE.replaced_by(self._build_llm, on=vllm_generation):
             super()._init_vllm()
+        if self.mode == "server":
+            speaks = self.accelerator.is_main_process
+            servers = Servers([self.vllm_client], self.server_timeout) if speaks else None
+            self.served = Served(self.accelerator, self._place_features, servers)
+
+    def _connect(self, folder: Path) -> None:
+        """Find the servers, which get their weights from files in `folder`."""
+        self.served = Served(self.accelerator, self._place_features, None)
+        if self.accelerator.is_main_process:
+            addresses = (self.server_base_url or f"http://{self.server_host}:{self.server_port}").split(",")
+            mode, patience_s = self._logprobs_mode(), self.server_timeout
+            clients = connect([one.strip() for one in addresses], self.group_port, patience_s, mode)
+            self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
+            self.served.servers = Servers(clients, patience_s)
+            self.served.files = WeightFiles(folder)
 
     def _build_llm(self, **kwargs: Any) -> Any:
-        from adora_vl.rollout.llm import GroupingLLM  # imports vLLM, which only a colocated engine needs
+        from adora_vl.rollout.llm import LATER, GroupingLLM  # imports vLLM, which only a colocated engine needs
 
         settings = self.settings
-        kwargs["dtype"] = settings.dtype or str(self.model.dtype).removeprefix("torch.")
+        kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
         longest = kwargs.get("max_model_len") or self.model.config.get_text_config().max_position_embeddings
         kwargs |= prefill_options(longest, settings.max_num_batched_tokens)
         kwargs |= {"enforce_eager": engine_is_eager(settings.enforce_eager), "logprobs_mode": self._logprobs_mode()}
         kwargs["revision"] = settings.revision
+        if self.enable_sleep_mode:  # TRL puts it to sleep at once, which discards the weights
+            kwargs["load_format"] = LATER
+        if self.tensor_parallel_size > 1 and segments_expand():
+            # vLLM's own all-reduce shares its CUDA graphs' memory by handles that growing segments do not have: it ends
+            # the process (vLLM issue 42609).
+            kwargs["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
             # vLLM reads the limits of the model's folder. With the trainer's own the two prompts agree.
             kwargs["mm_processor_kwargs"] = pixel_limits(getattr(self.processing_class, "image_processor", None))
@@ -103,17 +185,20 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears bfloat16 weights down.
 
         Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a time. The first sync
-        sends everything, and so does every sync with sleep mode, whose level 2 discards the weights.
+        sends everything, and so does every sync with sleep mode, whose level 2 discards the weights. A server is sent
+        everything by NCCL too, since TRL announces the tensors of the first pass on every sync. It builds the layers of
+        an update anew, and a layer that came in part would be left with uninitialised memory: so it gets whole parts.
         """
         trainable = trainable_components(self.model)
-        everything = not self._engine_is_complete or self.enable_sleep_mode
+        by_nccl = self.mode == "server" and self.settings.weight_folder is None
+        everything = not self._engine_is_complete or self.enable_sleep_mode or by_nccl
 
         def wanted(name: str) -> bool:
             return everything or component_of(name) in trainable
 
         if is_peft_model(self.model) and not self._dist.is_fsdp and can_merge(self.model):
-            # A CPU engine needs all tensors of a layer together, so it gets whole components.
-            changed_only = not everything and not engine_runs_on_cpu()
+            # A CPU engine, too, needs all tensors of a layer together.
+            changed_only = not everything and self.mode == "colocate" and not engine_runs_on_cpu()
             for name, tensor in merged_parameters(self.model, self._dist.gather_params, wanted, changed_only):
                 yield self._fix_param_name_to_vllm(name), tensor
             return
@@ -135,43 +220,36 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self._sync()
 
     def _sync(self) -> None:
+        self.bytes_sent = 0
         if self.mode == "server":
-            super().sync_weights()
+            if self.settings.weight_folder is None:
+                super().sync_weights()
+                self.served.first_rank(Servers.forget)
+            else:
+                self.served.give_weights(self._for_servers)
             self._engine_is_complete = True
-            if self.accelerator.is_main_process:
-                reset_server_encoder_cache(self.vllm_client)
             return
         if self.enable_sleep_mode:
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        self.bytes_sent = 0
-        self.tensors_sent = push_weights(self.llm, self._counted(self._iter_named_params()))
+            zero_positions(self.llm)
+        everything = self.enable_sleep_mode or not self._engine_is_complete
+        self.tensors_sent = push_weights(self.llm, self._counted(self._iter_named_params()), everything)
         self._engine_is_complete = True
         reset_caches(self.llm)
+
+    def _for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
+        self._engine_is_complete &= not everything
+        return self._counted(self._iter_named_params())
 
     def _counted(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             self.bytes_sent += tensor.nbytes
             yield name, tensor
 
-    def prepare(
-        self,
-        position: tuple[int, str] | None,
-        images: ImageCache | None,
-        group_requests: bool,
-        noise: Noise | None = None,
-    ) -> None:
-        """Say how the next rollouts are sampled.
-
-        `position`: the run's seed and where the run stands; None samples from the engine's own seed. `images`: the
-        cache from which the engine's image processor takes processed images. `group_requests`: whether a prompt is
-        one request. `noise`: how the images of some rollouts are distorted.
-        """
-        self.position, self.image_cache, self.group_requests, self.noise = position, images, group_requests, noise
-
     @contextmanager
-    def lent(self) -> Iterator[Any]:
+    def current_llm(self) -> Iterator[Any]:
         """Yields the colocated `vllm.LLM` with the policy's present weights. All ranks call it together.
 
         TRL syncs the weights again before the next rollouts, as after every step.
@@ -185,33 +263,42 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             if self.enable_sleep_mode:
                 self.put_to_sleep()
 
+    @property
+    def model_runner(self) -> str | None:
+        """Which model runner of vLLM samples, V1 or V2; None for a server, which does not say."""
+        return runner_version(self.llm) if self.mode == "colocate" else None
+
     def put_to_sleep(self) -> None:
         """Free the engine's memory, as TRL does after a generation. The next sync sends all weights again."""
         self.llm.sleep(level=2)
         self._llm_weights_sleeping = True
 
     @contextmanager
-    def sampling(
-        self,
-        *,
-        position: tuple[int, str] | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        **further: Any,
-    ) -> Iterator[None]:
-        """Inside, rollouts are sampled with these settings instead of those of the run. None leaves a setting as it is.
-
-        `position` as in `prepare`. `further`: vLLM's sampling parameters, beside those of `generation_kwargs`.
+    def staying_awake(self) -> Iterator[None]:
+        """Inside, a colocated engine does not sleep between generations of one policy, so the weights are synced once
+        for all of them. It sleeps at the end. All ranks enter together.
         """
+        if self.mode != "colocate" or not self.enable_sleep_mode:
+            yield
+            return
+        try:
+            with self.llm.awake():
+                yield
+        finally:
+            self.put_to_sleep()
+
+    @contextmanager
+    def sampling(self, request: SamplingRequest) -> Iterator[None]:
+        """Inside, rollouts are sampled as `request` says. Afterwards the run's own settings are back."""
         asked = {
-            "position": position,
-            "max_completion_length": max_tokens,
-            "temperature": temperature,
-            "generation_kwargs": {**self.generation_kwargs, **further},
+            "request": request,
+            "max_completion_length": request.max_tokens,
+            "temperature": request.temperature,
+            "generation_kwargs": {**self.generation_kwargs, **request.further},
         }
-        lent = {name: value for name, value in asked.items() if value is not None}
-        kept = {name: getattr(self, name) for name in lent}
-        self.__dict__.update(lent)
+        present = {name: value for name, value in asked.items() if value is not None}
+        kept = {name: getattr(self, name) for name in present}
+        self.__dict__.update(present)
         try:
             yield
         finally:
@@ -241,36 +328,62 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     ) -> tuple[Any, ...]:
         """Stock TRL sends colocated vLLM expanded image tokens beside the image, and vLLM expands them again.
 
-        Ours sends one token per image and checks that the engine arrives at the trainer's own ids. Server mode pairs
-        expanded ids with features that the server has made, so there the prompts stay as they are.
+        Ours sends one token per image and checks that the engine arrives at the trainer's own ids. A server is asked
+        as TRL does, which pairs expanded ids with features that the server has made, but with seeds, and with several
+        servers each is asked for some of the groups.
 
-        The engine's log-probabilities of a rollout on a distorted image do not belong to the trainer's image, so they
+        The engine's log-probabilities of a rollout on an altered image do not belong to the trainer's image, so they
         are replaced by None, which becomes NaN. TRL and ours leave such tokens out of the ratio and of the drift.
 
         Raises `PromptMismatchError` for the first row that differs, and `EngineError` where the engine fails.
         """
-        image_token_id = self.image_token_id
-        self.distorted = [False] * len(prompts)
+        request, image_token_id, segments = self.request, self.image_token_id, self.request.segments
+        request.altered = [False] * len(prompts)
+        if request.answers is not None:
+            return prompts, request.answers.tokens, [[[logp] for logp in row] for row in request.answers.logps], None
         if self.mode == "server":
             with engine_call("generate"):
-                return tuple(super().generate(prompts, images, num_generations, profiler))
-        if image_token_id is None:
-            with self._asking_once(len(prompts), num_generations), engine_call("generate"):
-                return tuple(super().generate(prompts, images, num_generations, profiler))
-        collapsed = [collapse_image_runs(ids, image_token_id) for ids in prompts]
-        if self.noise is not None and images is not None:
+                asks = self.asks(prompts, images, num_generations)
+                return (prompts, *self.served.sample(asks, len(prompts)))
+        if segments is not None:
+            prompts = [[*ids, *begun] for ids, begun in zip(prompts, segments.begun, strict=True)]
+        asked = prompts
+        if image_token_id is not None:
+            asked = [collapse_image_runs(ids, image_token_id) for ids in prompts]
+        if request.alter_images is not None and images is not None:
             first = self.accelerator.process_index * len(prompts)
             image_processor = getattr(self.processing_class, "image_processor", None)
-            images, self.distorted = self.noise.applied(images, first, num_generations, image_processor)
+            images, request.altered = request.alter_images(images, first, num_generations, image_processor)
         with self._asking_once(len(prompts), num_generations), self._images_from_cache(), engine_call("generate"):
-            prompt_ids, completion_ids, logps, *rest = super().generate(collapsed, images, num_generations, profiler)
-        check_prompts(prompts, prompt_ids, image_token_id)
-        if any(self.distorted):
+            prompt_ids, completion_ids, logps, *rest = super().generate(asked, images, num_generations, profiler)
+        if image_token_id is not None:
+            check_prompts(prompts, prompt_ids, image_token_id)
+        if segments is not None:
+            segments.stopped = self._stopped(segments, prompts, completion_ids)
+        if any(request.altered):
             logps = [
-                [[None] * len(token) for token in row] if distorted else row
-                for row, distorted in zip(logps, self.distorted, strict=True)
+                [[None] * len(token) for token in row] if altered else row
+                for row, altered in zip(logps, request.altered, strict=True)
             ]
         return (prompt_ids, completion_ids, logps, *rest)
+
+    def asks(
+        self, prompts: list[list[int]], images: list[list[Any] | None] | None, generations: int
+    ) -> list[GroupRequest]:
+        """The rows of all ranks as requests to servers, on the first rank. Stock TRL gives them no seed."""
+        sampling = {
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "max_tokens": self.max_completion_length,
+            "logprobs": self.logprobs,
+            "structured_outputs_regex": self.structured_outputs_regex,
+            "generation_kwargs": self.generation_kwargs,
+        }
+        request = self.request
+        return self.served.gathered(prompts, images, generations, sampling, request.seed, request.grouped)
 
     @contextmanager
     def _asking_once(self, rows: int, num_generations: int) -> Iterator[None]:
@@ -280,19 +393,35 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
         With tensor parallelism the ranks of one engine ask for the rows of all of them, and so for the same.
         """
-        ranks = self.tensor_parallel_size
+        request, ranks = self.request, self.tensor_parallel_size
         first = self.accelerator.process_index // ranks * ranks * rows
         places = [divmod(first + row, num_generations) for row in range(ranks * rows)]
-        seeds = None
-        if self.position is not None:
-            seeds = [rollout_seed(*self.position, group, member) for group, member in places]
-        groups = [group for group, _ in places]
-        with self.llm.asking(groups, seeds, self.group_requests):
+        groups, seeds, further = [group for group, _ in places], None, {}
+        if request.seed is not None:
+            seeds = [rollout_seed(*request.seed, group, member) for group, member in places]
+        if request.segments is not None:
+            groups, seeds, self._reasons = request.segments.groups, request.segments.seeds, []
+            further = {"limits": request.segments.limits, "reasons": self._reasons}
+        with self.llm.grouped(groups, seeds, request.grouped, **further):
             yield
+        if self.llm.stays_awake:
+            self._llm_weights_sleeping = False  # TRL has noted that it put the engine to sleep
+
+    def _stopped(self, segments: Segments, prompts: list[list[int]], answers: list[list[int]]) -> list[bool]:
+        """Which rollouts were stopped by their limit, and have room for more in the engine. `prompts`: with what the
+        rollouts had.
+        """
+        room = self.llm.model_config.max_model_len
+        each = zip(self._reasons, segments.limits, prompts, answers, strict=True)
+        return [
+            reason == "length" and len(answer) == limit and len(ids) + len(answer) < room
+            for reason, limit, ids, answer in each
+        ]
 
     def _images_from_cache(self) -> Any:
         """Inside, the engine's image processor asks the trainer's cache first."""
-        if self.image_cache is None or self.image_token_id is None:
+        cache = self.request.image_cache
+        if cache is None or self.image_token_id is None:
             return nullcontext()
         processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
-        return compat.IMAGE_PROCESSING.replaced_by(self.image_cache.preprocess(processor), on=processor)
+        return compat.IMAGE_PROCESSING.replaced_by(cache.preprocess(processor), on=processor)

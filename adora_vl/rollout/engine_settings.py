@@ -1,8 +1,13 @@
-"""What the engine is built with, beyond what TRL passes to it."""
+"""What the engine is built with, and what a CPU engine cannot do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -14,3 +19,70 @@ class EngineSettings:
     enforce_eager: bool | None = None  # without torch.compile and CUDA graphs; None: on a CPU
     max_num_batched_tokens: int = 4096
     keeps_images: bool = True  # vLLM's own store of processed images
+    weight_folder: str | None = None  # where servers read weights; None: they get them by NCCL
+
+
+def training_dtype(args: AdoraGRPOConfig) -> str | None:
+    """The dtype of mixed precision; None without it, when the trainer computes in the policy's own dtype."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+
+
+def engine_dtype(args: AdoraGRPOConfig) -> str | None:
+    """The engine's dtype. With `adora_vllm_dtype: auto` it is that of the trainer; None is the policy's own dtype.
+
+    vLLM's own `auto` turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on average.
+    """
+    return training_dtype(args) if args.adora_vllm_dtype == "auto" else args.adora_vllm_dtype
+
+
+def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettings:
+    """What the engine is built with."""
+    by_file = args.vllm_mode == "server" and args.adora_weight_transfer == "file"
+    return EngineSettings(
+        dtype=engine_dtype(args),
+        revision=revision,
+        enforce_eager=args.adora_vllm_enforce_eager,
+        max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
+        keeps_images=not args.adora_cache_images,
+        weight_folder=(args.adora_weight_folder or str(Path(args.output_dir, ".weights"))) if by_file else None,
+    )
+
+
+def engine_runs_on_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build, whatever the trainer runs on."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def engine_is_eager(wanted: bool | None = None) -> bool:
+    """Whether to run the engine without torch.compile and CUDA graphs. None: on a CPU.
+
+    There vLLM 0.31 compiles anew at every start, since it cannot load what it compiled before ("Compiling model again
+    due to a load failure"). That takes longer than what it saves in the rollouts of a short run.
+    """
+    return engine_runs_on_cpu() if wanted is None else wanted
+
+
+def prefill_options(max_model_len: int | None, budget: int) -> dict[str, Any]:
+    """The `LLM` arguments for how many tokens the engine processes at once: `budget`, on a CPU at least a whole prompt.
+
+    If the prompt of a request with a seed is processed in two parts, the engine rewinds a random generator. Only CUDA's
+    generators can do that ("CPU Generator does not use offset"), so on a CPU no prompt is processed in parts.
+    """
+    if not engine_runs_on_cpu():
+        return {"max_num_batched_tokens": budget}
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(budget, max_model_len or 0)}
+
+
+def refuse_on_cpu(config: Any, sleep_mode: bool) -> None:
+    """Raise `UserError` for what vLLM on a CPU cannot keep in sync. `config` is a Transformers model config."""
+    if not engine_runs_on_cpu():
+        return
+    if config.tie_word_embeddings:
+        raise UserError(
+            "tie_word_embeddings: true, but vLLM on a CPU refreshes only one of the two uses of a tied embedding when "
+            "weights are synced, so rollouts would drift from the policy; use an untied model, a GPU or use_vllm: false"
+        )
+    if sleep_mode:
+        raise UserError("vllm_enable_sleep_mode: true needs a GPU; set it to false on a CPU")

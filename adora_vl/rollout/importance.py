@@ -1,4 +1,4 @@
-"""TRL's truncated importance ratio of the policy to the engine that sampled, computed from any forward pass."""
+"""How far the engine is from the policy: the drift of its log-probabilities, and the ratio that corrects for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,64 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
-from adora_vl.batch import Batch, LogFigure, loss_mask
+from adora_vl.types import Batch, StepContext, loss_mask
+
+CAUSES = (
+    "min_pixels/max_pixels differ between the trainer and the model folder that vLLM reads",
+    "weights did not reach the engine (sync, sleep and wake, LoRA merging)",
+    "stale prefix or encoder caches after a sync",
+    "the engine's dtype is lower than the trainer's (adora_vllm_dtype)",
+    "a chat template or tokenizer in the model folder other than the trainer's",
+)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Absolute differences in nats over the sampled tokens of one batch."""
+
+    mean: float
+    largest: float
+
+
+def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """`[sum, count, largest]` of |difference| over the masked tokens that the engine scored. (3,), float64.
+
+    Sums are returned instead of a mean, so that a rank with few tokens does not count as much as one with many. A
+    token that the engine could not score (NaN) is left out. If the policy's values are NaN, or the engine scored no
+    token at all, the difference is infinite.
+    """
+    sampled_BC = mask_BC.bool()
+    scored_BC = sampled_BC & ~torch.isnan(engine_BC)
+    counted = (trainer_BC - engine_BC).abs().double()[scored_BC].nan_to_num(nan=torch.inf)
+    if sampled_BC.any() and not scored_BC.any():
+        counted = counted.new_tensor([torch.inf])
+    largest = counted.max() if counted.numel() else counted.new_zeros(())
+    return torch.stack([counted.sum(), counted.new_tensor(float(counted.numel())), largest])
+
+
+def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """Mean |difference| of each rollout over the tokens that the engine scored, (B,); NaN where it scored none."""
+    scored_BC = mask_BC.bool() & ~torch.isnan(engine_BC)
+    gaps_BC = torch.where(scored_BC, (trainer_BC - engine_BC).abs(), 0.0)
+    return gaps_BC.sum(dim=1) / scored_BC.sum(dim=1)
+
+
+def merge_drift(sums_R3: Tensor) -> Drift:
+    """One `Drift` from the sums of all ranks, (ranks, 3)."""
+    total, count = sums_R3[:, 0].sum(), sums_R3[:, 1].sum()
+    return Drift(mean=(total / count.clamp(min=1)).item(), largest=sums_R3[:, 2].max().item())
+
+
+def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
+    """The message of a run that stops because of drift: the figures, the likely causes and the checkpoint."""
+    causes = "\n".join(f"  - {cause}" for cause in CAUSES)
+    return (
+        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats per token from the trainer's on "
+        f"average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. Importance ratios would hide this while "
+        f"nothing is learned, so the run stops before the step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
+    )
 
 
 def importance_ratio(
@@ -57,20 +111,11 @@ def ratio_figures(
     return [(name, here(part) if part.numel() else none, everywhere) for name, part, here, everywhere in figures]
 
 
-@dataclass(frozen=True)
-class RatioSettings:
-    """TRL's `vllm_importance_sampling_*`: the mode and the bounds."""
-
-    mode: str
-    clip_min: float | None
-    clip_max: float | None
-
-
 class ImportanceRatio:
     """Computes the ratio in the policy's own pass. Stock TRL makes a separate pass for it."""
 
-    def __init__(self, settings: RatioSettings, accelerator: Accelerator, log: LogFigure) -> None:
-        self.settings, self.accelerator, self.log = settings, accelerator, log
+    def __init__(self, context: StepContext) -> None:
+        self.accelerator, self.log, self.config = context.accelerator, context.log, context.config
 
     def is_due(self, micro: Batch) -> bool:
         """Whether the batch has the engine's log-probabilities but no ratio yet."""
@@ -78,14 +123,14 @@ class ImportanceRatio:
 
     def complete(self, micro: Batch, logps_BC: Tensor) -> None:
         """Put the ratio into the micro-batch, and its figures into the log under TRL's names."""
-        mask_BC, sampling_BC, settings = loss_mask(micro), micro["sampling_per_token_logps"], self.settings
+        mask_BC, sampling_BC, config = loss_mask(micro), micro["sampling_per_token_logps"], self.config
         ratio = importance_ratio(
             logps_BC,
             sampling_BC,
             mask_BC,
-            mode=settings.mode,
-            clip_min=settings.clip_min,
-            clip_max=settings.clip_max,
+            mode=config.vllm_importance_sampling_mode,
+            clip_min=config.vllm_importance_sampling_clip_min,
+            clip_max=config.vllm_importance_sampling_clip_max,
         )
         micro["importance_sampling_ratio"] = ratio
         same_B = ~micro["distorted"] if "distorted" in micro else slice(None)  # of the others the ratio is 1
@@ -93,10 +138,3 @@ class ImportanceRatio:
             ratio[same_B], logps_BC[same_B], sampling_BC[same_B], mask_BC[same_B]
         ):
             self.log(name, everywhere(self.accelerator.gather(own.reshape(1))).item())
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether the model has active dropout, so that two passes over the same tokens differ."""
-    config = getattr(model, "config", None)
-    attention = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
-    return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())

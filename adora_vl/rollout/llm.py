@@ -1,24 +1,122 @@
-"""vLLM's `LLM`, extended so that it can be told which rows are rollouts of one prompt."""
+"""vLLM's `LLM`: one request per prompt for its whole group, images processed already, weights that come later."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import nn
 from vllm import LLM
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.multimodal.media import MediaWithBytes
 
-from adora_vl.rollout.distinct_rows import KeptImage
-from adora_vl.rollout.requests import asking_once
+from adora_vl.data.dataloader import KeptImage
+
+LATER = "adora_later"
+
+
+@register_model_loader(LATER)
+class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """`load_format: adora_later`: no checkpoint is read, since the first weight sync sends every parameter.
+
+    Stock vLLM's `dummy` also gives random values to buffers that no checkpoint has and no sync sends: those with which
+    the vision tower normalises pixels (`visual.input_norm`). Ours leaves all buffers as the model has computed them.
+    """
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        computed = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        super().load_weights(model, model_config)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(computed[name])
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, and the neighbouring rows that it is for."""
+
+    first: int
+    count: int
+
+
+def plan_requests(prompts: Sequence[Any], groups: Sequence[int], together: bool) -> list[Request]:
+    """Rows of one group with the same token ids and the same image objects become one request.
+
+    `groups`: the group of each row.
+    """
+    requests: list[Request] = []
+    for row in range(len(prompts)):
+        last = requests[-1] if requests else None
+        if together and last and groups[last.first] == groups[row] and _equal(prompts[last.first], prompts[row]):
+            requests[-1] = Request(last.first, last.count + 1)
+        else:
+            requests.append(Request(row, 1))
+    return requests
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one["prompt_token_ids"] == other["prompt_token_ids"] and _images(one) == _images(other)
+
+
+def _images(prompt: Any) -> list[int]:
+    data = prompt.get("multi_modal_data", {}).get("image", [])
+    return [id(image) for image in (data if isinstance(data, list) else [data])]
+
+
+def asking_once(
+    generate: Callable[..., Any],
+    groups: Sequence[int],
+    seeds: Sequence[int] | None,
+    together: bool,
+    limits: Sequence[int] | None = None,
+    reasons: list[str] | None = None,
+) -> Callable[..., Any]:
+    """As `LLM.generate`, but rows of one prompt are sent as one request. Returns one output per row.
+
+    `seeds`: the seed of each row, or None. vLLM's `ParentRequest` gives the rollouts of one request its seed, the
+    seed + 1, and so on, so the seeds of a group have to be consecutive. `limits`: how many tokens each row may get, the
+    same for the rows of a group; None: as many as the parameters say. `reasons`: gets vLLM's `finish_reason` per row.
+    """
+
+    def generate_rows(prompts: Sequence[Any], sampling_params: Any, **kwargs: Any) -> list[Any]:
+        assert len(prompts) == len(groups), f"{len(prompts)} prompts and {len(groups)} group numbers"
+        requests = plan_requests(prompts, groups, together)
+        each = [sampling_params.clone() for _ in requests]
+        for parameters, request in zip(each, requests, strict=True):
+            parameters.n = request.count
+            if seeds is not None:
+                parameters.seed = seeds[request.first]
+            if limits is not None:
+                parameters.max_tokens = limits[request.first]
+        outputs = generate([prompts[request.first] for request in requests], sampling_params=each, **kwargs)
+        singles = [single for output in outputs for single in _singles(output)]
+        if reasons is not None:
+            reasons[:] = [single.outputs[0].finish_reason for single in singles]
+        return singles
+
+    return generate_rows
+
+
+def _singles(output: Any) -> list[Any]:
+    """A copy of a request's output for each of its rollouts."""
+    singles = []
+    for rollout in sorted(output.outputs, key=lambda one: one.index):
+        single = copy.copy(output)
+        single.outputs = [rollout]
+        singles.append(single)
+    return singles
 
 
 def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     """The prompt as vLLM takes it without copying and hashing its images: each inside vLLM's own wrapper, which its
     parser hands on as it is, with the digest that is known already as its identity (`multi_modal_uuids`).
 
-    For images that are kept (`adora_vl.rollout.distinct_rows`). Others stay as they are: they may yet be drawn on.
+    For images that are kept (`adora_vl.data.dataloader`). Others stay as they are: they may yet be drawn on.
     """
     images = prompt.get("multi_modal_data", {}).get("image", [])
     images = images if isinstance(images, list) else [images]
@@ -32,18 +130,37 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 class GroupingLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Like `vllm.LLM`, except inside `asking`."""
+    """Like `vllm.LLM`, except inside `grouped` and while it stays awake."""
 
-    _asking: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    stays_awake = False
+    _grouping: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     @contextmanager
-    def asking(self, groups: Sequence[int], seeds: Sequence[int] | None, together: bool) -> Iterator[None]:
-        """Inside, `generate` takes rows of these groups, sends them by `asking_once`, and returns an output per row."""
-        self._asking = partial(asking_once, groups=groups, seeds=seeds, together=together)
+    def awake(self) -> Iterator[None]:
+        """Inside, `sleep` does nothing."""
+        self.stays_awake = True
         try:
             yield
         finally:
-            self._asking = None
+            self.stays_awake = False
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        """Stock TRL puts the engine to sleep after every call of `generate`."""
+        if not self.stays_awake:
+            super().sleep(*args, **kwargs)
+
+    @contextmanager
+    def grouped(
+        self, groups: Sequence[int], seeds: Sequence[int] | None, together: bool, **further: Any
+    ) -> Iterator[None]:
+        """Inside, `generate` takes rows of these groups, sends them by `asking_once`, which also gets `further`, and
+        returns an output per row.
+        """
+        self._grouping = partial(asking_once, groups=groups, seeds=seeds, together=together, **further)
+        try:
+            yield
+        finally:
+            self._grouping = None
 
     def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Stock vLLM makes a request for each prompt in the list, with the sampling parameters that it is given."""
@@ -52,5 +169,5 @@ class GroupingLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         def known(prompts: Sequence[Any], **further: Any) -> Any:
             return generate([with_known_images(prompt) for prompt in prompts], **further)
 
-        outputs: list[Any] = (generate if self._asking is None else self._asking(known))(*args, **kwargs)
+        outputs: list[Any] = (generate if self._grouping is None else self._grouping(known))(*args, **kwargs)
         return outputs

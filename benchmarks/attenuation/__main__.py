@@ -1,22 +1,28 @@
 """Train every arm in every regime, then write tables and curves: `python -m benchmarks.attenuation`.
 
 Every finished run is a file in OUTPUT/runs. The command can be stopped and started again: it goes on with what is
-missing. `--report` only reads what is there.
+missing. `--report` only reads what is there, and `--tables` prints every table from one file, by default that of the
+runs that docs/experiments.md is about.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+import traceback
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.attenuation.report import write_report
-from benchmarks.attenuation.settings import SETTINGS, read_settings
-from benchmarks.attenuation.start import ARITHMETIC, build_arithmetic
+from adora_vl.utils.launch import prepare_engine_environment
+from benchmarks.attenuation.report import all_tables, conditions, write_report
+from benchmarks.attenuation.start import ARITHMETIC, build_arithmetic, build_start
+from benchmarks.attenuation.task import SETTINGS, read_settings
 
 REPOSITORY = Path(__file__).parents[2]
+RUNS = Path(__file__).with_name("runs.jsonl")  # of the runs that the page is about
 
 
 def commit() -> str:
@@ -32,8 +38,8 @@ def train_all(settings: Path, output: Path, workers: int) -> int:
     """Every worker trains its share of the seeds on one core. Returns how many ended with an error."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment.pop("MASTER_PORT", None)
-    words = [sys.executable, "-m", "benchmarks.attenuation.worker", "--settings", str(settings)]
-    words += ["--output", str(output), "--commit", commit(), "--workers", str(workers)]
+    words = [sys.executable, "-m", "benchmarks.attenuation", "--settings", str(settings), "--output", str(output)]
+    words += ["--commit", commit(), "--workers", str(workers)]
     output.mkdir(parents=True, exist_ok=True)
     build_arithmetic(output / ARITHMETIC, read_settings(settings).start)
     running = []
@@ -44,20 +50,70 @@ def train_all(settings: Path, output: Path, workers: int) -> int:
     return sum(process.wait() != 0 for process in running)
 
 
+def work(options: argparse.Namespace) -> None:
+    """What a worker does, with one engine: the runs of its share of the seeds that have no result, in their order."""
+    prepare_engine_environment()
+    from benchmarks.attenuation.run import YOKED_TO, keep_one_engine, read_record, run_job, write_result
+
+    settings = read_settings(options.settings)
+    keep_one_engine()
+    for job in settings.jobs():
+        result = options.output / "runs" / f"{job.name}.json"
+        if job.seed % options.workers != options.worker or result.is_file():
+            continue
+        start = options.output / "starts" / str(job.seed)
+        build_start(start, options.output / ARITHMETIC, settings.start, job.seed)
+        try:
+            arm = settings.arms[job.arm].get(YOKED_TO)
+            record = read_record(result.with_name(f"{replace(job, arm=arm).name}.json")) if arm else None
+            found = run_job(settings, job, start, options.commit, record)
+        except Exception:  # one run that fails is said and left out; starting again tries it again
+            traceback.print_exc()
+            continue
+        write_result(result, found)
+        end = found["held_out"][-1]
+        figures = f"accuracy {end['accuracy']:.3f}, chains {end['chains']:.2f}, {found['seconds']} s"
+        print(f"{job.name}: {figures}", flush=True)
+
+
+def print_tables(file: Path) -> int:
+    """Every table, from the file with all runs that an earlier command wrote."""
+    try:
+        runs = [json.loads(line) for line in file.read_text().splitlines()]
+        tables = all_tables(runs) if conditions(runs) else ""
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise SystemExit(f"--tables: {file} is no runs.jsonl of this command ({error!r})") from None
+    if not tables:
+        raise SystemExit(f"--tables: {file} has no run")
+    print(tables)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", type=Path, default=SETTINGS)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "attenuation")
     parser.add_argument("--workers", type=int, default=2, help="processes, one core each (%(default)s)")
     parser.add_argument("--report", action="store_true", help="only read the runs that are there")
+    parser.add_argument(
+        "--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables of a runs.jsonl"
+    )
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # which of them this process is
+    parser.add_argument("--commit", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    settings, output = options.settings.resolve(), options.output.resolve()
-    failed = 0 if options.report else train_all(settings, output, options.workers)
-    write_report(output)
-    names = [job.name for job in read_settings(settings).jobs()]
-    missing = [name for name in names if not (output / "runs" / f"{name}.json").is_file()]
+    if options.tables:
+        return print_tables(options.tables)
+    options.settings, options.output = options.settings.resolve(), options.output.resolve()
+    if options.worker is not None:
+        work(options)
+        return 0
+    failed = 0 if options.report else train_all(options.settings, options.output, options.workers)
+    write_report(options.output)
+    names = [job.name for job in read_settings(options.settings).jobs()]
+    missing = [name for name in names if not (options.output / "runs" / f"{name}.json").is_file()]
     if missing:
-        print(f"{len(missing)} runs are missing, {missing[0]} first; see {output}/worker-*.log", file=sys.stderr)
+        logs = options.output / "worker-*.log"
+        print(f"{len(missing)} runs are missing, {missing[0]} first; see {logs}", file=sys.stderr)
     return 1 if failed or missing else 0
 
 

@@ -1,31 +1,267 @@
-"""From the finished runs to `results.json`, the tables and the curves."""
+"""From the finished runs to `runs.jsonl`, the tables with paired 95 % intervals and sign-flip tests, and the curves."""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from benchmarks.attenuation.curves import draw_curves
-from benchmarks.attenuation.tables import Run, comparisons, engines, levels
+from eval.scoring.statistics import half_width, sign_flips
+
+ARMS = {
+    "grpo": "GRPO",
+    "adora": "ADORA 0.1",
+    "random": "random groups",
+    "reversed": "reversed",
+    "rate": "GRPO, scaled rate",
+    "adora_then_grpo": "ADORA, then GRPO",
+    "yoked": "random groups, yoked",
+    "yoked_rate": "scaled rate, yoked",
+}
+Run = dict[str, Any]
+
+
+def end(key: str) -> Callable[[Run], float | None]:
+    """A held-out figure at the last step."""
+    return lambda run: run["held_out"][-1].get(key)
+
+
+def area(key: str) -> Callable[[Run], float | None]:
+    """The mean of a held-out figure over the steps, by trapezoids: the area under its curve per step."""
+
+    def value(run: Run) -> float | None:
+        points = [(p["step"], p[key]) for p in run["held_out"] if key in p]
+        pieces = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)]
+        return sum(pieces) / (points[-1][0] - points[0][0]) if len(points) > 1 else None
+
+    return value
+
+
+BLOCK = 5  # steps whose mean is kept
+KEPT = ("chains", "chain_accuracy", "tds_share", "weight_mean", "signal_weight")
+
+
+def thinned(run: Run) -> Run:
+    """What tables and curves need of a run: its held-out points, and the training figures as means of five steps."""
+    blocks = []
+    for first in range(0, len(run["steps"]), BLOCK):
+        steps = run["steps"][first : first + BLOCK]
+        known = {key: [step[key] for step in steps if key in step] for key in KEPT}
+        means = {key: round(statistics.fmean(values), 4) for key, values in known.items() if values}
+        blocks.append({"step": first + len(steps), **means})
+    return {**{key: value for key, value in run.items() if key != "seconds"}, "steps": blocks}
+
+
+def over_steps(key: str, after: int = 0, up_to: float = math.inf) -> Callable[[Run], float | None]:
+    """The mean of a figure of the training rollouts over the blocks that end after one step and up to another."""
+
+    def value(run: Run) -> float | None:
+        values = [block[key] for block in run["steps"] if key in block and after < block["step"] <= up_to]
+        return statistics.fmean(values) if values else None
+
+    return value
+
+
+def mostly_chains(run: Run) -> float:
+    """1 if most held-out answers at the end are chains, else 0."""
+    return float(run["held_out"][-1]["chains"] > 0.5)
+
+
+Columns = Sequence[tuple[str, Callable[[Run], float | None], float]]  # title, value of a run, factor
+HELD_OUT: Columns = (
+    ("accuracy, end", end("accuracy"), 100),
+    ("mean over steps", area("accuracy"), 100),
+    ("A, end", end("accuracy_A"), 100),
+    ("B, end", end("accuracy_B"), 100),
+    ("chains, end", end("chains"), 100),
+    ("runs that end with chains", mostly_chains, 100),
+)
+TRAINING: Columns = (
+    ("chains, steps 1 to 5", over_steps("chains", 0, 5), 100),
+    ("right of them", over_steps("chain_accuracy", 0, 5), 100),
+    ("chains, 6 to 10", over_steps("chains", 5, 10), 100),
+    ("right of them", over_steps("chain_accuracy", 5, 10), 100),
+    ("TDS share", over_steps("tds_share"), 100),
+    ("mean weight of all groups", over_steps("weight_mean"), 1),
+    ("of those with signal", over_steps("signal_weight"), 1),
+)
+
+
+def select(runs: Sequence[Run], regime: str, recipe: str, arm: str, *, engine: bool = False) -> dict[int, Run]:
+    """The runs of an arm by their seed: those that Transformers sampled, or those of the engine."""
+    wanted = (regime, recipe, arm, engine)
+    return {run["seed"]: run for run in runs if (run["regime"], run["recipe"], run["arm"], run["engine"]) == wanted}
+
+
+def levels(runs: Sequence[Run], regime: str, recipe: str, columns: Columns) -> list[str]:
+    """A Markdown table with the mean over seeds of every figure, one row per arm."""
+    lines = [
+        "| arm | seeds | " + " | ".join(title for title, _, _ in columns) + " |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for arm, title in ARMS.items():
+        chosen = select(runs, regime, recipe, arm)
+        if not chosen:
+            continue
+        cells = []
+        for _, value, factor in columns:
+            known = [v for v in map(value, chosen.values()) if v is not None]
+            mean = factor * statistics.fmean(known) if known else float("nan")
+            cells.append(f"{mean:.1f}" if factor == 100 else f"{mean:.2f}")
+        lines.append(f"| {title} | {len(chosen)} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def paired(
+    runs: Sequence[Run], regime: str, recipe: str, one: str, other: str, value: Callable[[Run], float | None]
+) -> list[float]:
+    """The differences `one` minus `other` in points, seed by seed."""
+    first, second = select(runs, regime, recipe, one), select(runs, regime, recipe, other)
+    pairs = [(value(first[seed]), value(second[seed])) for seed in sorted(first.keys() & second.keys())]
+    return [100 * (a - b) for a, b in pairs if a is not None and b is not None]
+
+
+def interval(differences: Sequence[float]) -> str:
+    """`+4.1 [+1.0, +7.2]`; in bold where 0 lies outside."""
+    if len(differences) < 2:
+        return "-"
+    mean, half = statistics.fmean(differences), half_width(differences)
+    text = f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
+    return f"**{text}**" if abs(mean) > half else text
+
+
+DIFFERENCES = (
+    ("accuracy, end", end("accuracy")),
+    ("accuracy, mean over steps", area("accuracy")),
+    ("A, end", end("accuracy_A")),
+    ("B, end", end("accuracy_B")),
+    ("chains, end", end("chains")),
+)
+
+
+def comparisons(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
+    """A Markdown table of paired differences: ADORA and its staged form against each control, controls against GRPO.
+
+    `p` is the exact sign-flip test of the accuracy at the end. With four seeds it cannot be below 0.125, with eight not
+    below 0.008.
+    """
+    controls = ("random", "rate", "reversed", "yoked", "yoked_rate")
+    pairs = [("adora", other) for other in ("grpo", *controls)]
+    pairs += [(arm, "grpo") for arm in (*controls, "adora_then_grpo")]
+    lines = [
+        "| difference in points [95 %] | seeds | " + " | ".join(title for title, _ in DIFFERENCES) + " | p |",
+        "|---" * (len(DIFFERENCES) + 3) + "|",
+    ]
+    for one, other in pairs:
+        ends = paired(runs, regime, recipe, one, other, end("accuracy"))
+        if len(ends) < 2:
+            continue
+        cells = [interval(paired(runs, regime, recipe, one, other, value)) for _, value in DIFFERENCES]
+        lines.append(f"| {ARMS[one]} - {ARMS[other]} | {len(ends)} | {' | '.join(cells)} | {sign_flips(ends):.3f} |")
+    return lines if len(lines) > 2 else []
+
+
+def summary(runs: Sequence[Run], title: str, value: Callable[[Run], float | None]) -> list[str]:
+    """A Markdown table of one figure in percent, with the number of seeds: a row per regime and recipe, a column per
+    arm, and what ADORA is ahead of GRPO.
+    """
+    arms = [arm for arm in ARMS if any(run["arm"] == arm for run in runs)]
+    lines = [
+        f"| {title} (seeds) | " + " | ".join(ARMS[arm] for arm in arms) + " | ADORA - GRPO [95 %] |",
+        "|---" * (len(arms) + 2) + "|",
+    ]
+    for regime, recipe in conditions(runs):
+        cells = []
+        for arm in arms:
+            known = [v for v in map(value, select(runs, regime, recipe, arm).values()) if v is not None]
+            cells.append(f"{100 * statistics.fmean(known):.1f} ({len(known)})" if known else "-")
+        ahead = interval(paired(runs, regime, recipe, "adora", "grpo", value))
+        lines.append(f"| {regime}, `{recipe}` | {' | '.join(cells)} | {ahead} |")
+    return lines
+
+
+def engines(runs: Sequence[Run]) -> list[str]:
+    """A Markdown table of the runs that were made both ways, with their accuracy and chains at the end in percent."""
+    lines = ["| run | accuracy: Transformers | vLLM | chains: Transformers | vLLM |", "|---|---|---|---|---|"]
+    for run in (run for run in runs if run["engine"]):
+        other = select(runs, run["regime"], run["recipe"], run["arm"]).get(run["seed"])
+        if other is None:
+            continue
+        cells = [f"{100 * one['held_out'][-1][key]:.1f}" for key in ("accuracy", "chains") for one in (other, run)]
+        lines.append(
+            f"| {run['regime']}, {run['recipe']}, {ARMS[run['arm']]}, seed {run['seed']} | {' | '.join(cells)} |"
+        )
+    return lines if len(lines) > 2 else []
+
+
+# title, figure, whether it is of the held-out problems
+PANELS = (
+    ("accuracy", "accuracy", True),
+    ("accuracy on B", "accuracy_B", True),
+    ("share of chains", "chains", True),
+    ("right chains of all chains", "chain_accuracy", True),
+    ("TDS share of the groups", "tds_share", False),
+)
+_STYLES = {"grpo": "--", "rate": ":", "adora_then_grpo": "-."}
+
+
+def mean_curve(runs: Sequence[Run], key: str, held_out: bool) -> list[tuple[int, float]]:
+    """Step and mean over runs, where every run has the figure."""
+    curves = [{p["step"]: p[key] for p in run["held_out" if held_out else "steps"] if key in p} for run in runs]
+    shared = sorted(set.intersection(*map(set, curves))) if curves else []
+    return [(step, statistics.fmean(curve[step] for curve in curves)) for step in shared]
+
+
+def draw_curves(runs: Sequence[Run], settings: Sequence[tuple[str, str]], path: Path) -> None:
+    """`settings`: regime and recipe of each row of panels. Writes a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (3.1 * len(PANELS), 2.6 * len(settings))
+    fig, axes = pyplot.subplots(len(settings), len(PANELS), figsize=size, constrained_layout=True, squeeze=False)
+    for row, (regime, recipe) in zip(axes, settings, strict=True):
+        for (title, key, held_out), axis in zip(PANELS, row, strict=True):
+            for number, (arm, name) in enumerate(ARMS.items()):
+                points = mean_curve(list(select(runs, regime, recipe, arm).values()), key, held_out)
+                if points:
+                    look = {"color": f"C{number}", "linestyle": _STYLES.get(arm, "-"), "linewidth": 1.3}
+                    axis.plot(*zip(*points, strict=True), label=name, **look)
+            axis.set_title(f"{regime}, {recipe}: {title}", fontsize=8)
+            axis.set_ylim(-0.02, 1.02)
+            axis.grid(alpha=0.3)
+            axis.tick_params(labelsize=7)
+    for axis in axes[-1]:
+        axis.set_xlabel("step", fontsize=8)
+    max(axes, key=lambda row: len(row[0].lines))[0].legend(fontsize=7)  # where most arms were run
+    fig.savefig(path, dpi=80)
+    pyplot.close(fig)
 
 
 def read_runs(folder: Path) -> list[Run]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    """The finished runs of an output folder, one file each, thinned."""
+    return [thinned(json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
 
 
 def conditions(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Regime and loss_type of what was run, in the order of their names."""
-    return sorted({(run["regime"], run["loss"]) for run in runs if not run["engine"]})
+    """Regime and recipe of what was run, in the order of their names."""
+    return sorted({(run["regime"], run["recipe"]) for run in runs if not run["engine"]})
 
 
-def tables(runs: Sequence[Run]) -> str:
+def all_tables(runs: Sequence[Run]) -> str:
     """All tables as Markdown."""
     parts = []
-    for regime, loss in conditions(runs):
-        parts += [f"## {regime}, `loss_type: {loss}`", "", *levels(runs, regime, loss), ""]
-        parts += [*comparisons(runs, regime, loss), ""]
+    for title, value in (("accuracy, end", end("accuracy")), ("accuracy, mean over steps", area("accuracy"))):
+        parts += [*summary(runs, title, value), ""]
+    for regime, recipe in conditions(runs):
+        parts += [f"## {regime}, `{recipe}`", "", *levels(runs, regime, recipe, HELD_OUT), ""]
+        parts += [*levels(runs, regime, recipe, TRAINING), ""]
+        parts += [*comparisons(runs, regime, recipe), ""]
     parts += [*engines(runs), ""]
     seconds = sum(run["processor_seconds"] for run in runs)
     commits = ", ".join(sorted({run["commit"] for run in runs}))
@@ -35,11 +271,11 @@ def tables(runs: Sequence[Run]) -> str:
 
 
 def write_report(output: Path) -> None:
-    """`results.json` (all runs in one file), `tables.md` and `curves.png`, beside the runs. Nothing without a run."""
+    """`runs.jsonl` (a line per run), `tables.md` and `curves.png`, beside the runs. Nothing without a run."""
     runs = read_runs(output / "runs")
     if not conditions(runs):
         return
-    (output / "results.json").write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
-    (output / "tables.md").write_text(tables(runs))
+    (output / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+    (output / "tables.md").write_text(all_tables(runs))
     draw_curves(runs, conditions(runs), output / "curves.png")
     print((output / "tables.md").read_text())

@@ -5,22 +5,29 @@ from __future__ import annotations
 import gc
 import json
 import math
+import random
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
-from adora_vl.files import replace_file
+from adora_vl.advantage import AdoraWeighting, AdvantagePipeline, Groups
+from adora_vl.advantage.groups import scheduled
+from adora_vl.advantage.grpo import is_constant
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from benchmarks.attenuation.settings import Settings, Trial
-from benchmarks.attenuation.task import ChainProblem, is_chain, is_right, problems
+from adora_vl.utils.files import replace_file
+from benchmarks.attenuation.task import ChainProblem, Settings, Trial, is_chain, is_right, problems
 
+YOKED_TO, SIGNAL_WEIGHT = "yoked_to", "signal_weight"  # a key of an arm, and one of a step
 LOGGED = ("adora/tds_share", "adora/weight_mean", "adora/rate_scale", "adora/drift", "entropy", "grad_norm", "loss")
 
 
@@ -53,7 +60,7 @@ class AnswerCounts:
         return right
 
     def figures(self, share_a: float | None = None) -> dict[str, float | None]:
-        """Accuracy, share and accuracy of chains, and mean lengths. `share_a`: weigh the families' figures so."""
+        """Accuracy, share and accuracy of chains, and mean lengths. `share_a`: the weight of family A in them."""
         n = {f: self.counts[f"chain_{f}"] + self.counts[f"guess_{f}"] for f in "AB"}
         weight = {"A": share_a, "B": 1 - share_a} if share_a else {f: n[f] / max(1, sum(n.values())) for f in "AB"}
         out: dict[str, float | None] = {}
@@ -68,6 +75,35 @@ class AnswerCounts:
         total = self.counts["tokens_chain"] + self.counts["tokens_guess"]
         out["tokens"] = total / max(1, chains + guesses)
         return out
+
+
+class SignalWeights:
+    """Notes the mean weight of the groups that carry signal, step by step, and gives a yoked run those of another."""
+
+    def __init__(self, methods: AdvantagePipeline, record: Sequence[float | None] | None) -> None:
+        """`record`: the means of the run to replay, None in a step without such a group. None: this run is free."""
+        self.means: list[float] = []
+        self._methods, self._weigh, self._record = methods, methods.weigh, record
+        methods.weigh = self  # type: ignore[method-assign]
+
+    def __call__(self, groups: Groups) -> AdoraWeighting:
+        weighting, signal_P = self._weigh(groups), ~is_constant(groups.rewards_PG)
+        if self._record is not None:
+            recorded = self._record[groups.step]
+            weighting = self._yoked(weighting, signal_P, 1.0 if recorded is None else recorded, groups.step)
+        self.means.append(weighting.weights_P[signal_P].mean().item() * weighting.rate)
+        return weighting
+
+    def _yoked(self, weighting: AdoraWeighting, signal_P: Tensor, mean: float, step: int) -> AdoraWeighting:
+        """The learning rate times `mean`, or as many groups attenuated, drawn by chance, as it takes to have it."""
+        options, weights_P = self._methods.judged_by, torch.ones_like(weighting.weights_P)
+        if options.assign == "rate":
+            return replace(weighting, weights_P=weights_P, rate=mean)
+        factor, able = scheduled(options.factor).at(step), signal_P.nonzero()[:, 0].tolist()
+        rng = random.Random(f"{self._methods.seed}/{step}")
+        number = len(able) * (1 - mean) / (1 - factor)
+        weights_P[rng.sample(able, min(len(able), int(number + rng.random())))] = factor
+        return replace(weighting, weights_P=weights_P)
 
 
 class HeldOutCurve(TrainerCallback):
@@ -88,7 +124,7 @@ class HeldOutCurve(TrainerCallback):
         self.evaluate(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.settings.eval_every == 0 or state.global_step == self.settings.steps:
+        if state.global_step % self.settings.eval_every == 0 or state.global_step == state.max_steps:
             self.evaluate(state.global_step)
 
     @torch.no_grad()
@@ -113,21 +149,28 @@ class HeldOutCurve(TrainerCallback):
 
 def _config(settings: Settings, job: Trial, folder: Path) -> Any:
     regime, rows = settings.regimes[job.regime], settings.prompts * settings.generations
+    options = {key: value for key, value in settings.arms[job.arm].items() if key != YOKED_TO}
     return AdoraGRPOConfig(
         output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
         use_vllm=job.engine, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=128,
         vllm_importance_sampling_mode="token_truncate", per_device_train_batch_size=rows,
         num_generations=settings.generations, max_completion_length=6 * regime.operations + 6, temperature=1.0,
-        max_steps=settings.steps, learning_rate=regime.learning_rate, lr_scheduler_type="constant", beta=0.0,
-        loss_type=job.loss, adora_truncation="eos", adora_method_options=dict(settings.arms[job.arm]),
+        lr_scheduler_type="constant", adora_truncation="eos", adora_method_options=options,
         logging_steps=1, save_strategy="no", report_to="none", seed=job.seed, adora_record_every=0,
+        **settings.training(job),
     )  # fmt: skip
 
 
-def run_job(settings: Settings, job: Trial, start: Path, commit: str) -> dict[str, Any]:
-    """Train one arm from a start. Returns its figures: held-out points, and what each generation was like."""
+def run_job(
+    settings: Settings, job: Trial, start: Path, commit: str, record: Sequence[float | None] | None = None
+) -> dict[str, Any]:
+    """Train one arm from a start. Returns its figures: held-out points, and what each generation was like.
+
+    `record`: the mean weights that a yoked arm replays.
+    """
     began, processor = time.perf_counter(), time.process_time()
-    drawn = problems(settings.steps * settings.prompts, settings.regimes[job.regime], f"train/{job.regime}/{job.seed}")
+    number = settings.training(job)["max_steps"] * settings.prompts
+    drawn = problems(number, settings.regimes[job.regime], f"train/{job.regime}/{job.seed}")
     rows = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(drawn)])
     batches: list[dict[str, Any]] = []
 
@@ -149,15 +192,16 @@ def run_job(settings: Settings, job: Trial, start: Path, commit: str) -> dict[st
             processing_class=AutoTokenizer.from_pretrained(start),
             callbacks=[watch],
         )
-        watch.trainer = trainer
+        watch.trainer, weights = trainer, SignalWeights(trainer.methods, record)
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    for batch, entry in zip(batches, history, strict=True):
+    for batch, entry, mean in zip(batches, history, weights.means, strict=True):
+        batch[SIGNAL_WEIGHT] = mean
         batch |= {key.removeprefix("adora/"): entry[key] for key in LOGGED if key in entry}
-    del trainer, watch.trainer, model
+    del trainer, watch.trainer, weights, model
     gc.collect()
     return {
-        "regime": job.regime, "loss": job.loss, "seed": job.seed, "arm": job.arm, "engine": job.engine,
+        "regime": job.regime, "recipe": job.recipe, "seed": job.seed, "arm": job.arm, "engine": job.engine,
         "commit": commit,
         "held_out": rounded(watch.points), "steps": rounded(batches),
         "seconds": round(time.perf_counter() - began, 1),
@@ -176,3 +220,8 @@ def rounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def write_result(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(result) + "\n")
+
+
+def read_record(path: Path) -> list[float | None]:
+    """The mean weights of a finished run, for one that is yoked to it."""
+    return [step.get(SIGNAL_WEIGHT) for step in json.loads(path.read_text())["steps"]]

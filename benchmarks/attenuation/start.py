@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
-from adora_vl.models.tiny.fit import fit, fresh_text_model
-from adora_vl.models.tiny.place import save_built
-from adora_vl.models.tiny.processor import END_OF_TURN, build_tokenizer
-from adora_vl.models.tiny.text import build_text_config
-from benchmarks.attenuation.settings import Teaching
-from benchmarks.attenuation.task import ChainProblem, Regime, draw, teacher
+from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
+from adora_vl.builtin.small_model import fit, fresh_text_model, save_built
+from adora_vl.builtin.tiny_text import build_text_config
+from benchmarks.attenuation.task import ChainProblem, Regime, Teaching, draw, teacher
 
 ARITHMETIC = "starts/arithmetic"  # in the output folder
 HEADS = 4
@@ -29,11 +27,11 @@ HEADS = 4
 
 def _problem(rng: random.Random, start: Teaching) -> ChainProblem:
     labelled = rng.random() < 0.5
-    return draw(rng, Regime(rng.choice(start.operations), 0.0, labelled=labelled))
+    return draw(rng, Regime(rng.choice(start.operations), labelled=labelled))
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """The words are tokens, and so is every digit and sign: then a step is as long in the form as in the chain."""
+    """Every word, digit and sign is one token, so a step takes as many tokens in the form as in the chain."""
     return build_tokenizer(["any\n", "two\n", "ten\n", "guess\n"])
 
 

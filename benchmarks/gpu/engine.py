@@ -1,26 +1,53 @@
-"""Training with vLLM inside: the doctor on the tiny model, in both dtypes, and rollouts that can be drawn again.
+"""Training with vLLM inside: the doctor on the tiny model, in both dtypes, and rollouts that can be drawn again; on the
+3B model; and the one-GPU recipe's path at the widths of the 3B model.
 
 The doctor compares engine and policy cold, far from the start, after changes to the language model and to the vision
-tower (weights streamed, caches reset), and after the engine has slept.
+tower (weights streamed, caches reset), and after the engine has slept. A CPU engine has neither tied embeddings nor
+sleep nor model runner V2, so without a GPU the recipe's path is rehearsed without these three.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adora_vl.doctor.result import Status
-from adora_vl.rollout.environment import find_cpu_build
-from benchmarks.gpu.isolated import REPOSITORY
+import torch
+from transformers import AutoProcessor, PretrainedConfig
+
+from adora_vl.doctor.engine import FEATURES
+from adora_vl.models.load import PRETRAINED
+from adora_vl.utils.checks import Status
+from adora_vl.utils.files import GIB
+from adora_vl.utils.launch import find_cpu_build
+from benchmarks.gpu.checks import REPOSITORY
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.table import Line, Verdict, failed, holds, skipped
+from benchmarks.gpu.streaming import TARGETS
+from benchmarks.gpu.table import Line, Verdict, at_most, failed, holds, skipped
+from benchmarks.gpu.trainer import shapes
 
 _SAME_PLACE = "gpu-benchmark"
+GENERATIONS, ROWS = 3, 8
+COLD = {True: 240, False: 400}  # seconds of one engine from its start, on a GPU and without
+SLEEPS, LEAK = 10, 0.01  # GiB that a sleep may cost; a leak of weights or graphs is far larger
+_LAYERS, _EYE_LAYERS = 4, 8  # of the 3B model's 36 and 32; the eighth block of its tower is the first without windows
+# GiB in bfloat16: a layer of the 3B model, its embedding and vision tower, and beside the weights the engine's share
+# (keys and values, a step's activations, graphs), and what the policy's pass, both contexts and sleep leave behind take
+_A_LAYER, _OUTSIDE, _CACHE, _REST = 0.144, 1.85, 5.0, 7.0
+# At this rate a step moves the policy by a third of a nat per token, so weights that do not arrive are seen
+LEARNING_RATE = 0.05
+_DRIFT = {"bfloat16": 0.15, "float32": 0.01}  # nats per token
+_SEEN = "weights that do not arrive cost 0.33"
+_RUNNERS = {"V2": "1", "V1": "0"}  # values of VLLM_USE_V2_MODEL_RUNNER
+_REWARD = """
+def varied(completions, completion_ids, **kwargs):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+"""
 
 
 def run(setting: Setting) -> Iterator[Line]:
@@ -41,7 +68,7 @@ def arguments(setting: Setting, dtype: str, folder: Path) -> list[str]:
     half = dtype == "bfloat16"
     keys: dict[str, object] = {
         "config": REPOSITORY / "configs" / "train" / "smoke_cpu.yaml", "output_dir": folder / "run", "dtype": dtype,
-        "per_device_train_batch_size": 8, "num_generations": 4, "adora_synthetic_rows": 64,
+        "per_device_train_batch_size": ROWS, "num_generations": 4, "adora_synthetic_rows": 64,
         "vllm_max_model_length": 2048, "dataset_name": "synthetic",
     }  # fmt: skip
     if setting.on_gpu:
@@ -49,16 +76,54 @@ def arguments(setting: Setting, dtype: str, folder: Path) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
-def doctor(setting: Setting, dtype: str, folder: Path) -> Iterator[Line]:
-    """A line for each of its own."""
-    output = folder / f"{dtype}.json"
-    command = [sys.executable, "-m", "adora_vl.doctor", *arguments(setting, dtype, folder), "--json", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def doctor(
+    setting: Setting, dtype: str, folder: Path, words: Sequence[str] = (), runner: str | None = None, of: str = ""
+) -> Iterator[Line]:
+    """The doctor's lines about the engine. `words`: further arguments; `runner`: vLLM's model runner, V1 or V2; `of`:
+    what is examined.
+    """
+    what = ", ".join(filter(None, (of, dtype, runner)))
+    output = folder / f"{what}.json"
+    module = ["adora_vl.doctor", *arguments(setting, dtype, folder), *words, "--json", str(output)]
+    last_words = _command(module, chosen(runner))
     if not output.is_file():
-        words = (done.stderr or done.stdout).strip().splitlines()
-        yield failed(f"doctor, {dtype}", f"exit code {done.returncode}: {words[-1][:300] if words else 'no output'}")
+        yield failed(f"doctor, {what}", last_words)
         return
-    yield from (as_line(found, dtype) for found in json.loads(output.read_text(encoding="utf-8")))
+    yield from engine_lines(json.loads(output.read_text(encoding="utf-8")), what)
+
+
+def chosen(runner: str | None) -> dict[str, str]:
+    """The environment that chooses one of vLLM's model runners."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": _RUNNERS[runner]} if runner else {}
+
+
+def _command(module: Sequence[str], environment: Mapping[str, str], seconds: float | None = None) -> str:
+    """Run a module, and stop it in time: one cold engine that hangs leaves the others theirs. Returns its end."""
+    seconds = seconds or COLD[torch.cuda.is_available()]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *module],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **environment},
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds:g} s; stopped"
+    words = (done.stderr or done.stdout).strip().splitlines()
+    return f"exit code {done.returncode}: {words[-1][:300] if words else 'no output'}"
+
+
+def engine_lines(table: Sequence[dict[str, Any]], what: str) -> Iterator[Line]:
+    """The doctor's lines about the engine, and those about the machine, which are the same every time, as one."""
+    names = [found["name"] for found in table]
+    start = names.index(FEATURES) if FEATURES in names else len(names)
+    right = sum(found["status"] != Status.FAILED for found in table[:start])
+    if right:
+        yield holds(f"{what}: versions, data, folders", f"{right} of {start}", "all", right == start, "see the others")
+    failures = [found for found in table[:start] if found["status"] == Status.FAILED]
+    yield from (as_line(found, what) for found in [*failures, *table[start:]])
 
 
 def as_line(found: dict[str, Any], dtype: str) -> Line:
@@ -72,8 +137,8 @@ def as_line(found: dict[str, Any], dtype: str) -> Line:
 
 def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
     """The same seeds twice from one engine, with other requests in between, and other seeds."""
-    from adora_vl.doctor.probe import read_prompts, sample
     from adora_vl.prepare import prepare
+    from adora_vl.rollout.agreement import read_prompts, sample
     from adora_vl.train import build_trainer
 
     trainer: Any = build_trainer(prepare(arguments(setting, "float32", folder), to_train=False))
@@ -82,8 +147,150 @@ def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
         prompts = read_prompts(trainer, rows)
         places = (_SAME_PLACE, "elsewhere", _SAME_PLACE)
         first, other, again = (sample(trainer, prompts, tokens=32, where=where).completion_ids for where in places)
+        yield free_after_sleeps(setting, lambda: sample(trainer, prompts, tokens=8, where=_SAME_PLACE))
     finally:
         trainer.close()
     same = sum(one == two for one, two in zip(first, again, strict=True))
     yield holds("seeded rollouts, drawn again", f"{same} of {len(first)} equal", "all", same == len(first), "float32")
     yield holds("under other seeds", "other" if other != first else "the same", "other", other != first, "")
+
+
+def free_after_sleeps(setting: Setting, sample_and_sleep: Callable[[], object]) -> Line:
+    """Whether the card has as much memory free after the last of some sleeps as after the first."""
+    what = f"memory lost over {SLEEPS} sleeps"
+    if not setting.on_gpu:
+        return skipped(what, "a CPU engine does not sleep")
+    free = []
+    for _ in range(SLEEPS):
+        sample_and_sleep()
+        torch.cuda.synchronize(setting.device)
+        free.append(torch.cuda.mem_get_info(setting.device)[0] / GIB)
+    source = f"{LEAK} GiB a sleep, since allocators round; {free[0]:.3g} GiB free after the first"
+    return at_most(what, free[0] - free[-1], LEAK * SLEEPS, "GiB", source)
+
+
+def rate(what: str, steps: Sequence[dict[str, Any]]) -> Line:
+    """Tokens of all completions by the seconds of the rollouts, without the first step, which warms up."""
+    counted = steps[1:]
+    tokens = sum(ROWS * step["completions/mean_length"] for step in counted)
+    seconds = sum(step["seconds/rollout"] for step in counted)
+    value = tokens / seconds if seconds else 0.0
+    return holds(what, f"{value:.0f}", "above 0", value > 0, f"{ROWS} rollouts a step; metrics.jsonl")
+
+
+def recipe(setting: Setting) -> Iterator[Line]:
+    """LoRA on a model with tied embeddings and sleep mode, three generations, on both of vLLM's model runners."""
+    if setting.on_gpu and find_cpu_build():
+        yield skipped("all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`")
+        return
+    dtype = "bfloat16" if setting.on_gpu else "float32"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = recipe_words(setting, folder)
+        for runner in _RUNNERS if setting.on_gpu else (None,):
+            yield from doctor(setting, dtype, folder, words, runner)
+            if not list(folder.glob(f"*{runner or dtype}.json")):
+                yield skipped(f"{GENERATIONS} generations, {runner or dtype}", "the doctor got no engine to answer")
+                continue
+            what, run = f"{GENERATIONS} generations{f', {runner}' if runner else ''}", folder / f"run-{runner}"
+            yield from generations(what, [*arguments(setting, dtype, folder), *words], dtype, run, chosen(runner))
+            if run.is_dir():
+                yield ran_by(what, run, runner or "V1")
+    if not setting.on_gpu:
+        yield skipped("tied embeddings, sleep, model runner V2", "a CPU engine has none of them")
+
+
+def drift(setting: Setting) -> Iterator[Line]:
+    """The doctor on the 3B model as it is published, but for its weights, with as many layers as there is room for."""
+    if setting.on_gpu and find_cpu_build():
+        yield skipped("all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`")
+        return
+    config = shapes(setting)
+    words: list[str] = []
+    if setting.full and setting.on_gpu:
+        card = torch.cuda.get_device_properties(setting.device).total_memory
+        layers, share = layers_that_fit(card)
+        if not layers:
+            yield skipped("all of it", f"policy and engine do not fit into {card / GIB:.0f} GiB with a single layer")
+            return
+        cut(config.text_config, layers)
+        words = ["--vllm_gpu_memory_utilization", f"{share:.2f}"]
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = setting.on_gpu
+    with tempfile.TemporaryDirectory() as name:
+        write(setting, config, Path(name) / "model")
+        words += ["--model_name_or_path", str(Path(name) / "model")]
+        of = f"{config.text_config.num_hidden_layers} layers"
+        yield from doctor(setting, "bfloat16" if setting.on_gpu else "float32", Path(name), words, of=of)
+
+
+def layers_that_fit(card: int) -> tuple[int, float]:
+    """How many of the 3B model's layers fit twice into `card` bytes, in policy and engine, and the engine's share."""
+    room = card / GIB - _REST - _CACHE
+    layers = max(0, min(36, int((room / 2 - _OUTSIDE) / _A_LAYER)))
+    return layers, (_OUTSIDE + layers * _A_LAYER + _CACHE) * GIB / card
+
+
+def cut(text: Any, layers: int) -> None:
+    """Leave the text config so many layers."""
+    text.num_hidden_layers = text.max_window_layers = layers
+    text.layer_types = ["full_attention"] * layers
+
+
+def write(setting: Setting, config: PretrainedConfig, folder: Path) -> None:
+    """A model with random weights, and the tiny model's processor."""
+    model = setting.model(config, torch.bfloat16 if setting.on_gpu else torch.float32)
+    model.save_pretrained(folder)
+    AutoProcessor.from_pretrained(PRETRAINED).save_pretrained(folder)
+    del model
+    if setting.on_gpu:
+        torch.cuda.empty_cache()  # this process has no more use for the card
+
+
+def recipe_words(setting: Setting, folder: Path) -> list[str]:
+    """The arguments by which this path differs from the tiny model's; the model and the reward lie in `folder`."""
+    config = shapes(setting)
+    text, eye = config.text_config, config.vision_config
+    if setting.full:
+        cut(text, _LAYERS)
+        eye.depth, eye.fullatt_block_indexes = _EYE_LAYERS, [_EYE_LAYERS - 1]
+    config.tie_word_embeddings = text.tie_word_embeddings = setting.on_gpu  # as published; a CPU engine refuses it
+    write(setting, config, folder / "model")
+    (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
+    keys = {
+        "model_name_or_path": folder / "model", "use_peft": "true", "lora_r": 16, "lora_alpha": 32,
+        "lora_dropout": 0.0, "adora_freeze_vision_tower": "true", "adora_reward": f"{folder / 'rewards.py'}:varied",
+        "adora_mode": "off", "max_steps": GENERATIONS, "logging_steps": 1, "save_strategy": "no",
+        "learning_rate": LEARNING_RATE, "max_completion_length": 64,
+    }  # fmt: skip
+    return [
+        *(word for key, value in keys.items() for word in (f"--{key}", str(value))),
+        "--lora_target_modules",
+        *TARGETS,
+    ]
+
+
+def generations(
+    what: str, words: Sequence[str], dtype: str, run: Path, environment: Mapping[str, str]
+) -> Iterator[Line]:
+    """The training command for three generations: engine against policy in each, after as many syncs and sleeps."""
+    last_words = _command(["adora_vl.train", *words, "--output_dir", str(run)], environment)
+    metrics = run / "metrics.jsonl"
+    if not last_words.startswith("exit code 0:") or not metrics.is_file():
+        yield failed(what, last_words)
+        return
+    steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    steps = [step for step in steps if "adora/drift" in step]
+    norms = [step["grad_norm"] for step in steps]
+    learned = len(steps) == GENERATIONS and all(norm > 0 for norm in norms)
+    yield holds(
+        f"{what}: gradient norms", ", ".join(f"{norm:.2g}" for norm in norms), "above 0", learned, "random rewards"
+    )
+    drifts, bound = [step["adora/drift"] for step in steps], _DRIFT[dtype]
+    yield at_most(f"{what}: drift at most", max(drifts, default=float("nan")), bound, "nats a token", _SEEN)
+    yield rate(f"{what}: rollout tokens per second", steps)
+
+
+def ran_by(what: str, run: Path, wanted: str) -> Line:
+    """Whether the model runner was the one that was asked for."""
+    ran = json.loads((run / "manifest.json").read_text(encoding="utf-8"))["vllm_model_runner"]
+    return holds(f"{what}: vLLM's model runner", ran, wanted, ran == wanted, "manifest.json")

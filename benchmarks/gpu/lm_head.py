@@ -13,23 +13,31 @@ from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
 
-from adora_vl.memory import GIB
-from adora_vl.memory.activations import Dtypes, MicroBatch, head_transient
-from adora_vl.memory.model import describe
-from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, by_turns, peak_bytes, words
+from adora_vl.models.shape import describe
+from adora_vl.planning.memory import Dtypes, MicroBatch, head_transient
+from adora_vl.utils.files import GIB
+from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, free_bytes, words
 from benchmarks.gpu.table import Line, at_most, skipped
+from benchmarks.measure import by_turns, peak_bytes
 
 VOCABULARY = 151_936  # of all Qwen2.5-VL
 SLACK = 1.5
+_TOKENS = 8192
 _CHUNK = 512  # tokens of the float32 reference at a time
+# Bytes of a plain head: of each logit in both dtypes with its softmax and their gradients, and of each weight with the
+# gradients of the three heads
+_PER_LOGIT, _PER_WEIGHT = 18, 16
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def run(setting: Setting) -> Iterator[Line]:
-    tokens = 8192 if setting.full else 32
     config = setting.config("3B", layers=1)
     config.text_config.vocab_size = vocabulary = VOCABULARY if setting.full else 40_000  # more than one tile
     width = config.text_config.hidden_size
+    tokens = tokens_that_fit(free_bytes(setting), vocabulary, width) if setting.full else 32
+    if not tokens:
+        yield skipped("all of it", f"a plain head over {_CHUNK} tokens does not fit into what is free here")
+        return
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=setting.device)
     weight = 0.02 * torch.randn(vocabulary, width, dtype=torch.bfloat16, device=setting.device)
@@ -47,8 +55,16 @@ def run(setting: Setting) -> Iterator[Line]:
     batch = MicroBatch(1, 1, tokens + (0 if setting.on_gpu else 1))  # elsewhere all but the last position are scored
     predicted = head_transient(shape, batch, Dtypes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu)
     peak = peak_bytes(setting.device, lambda: _passed(fused, *inputs))
-    yield at_most("peak memory", peak / GIB, 1.1 * predicted / GIB, "GiB", "a tenth over adora_vl.memory's formula")
+    yield at_most(
+        "peak memory", peak / GIB, 1.1 * predicted / GIB, "GiB", "a tenth over adora_vl.planning.memory's formula"
+    )
     yield from _speed(setting, hidden, weight, targets)
+
+
+def tokens_that_fit(free: int, vocabulary: int, width: int) -> int:
+    """Tokens over which a plain head fits into `free` bytes with a tenth to spare: whole chunks, 0 if not even one."""
+    room = 0.9 * free - _PER_WEIGHT * vocabulary * width
+    return max(0, min(_TOKENS, int(room / (_PER_LOGIT * vocabulary)) // _CHUNK * _CHUNK))
 
 
 def _speed(setting: Setting, hidden: Tensor, weight: Tensor, targets: Tensor) -> Iterator[Line]:
@@ -62,18 +78,18 @@ def _speed(setting: Setting, hidden: Tensor, weight: Tensor, targets: Tensor) ->
 
 
 def fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """TRL's, with the arguments of its `add_fused_lm_head`."""
+    """TRL's fused head, with the arguments of its `add_fused_lm_head`."""
     logps: Tensor = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, TILE, None, 1.0, ("log_probs",))[0]
     return logps
 
 
 def _plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The logits whole, in the weights' dtype, and their softmax in float32."""
+    """All logits at once in the weights' dtype, and their softmax in float32."""
     return -torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
 
 
 def _in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """`_plain` with so many logits at a time as float32 has room for."""
+    """`_plain`, in chunks whose float32 logits fit into memory."""
     from torch.utils.checkpoint import checkpoint
 
     parts = zip(hidden.split(_CHUNK), targets.split(_CHUNK), strict=True)

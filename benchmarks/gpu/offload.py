@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.setting import Setting, apart, process_group, seconds_of, words
+from benchmarks.gpu.setting import Setting, apart, process_group, words
 from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.measure import seconds_of
 
 # What training does before it compiles anything, and what it compiles.
-_PREPARE = "from adora_vl.rollout.environment import prepare_engine_environment as prepare; prepare()"
+_PREPARE = "from adora_vl.utils.launch import prepare_engine_environment as prepare; prepare()"
 _BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
 _STEPS = 3
+SLACK = 2
 
 
 def builds(setting: Setting) -> Iterator[Line]:
@@ -46,22 +48,32 @@ def builds(setting: Setting) -> Iterator[Line]:
 
 
 def run(setting: Setting) -> Iterator[Line]:
-    """ZeRO-3 with the optimizer in host memory, pinned and not: seconds of a step, and the same weights."""
+    """ZeRO-3 with the optimizer in host memory, pinned and not: seconds of a step, and the same weights.
+
+    A GPU adds in any order, and Adam turns a gradient near 0 of another sign into a step of the same size. So two
+    unpinned runs say how far apart the same steps may end.
+    """
+    ways = {"unpinned": False, "unpinned again": False, "pinned": True} if setting.on_gpu else {"unpinned": False}
+    seconds, weights = {}, {}
     with process_group(setting):
-        seconds, weights = {}, {}
-        for name, pinned in (("unpinned", False), ("pinned", True)):
-            if pinned and not setting.on_gpu:
-                continue
+        for name, pinned in ways.items():
             seconds[name], weights[name], moved = _trained(setting, pinned)
             yield at_most(f"{name}: weights that did not move", 1 - moved, 0.01, "", "an update of each but few")
     if "pinned" not in seconds:
         yield skipped("pinned", "memory is pinned for a GPU only", f"unpinned {seconds['unpinned']:.3g} s a step")
         return
-    gap = apart(weights["pinned"], weights["unpinned"])
-    yield at_most("pinned, from unpinned: weights", gap, 1e-3, "", "the same steps; a GPU adds in any order")
-    ratio = seconds["pinned"] / seconds["unpinned"]
-    figure = f"{seconds['pinned']:.3g} and {seconds['unpinned']:.3g} s"
+    yield same_weights(weights["pinned"], weights["unpinned"], weights["unpinned again"])
+    unpinned = min(seconds["unpinned"], seconds["unpinned again"])
+    ratio = seconds["pinned"] / unpinned
+    figure = f"{seconds['pinned']:.3g} and {unpinned:.3g} s"
     yield at_most("pinned, of unpinned's seconds per step", ratio, 1.1, "", f"else pinning has no use; {figure}")
+
+
+def same_weights(pinned: Tensor, unpinned: Tensor, again: Tensor) -> Line:
+    """Whether pinned memory ended no further from an unpinned run than another unpinned run did."""
+    noise = max(apart(again, unpinned), torch.finfo(torch.float32).eps)
+    source = f"{SLACK} times what two unpinned runs are apart"
+    return at_most("pinned, from unpinned: weights", apart(pinned, unpinned), SLACK * noise, "", source)
 
 
 def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:

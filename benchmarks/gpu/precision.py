@@ -24,7 +24,7 @@ SLACK = 1.25  # the same sums in another order
 
 
 def cast(setting: Setting) -> Iterator[Line]:
-    """`model.to(torch.bfloat16)`, which casts buffers too, and our restoring them."""
+    """Whether buffers are restored after `model.to(torch.bfloat16)`, which casts them too."""
     exact = _model(setting)
     subject = copy.deepcopy(exact).float().to(torch.bfloat16)
     restore_buffers(subject)
@@ -32,7 +32,7 @@ def cast(setting: Setting) -> Iterator[Line]:
 
 
 def zero3(setting: Setting) -> Iterator[Line]:
-    """Loaded under DeepSpeed's `zero.Init` and prepared by it, as training does."""
+    """The same for a model that DeepSpeed loads under `zero.Init` and prepares, as in training."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 

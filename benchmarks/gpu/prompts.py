@@ -1,15 +1,16 @@
 """The policy's pass with each prompt once per group, with rows end to end, and with separate rows as stock TRL has it.
 
-Language models of 3B's and 7B's widths with few layers. Shared prompts go through `LogProbabilities`, as in a training
+Language models of 3B's and 7B's widths with few layers. Shared prompts go through `PolicyPass`, as in a training
 step, so its own rule says whether they are worth it; the check times both and says whether the rule was right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,14 +21,17 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.dedup import packed_forward as packed_pass
-from adora_vl.dedup.log_probabilities import LogProbabilities
-from adora_vl.memory import GIB
-from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, by_turns, gradients, in_float32, peak_bytes, words
+from adora_vl.dedup import policy_pass as packed_pass
+from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.utils.files import GIB
+from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, as_far_as_it_fits, gradients, in_float32, words
 from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.measure import by_turns, peak_bytes
 
 SLACK = 2.0
 _VOCABULARY = 32_768  # the LM head has a check of its own
+# Prompt, completion, rows. The first one runs in float32 too, at 7B widths in 17 GiB; the others by what they take
+_EXACT = (512, 256, 4)
 _FULL = ((512, 256, 8), (512, 1024, 8), (1024, 2048, 8), (2048, 256, 4), (256, 64, 16))
 _SMALL = ((48, 12, 4), (24, 96, 4))
 
@@ -52,7 +56,7 @@ class RandomGroup:
 
 def run(setting: Setting) -> Iterator[Line]:
     for size in ("3B", "7B"):
-        yield from _of_width(setting, size)
+        yield from as_far_as_it_fits(setting, size, _of_width(setting, size))
     yield from _with_flash_attention(setting)
 
 
@@ -60,12 +64,17 @@ def _of_width(setting: Setting, size: str) -> Iterator[Line]:
     config = setting.config(size, layers=4 if setting.full else 2, vocabulary=_VOCABULARY)
     lengths = _FULL if setting.full else _SMALL
     subject = Subject(setting, setting.model(config, torch.bfloat16))
-    group = RandomGroup.of(setting, *lengths[0], config.text_config.vocab_size)
+    exact = _EXACT if setting.full else lengths[0]
+    group = RandomGroup.of(setting, *exact, config.text_config.vocab_size)
     yield from subject.exactness(size, group, "shared", subject.shared)
     for prompt, completion, rows in lengths:
         where = f"{size}, prompt {prompt}, {rows} x {completion}"
-        group = RandomGroup.of(setting, prompt, completion, rows, config.text_config.vocab_size)
-        yield from subject.rule(where, group)
+        groups = [  # a new length in every call, as in training
+            RandomGroup.of(setting, prompt + more, completion, rows, config.text_config.vocab_size)
+            for more in range(6 if setting.full else 4)
+        ]
+        yield from as_far_as_it_fits(setting, where, subject.rule(where, groups))
+        subject.model.zero_grad(set_to_none=True)
 
 
 def _with_flash_attention(setting: Setting) -> Iterator[Line]:
@@ -75,7 +84,7 @@ def _with_flash_attention(setting: Setting) -> Iterator[Line]:
         return
     config = setting.config("3B", layers=4, vocabulary=_VOCABULARY)
     subject = Subject(setting, setting.model(config, torch.bfloat16, "flash_attention_2"))
-    group = RandomGroup.of(setting, *_FULL[0], config.text_config.vocab_size)
+    group = RandomGroup.of(setting, *_EXACT, config.text_config.vocab_size)
     yield from subject.exactness("3B, flash attention", group, "shared", subject.shared)
 
 
@@ -88,25 +97,23 @@ class Subject:
         add_fused_lm_head(self.model)
 
     def separate(self, model: Any, ids: Tensor, mask: Tensor, completion: int, *_: Any, **__: Any) -> Any:
-        """What stock TRL does with a batch without images."""
+        """The batch as separate rows, as in stock TRL."""
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-completion] = -100
         logps = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
         return logps[:, -completion:], None, None
 
-    def through(self, policy: LogProbabilities | None, group: RandomGroup, model: Any = None) -> Tensor:
-        """(B, C), 0 where there is no token."""
+    def through(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> Tensor:
+        """Log-probabilities (B, C); 0 where there is no token."""
         given = (model if model is not None else self.model, group.ids, group.mask, group.completion)
         logps = (policy(self.separate, *given) if policy is not None else self.separate(*given))[0]
         return logps * group.mask[:, -group.completion :]
 
-    def shared(self) -> LogProbabilities:
+    def shared(self) -> PolicyPass:
         switches: Any = SimpleNamespace(adora_share_prompt=True)
-        return LogProbabilities(self.accelerator, switches)
+        return PolicyPass(self.accelerator, switches)
 
-    def exactness(
-        self, size: str, group: RandomGroup, name: str, make: Callable[[], LogProbabilities]
-    ) -> Iterator[Line]:
+    def exactness(self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]) -> Iterator[Line]:
         """Both ways' distance from float32, and the kernels that they use."""
         reference = in_float32(self.model)
         add_fused_lm_head(reference)
@@ -132,14 +139,17 @@ class Subject:
                 "the math kernel holds every pair of tokens in memory",
             )  # fmt: skip
 
-    def rule(self, where: str, group: RandomGroup) -> Iterator[Line]:
-        """Seconds and peak of both ways, and whether the way that training takes is the faster one."""
-        policy = self.shared()
+    def rule(self, where: str, groups: Sequence[RandomGroup]) -> Iterator[Line]:
+        """Seconds and peak of both ways, and whether the way that training takes is the faster one.
+
+        `groups`: of nearly one length. Each way sees a new one in every call, as in training.
+        """
+        policy, group = self.shared(), groups[0]
         with torch.no_grad():
             self.through(policy, group)
         chosen = "shared" if policy.packed.passes else "separate"
         forced = self.shared()
-        ways = {"separate": partial(self._step, None, group), "shared": partial(self._step, forced, group)}
+        ways = {name: partial(self._step, way, cycle(groups)) for name, way in (("separate", None), ("shared", forced))}
         with _whatever_the_rule_says():
             times = by_turns(self.setting.device, ways, 3 if self.setting.full else 1)
             peaks = {name: peak_bytes(self.setting.device, way) / GIB for name, way in ways.items()}
@@ -165,11 +175,11 @@ class Subject:
         prefixes = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn")
         return sorted(name.removeprefix("aten::_") for name in names if name.startswith(prefixes))
 
-    def _step(self, policy: LogProbabilities | None, group: RandomGroup) -> None:
-        self.through(policy, group).sum().backward()
+    def _step(self, policy: PolicyPass | None, groups: Iterator[RandomGroup]) -> None:
+        self.through(policy, next(groups)).sum().backward()
         self.model.zero_grad(set_to_none=True)
 
-    def _both(self, policy: LogProbabilities | None, group: RandomGroup, model: Any = None) -> tuple[Tensor, Tensor]:
+    def _both(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities, and the gradients of a weighted sum of them."""
         logps = self.through(policy, group, model)
         weights = torch.linspace(-1, 1, len(logps), device=logps.device)[:, None]
@@ -178,5 +188,5 @@ class Subject:
 
 
 def _whatever_the_rule_says() -> AbstractContextManager[Any]:
-    """Shared prompts also where the rule, if there is one, takes separate rows for less work."""
+    """Share prompts also where the rule would choose separate rows."""
     return mock.patch.object(packed_pass, "_pays", lambda *_: True) if hasattr(packed_pass, "_pays") else nullcontext()

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+import gc
+import math
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-from adora_vl.memory.model import SHAPES
+from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.models.load import load_config
+from adora_vl.models.shape import SHAPES
+from adora_vl.utils.files import GIB
+from benchmarks.gpu.table import Line, failed, one_line, skipped
 
 SMALL_VOCABULARY = 1000
+_PIECE = 2**24  # elements
+MADE_FOR = 75  # GiB: the sizes of the checks fit a card of 80 GB
 ON_A_GPU_ONLY = "seconds are judged on a GPU only"
 
 
@@ -36,7 +39,7 @@ class Setting:
         return self.device.type == "cuda"
 
     def config(self, size: str, *, layers: int, eye_layers: int = 1, vocabulary: int | None = None) -> PretrainedConfig:
-        """Of Qwen2.5-VL-`size`, with so many layers for the text and the eye."""
+        """The config of Qwen2.5-VL-`size` with so many text and vision layers."""
         config = load_config(str(SHAPES / f"Qwen2.5-VL-{size}-Instruct"))
         text, eye = config.text_config, config.vision_config
         if not self.full:
@@ -54,7 +57,7 @@ class Setting:
         return config
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-        """With random weights, the same for the same config and device. The config stays as it is."""
+        """A model with random weights, the same for the same config and device. The config stays as it is."""
         config = copy.deepcopy(config)
         torch.manual_seed(0)
         with self.device:
@@ -73,7 +76,31 @@ def in_float32(model: Any) -> Any:
 
 def here(full: bool) -> Setting:
     """The first GPU, or the CPU where there is none."""
+    plan_no_shapes()  # as a run does
     return Setting(full, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+
+def free_bytes(setting: Setting) -> int:
+    """What a card, or the host without one, has free."""
+    if setting.on_gpu:
+        return torch.cuda.mem_get_info(setting.device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def as_far_as_it_fits(setting: Setting, what: str, lines: Iterator[Line]) -> Iterator[Line]:
+    """The lines. Where memory runs out, one says so in place of the rest: a failure on a card of 80 GB alone."""
+    try:
+        yield from lines
+    except torch.OutOfMemoryError as error:
+        size = torch.cuda.get_device_properties(setting.device).total_memory / GIB if setting.on_gpu else 0.0
+        small = f"does not fit into a card of {size:.0f} GiB"
+        line = failed(f"{what}: the rest", one_line(error)) if size >= MADE_FOR else skipped(f"{what}: the rest", small)
+    else:
+        return
+    gc.collect()  # what the lines held; their error is gone with its block
+    if setting.on_gpu:
+        torch.cuda.empty_cache()
+    yield line
 
 
 def words(setting: Setting, rows: int, length: int, vocabulary: int) -> Tensor:
@@ -83,81 +110,27 @@ def words(setting: Setting, rows: int, length: int, vocabulary: int) -> Tensor:
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """All of them as one float32 vector on the model's device; the model has none afterwards."""
-    parts = [parameter.grad.flatten().float() for parameter in model.parameters() if parameter.grad is not None]
+    """All gradients as one float32 vector on the CPU, since several of a 7B model's width do not fit a card of 24 GB;
+    the model's own are cleared.
+    """
+    parts = [parameter.grad.flatten().float().cpu() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=True)
     return torch.cat(parts)
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    """The norm of the difference, of the norm of `other`."""
-    return float((one.double() - other.double()).norm() / other.double().norm())
-
-
-def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
-    """Until the device has done it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def by_turns(device: torch.device, ways: Mapping[str, Callable[..., object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, after one run that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
-        for name, run in ways.items():
-            spent = seconds_of(device, run)
-            if turn:
-                times[name].append(spent)
-    return {name: statistics.median(spent) for name, spent in times.items()}
-
-
-def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """The most that tensors took on top of what was there: torch's allocator on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with NewTensors() as new:
-        run()
-    return new.peak
-
-
-class NewTensors(TorchDispatchMode):
-    """Bytes of the tensors that operations have made and that are still there; `peak`: the most at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self._sizes = 0, dict[int, int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (number := _storage(leaf)) not in given | self._sizes.keys():
-                self._sizes[number] = leaf.untyped_storage().nbytes()
-                weakref.finalize(leaf.untyped_storage(), self._sizes.pop, number, None)
-        self.peak = max(self.peak, sum(self._sizes.values()))
-        return result
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    """The norm of the difference, as a share of the norm of `other`; in float64, a piece at a time."""
+    gap = size = 0.0
+    for part, right in zip(one.flatten().split(_PIECE), other.flatten().split(_PIECE), strict=True):
+        gap += float((part.double() - right.double()).square().sum())
+        size += float(right.double().square().sum())
+    return math.sqrt(gap / size) if size else math.nan
 
 
 @contextmanager
 def process_group(setting: Setting) -> Iterator[None]:
     """A group of this one process, as DeepSpeed wants it."""
-    import os
-
-    from adora_vl.rollout.environment import prepare_engine_environment
+    from adora_vl.utils.launch import prepare_engine_environment
 
     prepare_engine_environment()  # a free port
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -10,10 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from adora_vl.memory import GIB
-from adora_vl.rollout.lora import merged_parameters
-from benchmarks.gpu.setting import Setting, peak_bytes, seconds_of
+from adora_vl.rollout.weight_sync import merged_parameters
+from adora_vl.utils.files import GIB
+from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.measure import peak_bytes, seconds_of
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of our recipe
 
@@ -60,7 +61,7 @@ def _is_adapted(name: str) -> bool:
 
 
 def send(policy: Any, receiver: dict[str, Tensor]) -> None:
-    """As `sync_weights` does; raises `KeyError` for a name that the engine would not know."""
+    """Send weights as `sync_weights` does. Raises `KeyError` for a name that the engine would not know."""
     missing = set(receiver)
     for name, tensor in merged_parameters(policy, lambda _: nullcontext(), lambda _: True):
         receiver[name].copy_(tensor)
@@ -69,7 +70,7 @@ def send(policy: Any, receiver: dict[str, Tensor]) -> None:
 
 
 def _error(policy: Any, receiver: dict[str, Tensor]) -> float:
-    """The worst element of some adapted tensors, relative to the element."""
+    """The largest relative error of an element in some adapted tensors."""
     layers = {n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")}
     worst = 0.0
     for name, layer in list(layers.items())[:: max(1, len(layers) // 14)]:

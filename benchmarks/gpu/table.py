@@ -62,7 +62,7 @@ _HEADER = ("check", "what", "figure", "bound", "verdict")
 
 
 def table(lines: Sequence[Line]) -> str:
-    """For a person; notes stand below what failed and behind what was skipped, and the counts at the end."""
+    """The table for a person: notes below what failed and beside what was skipped, and the counts at the end."""
     rows = [(line.check, line.what, line.figure, line.bound, str(line.verdict)) for line in lines]
     widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
     printed = [_row(_HEADER, widths)]
@@ -75,7 +75,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def counts(lines: Sequence[Line]) -> str:
-    """How many there are of each verdict."""
+    """The number of lines of each verdict."""
     return ", ".join(f"{sum(line.verdict is verdict for line in lines)} {verdict}" for verdict in Verdict)
 
 

@@ -24,19 +24,19 @@ from transformers import AutoConfig, AutoProcessor, PretrainedConfig, TrainerCal
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.dry_run.lengths import Lengths
-from adora_vl.dry_run.planning import make_setup
-from adora_vl.memory import GIB
-from adora_vl.memory.model import describe
-from adora_vl.memory.predict import CONTEXT, predict
-from adora_vl.memory.sharding import Sharding
-from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.load import PRETRAINED
+from adora_vl.models.shape import describe
+from adora_vl.planning.lengths import Lengths
+from adora_vl.planning.memory import CONTEXT, predict
+from adora_vl.planning.plan import make_setup
+from adora_vl.planning.sharding import Sharding
 from adora_vl.trainer import AdoraGRPOTrainer
-from benchmarks.clock import Clock
+from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting
 from benchmarks.gpu.streaming import TARGETS
 from benchmarks.gpu.table import Line, at_most, holds, skipped
-from benchmarks.step_run import dataset, reward
+from benchmarks.measure import Clock
+from benchmarks.step_run import problems, reward
 
 ROWS = 8  # one group
 STEPS = 3  # of a turn; the first is not counted
@@ -83,7 +83,7 @@ def shapes(setting: Setting) -> PretrainedConfig:
 
 
 def lora(setting: Setting) -> LoraConfig:
-    """Of our recipe, on the language model alone."""
+    """The LoRA config of our recipe, on the language model alone."""
     targets = rf".*language_model.*\.({'|'.join(TARGETS)})"
     return LoraConfig(r=64 if setting.full else 4, lora_alpha=128, target_modules=targets, task_type="CAUSAL_LM")
 
@@ -113,7 +113,7 @@ def _turn(setting: Setting, config: PretrainedConfig, way: str, side: int, compl
         model=model,
         reward_funcs=reward,
         args=arguments(setting, way, side, completion, folder),
-        train_dataset=dataset(4 * STEPS, side, 0.0),
+        train_dataset=problems(4 * STEPS, (side, side)),
         processing_class=processor,
         peft_config=lora(setting),
     )
@@ -138,7 +138,7 @@ def _turn(setting: Setting, config: PretrainedConfig, way: str, side: int, compl
 
 
 class DeviceClock(Clock):
-    """As `Clock`; a phase ends when the device has done it."""
+    """A `Clock` whose phases end when the device has finished them."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -218,9 +218,7 @@ def _memory(
 ) -> Iterator[Line]:
     predicted = prediction(setting, config, side, completion, prompt) / GIB
     if not setting.on_gpu:
-        reason = (
-            "a process's memory on a CPU is no card's; tests/unit/test_memory_measured.py judges the formulas there"
-        )
+        reason = "a process's memory on a CPU is no card's; tests/unit/planning judges the formulas there"
         yield skipped("peak memory", reason, f"{predicted:.2g} GiB predicted")
         return
     source = "the dry run's prediction without the context"
@@ -229,7 +227,7 @@ def _memory(
 
 
 def prediction(setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int) -> int:
-    """Bytes of the worst phase, by the dry run's own way from the configuration to the figure."""
+    """Bytes of the worst phase, as the dry run computes them from the configuration."""
     args = arguments(setting, "ours", side, completion, Path("unused"))
     shape = describe(config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=lora(setting))
     image = (side // shape.patch // shape.merge) ** 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,14 +12,18 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from adora_vl.dedup.batched_windows import batch_windows
-from adora_vl.memory import GIB
-from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, by_turns, gradients, peak_bytes
+from adora_vl.dedup.vision import batch_windows, host_bounds
+from adora_vl.models.precision import restore_buffers
+from adora_vl.utils.files import GIB
+from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, as_far_as_it_fits, free_bytes, gradients
 from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.measure import by_turns, peak_bytes
 
 SLACK = 1.5
 # Height and width in patches, four to an image token; the edges of all but the last cut windows
 _FULL = {"300 tokens": [(30, 40)], "8 x 300": [(30, 40)] * 8, "1024": [(64, 64)]}
+# GiB that the float32 tower's pass takes for an image of 300 tokens, and both towers with their gradients
+_IMAGE, _TOWERS = 5, 9
 _SMALL = {"30 tokens": [(10, 12)], "2 x 16": [(8, 8)] * 2, "49": [(14, 14)]}
 
 
@@ -27,15 +33,20 @@ def run(setting: Setting) -> Iterator[Line]:
     torch.manual_seed(0)
     with setting.device:
         exact = Qwen2_5_VisionTransformerPretrainedModel(config).bfloat16().float().train()
-        tower = Qwen2_5_VisionTransformerPretrainedModel(config).train()
-    tower.load_state_dict(exact.state_dict())
-    frequencies = tower.rotary_pos_emb.inv_freq.clone()
-    tower.bfloat16()
-    tower.rotary_pos_emb.inv_freq.data = frequencies  # the cast has rounded them
-    for name, sides in (_FULL if setting.full else _SMALL).items():
-        grids = torch.tensor([[1, *side] for side in sides], device=setting.device)
+    tower = copy.deepcopy(exact).bfloat16()
+    for each in (exact, tower):
+        restore_buffers(each)  # both have been through bfloat16, which rounds the rotary frequencies
+    for name, sides in (sized(free_bytes(setting)) if setting.full else _SMALL).items():
+        grids = torch.tensor([[1, *side] for side in sides])
         pixels = torch.randn(int(grids.prod(dim=1).sum()), 1176, generator=torch.Generator().manual_seed(0))
-        yield from _image(setting, name, tower, exact, pixels.to(setting.device), grids)
+        lines = _image(setting, name, tower, exact, pixels.to(setting.device), grids)
+        yield from as_far_as_it_fits(setting, name, lines)
+
+
+def sized(free: int) -> dict[str, list[tuple[int, int]]]:
+    """The images, of which as many are seen at once as there is room for."""
+    several = max(2, min(8, int((free / GIB - _TOWERS) / _IMAGE)))
+    return {(name if len(sides) == 1 else f"{several} x 300"): sides[:several] for name, sides in _FULL.items()}
 
 
 def _image(setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, grids: Tensor) -> Iterator[Line]:
@@ -49,7 +60,7 @@ def _image(setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, 
         )
     del right, loop, batched
     ways = {
-        label: partial(passed, tower, pixels, grids, batched=on) for label, on in (("loop", False), ("batched", True))
+        label: partial(_seen, tower, pixels, grids, batched=on) for label, on in (("loop", False), ("batched", True))
     }
     times = by_turns(setting.device, ways, 3 if setting.full else 1)
     if not setting.on_gpu:
@@ -57,6 +68,9 @@ def _image(setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, 
             f"{name}: both ways", ON_A_GPU_ONLY, ", ".join(f"{way} {spent:.3g} s" for way, spent in times.items())
         )
         return
+    waits = syncs(ways["batched"])
+    source = f"else a block waits for a bound of its windows; the loop {syncs(ways['loop'])}"
+    yield at_most(f"{name}: waits for the device", waits, len(tower.blocks) - 1, "", source)
     peaks = {way: peak_bytes(setting.device, go) / GIB for way, go in ways.items()}
     figure = "; ".join(f"{way} {times[way]:.3g} s, {peaks[way]:.2g} GiB" for way in ways)
     yield at_most(
@@ -72,10 +86,30 @@ def _image(setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, 
     )
 
 
+def syncs(go: Callable[[], object]) -> int:
+    """How often the host waits for the GPU, as torch counts it."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            go()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
 def passed(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> tuple[Tensor, Tensor]:
     """Features, and the gradients of a weighted sum of them."""
+    return _seen(tower, pixels, grids, batched=batched).detach(), gradients(tower)
+
+
+def _seen(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> Tensor:
+    """Forward and backward: the loop as Transformers runs it, or batched with the bounds that training gives it."""
     assert batch_windows(tower, batched) is batched
-    features = tower(pixels.to(tower.dtype), grid_thw=grids).pooler_output
+    tower.zero_grad(set_to_none=True)
+    bounds = host_bounds(tower, grids, pixels.device) if batched else {}
+    given = {name.removeprefix("image_"): value for name, value in bounds.items()}
+    features: Tensor = tower(pixels.to(tower.dtype), grid_thw=grids.to(pixels.device), **given).pooler_output
     weights = torch.linspace(-1, 1, features.size(-1), device=features.device)
     (features.float() * weights).sum().backward()
-    return features.detach(), gradients(tower)
+    return features

@@ -1,13 +1,8 @@
-r"""The problem families. Each draws its numbers into the picture only: the question alone never gives the answer.
-
-A family is a function `(rng, size, level, style) -> SyntheticProblem`; level 1 has few, small numbers, level 3 many.
-Answers are exact and in the style of Geometry3K's golds (`\sqrt { 34 }`, `14 \pi`). `solution` is a worked answer and
-`slip` a typical pupil's wrong one: the warm start of the tiny model learns from both, training with a reward sees
-neither.
-"""
+"""The families of drawn problems, with numbers at the figure or with letters at its corners."""
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -16,7 +11,7 @@ from fractions import Fraction
 
 from PIL import Image
 
-from data_prep.synthetic.canvas import PLAIN, Canvas, Point, Style, font_pixels
+from data_prep.synthetic.drawing import PLAIN, Canvas, ClutteredError, Point, Sketch, Style, font_pixels
 
 
 @dataclass(frozen=True)
@@ -41,11 +36,11 @@ class SyntheticProblem:
 Family = Callable[[random.Random, int, int, Style], SyntheticProblem]
 
 
-def _jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
+def jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
     return (point[0] + rng.uniform(-reach, reach), point[1] + rng.uniform(-reach, reach))
 
 
-def _inset(size: int) -> float:
+def inset(size: int) -> float:
     """Half a label's width, as a share of the picture: how far from an edge a label has to stay."""
     return 0.65 * font_pixels(size) / size
 
@@ -63,7 +58,7 @@ def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: S
     x, half = rng.uniform(0.48, 0.52), rng.uniform(0.4, 0.46)
     top, bottom = rng.uniform(0.03, 0.09), rng.uniform(0.9, 0.96)
     canvas.line((x, top), (x - half, bottom), (x + half, bottom), closed=True)
-    canvas.label(str(apex), _jitter(rng, (x, 0.30 + _inset(size))))
+    canvas.label(str(apex), jitter(rng, (x, 0.30 + inset(size))))
     base = f"{(180 - apex) / 2:g}"
     return SyntheticProblem(
         "isosceles",
@@ -81,7 +76,7 @@ def polygon_interior_angle(rng: random.Random, size: int, level: int = 1, style:
     """A regular polygon; its sides have to be counted."""
     sides = rng.choice(([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])[level - 1])
     canvas = Canvas(size, style)
-    (x, y), radius, turn = _jitter(rng, (0.5, 0.5)), rng.uniform(0.38, 0.45), rng.uniform(0, 2 * math.pi / sides)
+    (x, y), radius, turn = jitter(rng, (0.5, 0.5)), rng.uniform(0.38, 0.45), rng.uniform(0, 2 * math.pi / sides)
     angles = [turn + 2 * math.pi * k / sides for k in range(sides)]
     canvas.line(*[(x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles], closed=True)
     angle = ratio((sides - 2) * 180, sides)
@@ -102,12 +97,12 @@ def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, sty
     largest = (7, 21, 61)[level - 1]
     across, down = rng.randrange(1, largest), rng.randrange(1, largest)
     canvas = Canvas(size, style)
-    inset = _inset(size)
-    x, y = rng.uniform(0.06, 0.09) + inset, 0.93 - rng.uniform(0.01, 0.04) - 1.2 * inset
+    margin = inset(size)
+    x, y = rng.uniform(0.06, 0.09) + margin, 0.93 - rng.uniform(0.01, 0.04) - 1.2 * margin
     top, right = rng.uniform(0.04, 0.1), rng.uniform(0.9, 0.97)
     canvas.line((x, y), (x, top), (right, y), closed=True)
-    canvas.label(str(down), _jitter(rng, (x - 0.55 * inset, (y + top) / 2), 0.02))
-    canvas.label(str(across), _jitter(rng, ((x + right) / 2, y + 0.8 * inset), 0.02))
+    canvas.label(str(down), jitter(rng, (x - 0.55 * margin, (y + top) / 2), 0.02))
+    canvas.label(str(across), jitter(rng, ((x + right) / 2, y + 0.8 * margin), 0.02))
     square = across**2 + down**2
     root = math.isqrt(square)
     answer = str(root) if root * root == square else f"\\sqrt {{ {square} }}"
@@ -134,12 +129,12 @@ def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style =
     given = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
     vertical = rng.random() < 0.5
     canvas = Canvas(size, style)
-    x, y = _jitter(rng, (0.5, 0.5))
+    x, y = jitter(rng, (0.5, 0.5))
     slope = rng.uniform(0.40, 0.44)
     canvas.line((x - 0.46, y - slope), (x + 0.46, y + slope))
     canvas.line((x - 0.46, y + slope), (x + 0.46, y - slope))
-    canvas.label(str(given), _jitter(rng, (0.5, 0.04 + _inset(size))))
-    canvas.label("x", _jitter(rng, (0.5, 0.96 - _inset(size)) if vertical else (0.87, 0.57)))
+    canvas.label(str(given), jitter(rng, (0.5, 0.04 + inset(size))))
+    canvas.label("x", jitter(rng, (0.5, 0.96 - inset(size)) if vertical else (0.87, 0.57)))
     angle = given if vertical else 180 - given
     supplementary = f"supplementary 180 - {given} = \\boxed{{{180 - given}}}"
     proved, copied = f"vertical {given}. 180 - (180 - {given}) =", f"vertical {given} ="
@@ -161,11 +156,11 @@ def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Sty
     radius = rng.randrange(2, (50, 100, 200)[level - 1])
     asked = rng.choice(["diameter", "circumference"])
     canvas = Canvas(size, style)
-    centre, reach = _jitter(rng, (0.5, 0.5)), rng.uniform(0.40, 0.45)
+    centre, reach = jitter(rng, (0.5, 0.5)), rng.uniform(0.40, 0.45)
     canvas.circle(centre, reach)
     canvas.dot(centre)
     canvas.line(centre, (centre[0] + reach, centre[1]))
-    canvas.label(str(radius), _jitter(rng, (0.5, 0.5 - 1.15 * _inset(size))))
+    canvas.label(str(radius), jitter(rng, (0.5, 0.5 - 1.15 * inset(size))))
     unit = "" if asked == "diameter" else " \\pi"
     return SyntheticProblem(
         "circle",
@@ -187,3 +182,227 @@ FAMILIES: dict[str, Family] = {
     "crossing": crossing_lines,
     "circle": circle_from_radius,
 }
+MIN_SIZE = 168  # pixels; below, the letters are not readable
+_TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41), (12, 35, 37))
+
+
+def clear(family: Family) -> Family:
+    """The family with every problem drawn until no label touches another."""
+
+    @functools.wraps(family)
+    def drawn(rng: random.Random, size: int, level: int, style: Style) -> SyntheticProblem:
+        while True:
+            try:
+                return family(rng, size, level, style)
+            except ClutteredError:
+                continue
+
+    return drawn
+
+
+def right_triangle_side(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
+    """Two sides of a right triangle are drawn, the third is asked; level 3: a side and an angle of 30, 45 or 60."""
+    if level == 3:
+        return _special_right_triangle(rng, size, style)
+    a, b = rng.choice(_TRIPLES)[:2] if level == 1 else (rng.randrange(2, 20), rng.randrange(2, 20))
+    factor = rng.randrange(1, 5) if level == 1 else 1
+    a, b = a * factor, b * factor
+    square = a * a + b * b
+    c = _root(square)
+    flat = max(0.35, min(2.8, b / a))  # a longer one is drawn out of scale, else its labels lie on each other
+    sketch = Sketch(rng, size, style, {"A": (0.0, 1.0), "B": (flat, 0.0), "C": (0.0, 0.0)})
+    sketch.lines("ABCA")
+    sketch.letters("A", "B", "C")
+    sketch.right_angle("ACB")
+    if level == 1 and rng.random() < 0.5:  # a leg; the hypotenuse is a whole number
+        hypotenuse = math.isqrt(square)
+        sketch.side("AC", str(a))
+        sketch.side("AB", str(hypotenuse))
+        working = f"A C = {a}, A B = {hypotenuse}. {hypotenuse}^2 - {a}^2 = {b * b}"
+        return _length(sketch.picture(), "Find B C.", str(b), working, str(hypotenuse - a))
+    sketch.side("AC", str(a))
+    sketch.side("BC", str(b))
+    working = f"A C = {a}, B C = {b}. {a}^2 + {b}^2 = {square}"
+    return _length(sketch.picture(), "Find A B.", c, working, str(a + b))
+
+
+def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
+    """The hypotenuse and one angle are drawn; `x` stands at the leg opposite of it or beside it."""
+    degrees, hypotenuse = rng.choice([30, 45, 60]), 2 * rng.randrange(2, 30)
+    sketch = Sketch(
+        rng,
+        size,
+        style,
+        {"A": (0.0, math.sin(math.radians(degrees))), "B": (math.cos(math.radians(degrees)), 0.0), "C": (0.0, 0.0)},
+    )
+    opposite = rng.random() < 0.5
+    sketch.lines("ABCA")
+    sketch.letters("A", "B", "C")
+    sketch.right_angle("ACB")
+    sketch.side("AB", str(hypotenuse))
+    sketch.angle("ABC", f"{degrees}°")
+    sketch.side("AC" if opposite else "BC", "x")
+    angle = degrees if opposite else 90 - degrees
+    half = hypotenuse // 2
+    answer = {30: f"{half}", 45: f"{half} \\sqrt {{ 2 }}", 60: f"{half} \\sqrt {{ 3 }}"}[angle]
+    return _length(
+        sketch.picture(), "Find x.", answer, f"hypotenuse {hypotenuse}, angle opposite {angle}", str(hypotenuse)
+    )
+
+
+def triangle_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
+    """Two angles of a triangle are drawn, the third is asked; level 3: all three, two of them with an x."""
+    a, b = rng.randrange(30, 80, (10, 1, 1)[level - 1]), rng.randrange(30, 80, (10, 1, 1)[level - 1])
+    c = 180 - a - b
+    sketch = Sketch(rng, size, style, _triangle(a, b))
+    sketch.lines("ABCA")
+    sketch.letters("A", "B", "C")
+    if level < 3:
+        sketch.angle("BAC", f"{a}°")
+        sketch.angle("ABC", f"{b}°")
+        picture, working = sketch.picture(), f"180 - {a} - {b}"
+        return _angle(picture, "Find m \\angle C.", str(c), working, str(a + b), ("Triangle",))
+    x = rng.randrange(5, 21)
+    first, second = rng.randrange(1, a // x + 1), rng.randrange(1, b // x + 1)
+    sketch.angle("BAC", _expression(first, a - first * x))
+    sketch.angle("ABC", _expression(second, b - second * x))
+    sketch.angle("BCA", f"{c}°")
+    working = f"({_expression(first, a - first * x)}) + ({_expression(second, b - second * x)}) + {c} = 180"
+    return _angle(sketch.picture(), "Find x.", str(x), working, str(180 - c), ("Triangle",))
+
+
+def inscribed_arc(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
+    """An inscribed angle is drawn, its arc is asked; level 2: the other way; level 3: with an x."""
+    inscribed = rng.randrange(25, 76, 5 if level == 1 else 1)
+    start, third = rng.uniform(0, 2 * math.pi), math.radians(2 * inscribed + (360 - 2 * inscribed) * 0.5)
+    at = {"A": start, "C": start + math.radians(2 * inscribed), "B": start + third}
+    points: dict[str, Point] = {name: (math.cos(angle), math.sin(angle)) for name, angle in at.items()}
+    frame: dict[str, Point] = {f"_{i}": p for i, p in enumerate(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0)))}
+    sketch = Sketch(rng, size, style, {**points, "O": (0.0, 0.0), **frame})
+    sketch.circle("O", "A")
+    sketch.lines("ABC")
+    sketch.letters("A", "B", "C")
+    sketch.centre_letter("O", "B")
+    question = "In \\odot O, find m \\widehat{A C}."
+    if level == 1:
+        sketch.angle("ABC", f"{inscribed}°", 0.22)
+        working = f"2 * {inscribed}"
+        return _angle(sketch.picture(), question, str(2 * inscribed), working, str(inscribed), ("Circle",))
+    sketch.lines("AOC")
+    if level == 2:
+        sketch.angle("AOC", f"{2 * inscribed}°", 0.12)
+        question, working = "In \\odot O, find m \\angle A B C.", f"{2 * inscribed} / 2"
+        return _angle(sketch.picture(), question, str(inscribed), working, str(2 * inscribed), ("Circle",))
+    x = rng.randrange(3, 13)
+    factor = rng.randrange(1, inscribed // x + 1)
+    text = _expression(factor, inscribed - factor * x)
+    sketch.angle("ABC", text, 0.22)
+    sketch.angle("AOC", f"{2 * inscribed}°", 0.12)
+    working = f"2 ({text}) = {2 * inscribed}"
+    return _angle(sketch.picture(), "Find x.", str(x), working, str(inscribed), ("Circle",))
+
+
+def parallel_segment(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
+    """B lies on A C and E on A D, and B E is parallel to C D; lengths stand in the question or at the figure."""
+    ab, ae = rng.randrange(4, 13), rng.randrange(4, 13)
+    factor = Fraction(rng.randrange(1, 4)) if level == 1 else Fraction(rng.randrange(1, 8), rng.randrange(2, 5))
+    ed = ae * factor.denominator * factor
+    ae, ab = ae * factor.denominator, ab * (factor.denominator if level != 2 else 1)
+    bc = ab * factor
+    share = min(0.65, max(0.4, float(1 / (1 + factor))))  # clear of the corners, not to scale beyond that
+    slope = rng.uniform(0.7, 1.2)
+    points = {"A": (0.0, 0.0), "C": (0.6, slope), "D": (1.3, 0.0)}
+    points |= {"B": (0.6 * share, slope * share), "E": (1.3 * share, 0.0)}
+    sketch = Sketch(rng, size, style, points)
+    sketch.lines("ACDA", "BE")
+    sketch.letters("A", "B", "C", "D", "E")
+    answer, parallel = ratio(bc.numerator, bc.denominator), "\\overline{B E} \\parallel \\overline{C D}"
+    working = f"A B / A E = {ab} / {ae}, E D = {ed}"
+    if level == 1:
+        question = f"If {parallel}, A D = {ae + ed}, A B = {ab}, and A E = {ae}, find B C."
+        return _length(sketch.picture(), question, answer, working, str(ab), ("Triangle", "Line"))
+    sketch.side("AB", str(ab))
+    sketch.side("AE", str(ae))
+    if level == 2:
+        sketch.side("ED", str(ed))
+        return _length(sketch.picture(), f"If {parallel}, find B C.", answer, working, str(ed), ("Triangle", "Line"))
+    x = rng.randrange(2, 12)
+    sketch.side("ED", f"{ed}")
+    sketch.side("BC", _expression(1, int(bc) - x) if bc.denominator == 1 else "x")
+    return _length(
+        sketch.picture(),
+        f"If {parallel}, find x.",
+        str(x) if bc.denominator == 1 else answer,
+        working,
+        str(ed),
+        ("Triangle", "Line"),
+    )
+
+
+def parallelogram_side(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
+    """Two opposite sides carry values, one of them (level 3: both) with an x."""
+    x = rng.randrange(2, 15) if level < 3 else rng.randrange(2, 30)
+    factor, added = rng.randrange(2, 6), rng.randrange(1, 20)
+    other = rng.randrange(1, factor) if level == 3 else 0
+    lean, height = rng.uniform(0.2, 0.5), rng.uniform(0.6, 0.9)
+    sketch = Sketch(
+        rng, size, style, {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
+    )
+    sketch.lines("ABCDA")
+    sketch.letters("A", "B", "C", "D")
+    value = factor * x + (added if level > 1 else 0)
+    left = _expression(factor, added if level > 1 else 0)
+    right = _expression(other, value - other * x) if other else str(value)
+    sketch.side("AB", left)
+    sketch.side("CD", right)
+    question = "Find x so that the quadrilateral is a parallelogram."
+    return _length(sketch.picture(), question, str(x), f"{left} = {right}", str(value), ("Parallelogram",))
+
+
+LETTERED: dict[str, Family] = {
+    "right_triangle_side": clear(right_triangle_side),
+    "triangle_angle": clear(triangle_angle),
+    "inscribed_arc": clear(inscribed_arc),
+    "parallel_segment": clear(parallel_segment),
+    "parallelogram_side": clear(parallelogram_side),
+}
+
+
+def _length(
+    picture: Image.Image, question: str, answer: str, working: str, slip: str, shapes: tuple[str, ...] = ("Triangle",)
+) -> SyntheticProblem:
+    return _problem(picture, question, answer, working, slip, "Length", shapes)
+
+
+def _angle(
+    picture: Image.Image, question: str, answer: str, working: str, slip: str, shapes: tuple[str, ...]
+) -> SyntheticProblem:
+    return _problem(picture, question, answer, working, slip, "Angle", shapes)
+
+
+def _problem(
+    picture: Image.Image, question: str, answer: str, working: str, slip: str, goal: str, shapes: tuple[str, ...]
+) -> SyntheticProblem:
+    solution, wrong = (f"{working}. \\boxed{{{value}}}" for value in (answer, slip))
+    return SyntheticProblem("", picture, question, answer, solution, wrong, goal, shapes)
+
+
+def _root(square: int) -> str:
+    """The square root in lowest terms, as Geometry3K writes it: `5 \\sqrt { 2 }`."""
+    outside = max(k for k in range(1, math.isqrt(square) + 1) if square % (k * k) == 0)
+    inside = square // (outside * outside)
+    if inside == 1:
+        return str(outside)
+    return f"\\sqrt {{ {inside} }}" if outside == 1 else f"{outside} \\sqrt {{ {inside} }}"
+
+
+def _expression(factor: int, added: int) -> str:
+    """`3x + 10`, `x - 4`, `2x`."""
+    term = "x" if factor == 1 else f"{factor}x"
+    return term if added == 0 else f"{term} {'+' if added > 0 else '-'} {abs(added)}"
+
+
+def _triangle(a: float, b: float) -> dict[str, Point]:
+    """Points with these angles, in degrees, at A and B."""
+    height = 1 / (1 / math.tan(math.radians(a)) + 1 / math.tan(math.radians(b)))
+    return {"A": (0.0, 0.0), "B": (1.0, 0.0), "C": (height / math.tan(math.radians(a)), height)}

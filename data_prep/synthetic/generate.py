@@ -1,28 +1,59 @@
-"""Rows of the dataset schema from the problem families.
-
-A diagram belongs to the split that its own pixels decide (a hash), so train and held-out data never share a diagram,
-whatever their sizes and seeds.
-"""
+"""Draws problems: families in turn, each diagram at most once, answers to choose from where asked."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from string import ascii_uppercase
 
 from PIL import Image
 
-from adora_vl.errors import UserError, nearest
-from data_prep.images import diagram_hash
-from data_prep.schema import Row
-from data_prep.synthetic.canvas import STYLES
-from data_prep.synthetic.choices import with_distractors
-from data_prep.synthetic.families import FAMILIES, SyntheticProblem
-from data_prep.synthetic.lettered import LETTERED, MIN_SIZE
+from adora_vl.data.dataset import Row
+from adora_vl.data.images import diagram_hash
+from adora_vl.rewards import grade
+from adora_vl.rewards.completion import last_boxed
+from adora_vl.utils.errors import UserError, did_you_mean
+from data_prep.synthetic.drawing import STYLES
+from data_prep.synthetic.families import FAMILIES, LETTERED, MIN_SIZE, SyntheticProblem
+from data_prep.synthetic.perimeter import perimeter_digit
+
+_NUMBER = re.compile(r"\d+")
+
+
+def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> tuple[list[str], str]:
+    """`count` different choices and the letter of the right one. `slip`: a wrong worked answer, always among them."""
+    wrong: list[str] = []
+    candidates = [last_boxed(slip) or "", *_variants(answer, rng)]
+    for candidate in candidates:
+        if len(wrong) == count - 1:
+            break
+        if candidate and all(
+            grade(f"\\boxed{{{candidate}}}", other).verdict != "correct" for other in (answer, *wrong)
+        ):
+            wrong.append(candidate)
+    assert len(wrong) == count - 1, f"{answer!r} has too few variants"
+    place = rng.randrange(count)
+    wrong.insert(place, answer)
+    return wrong, ascii_uppercase[place]
+
+
+def _variants(answer: str, rng: random.Random) -> list[str]:
+    """The answer with its first number doubled, halved, supplemented or moved, in random order."""
+    match = _NUMBER.search(answer)
+    assert match, f"{answer!r} has no number"
+    number = int(match.group())
+    near = [2 * number, 180 - number, number + 1, number + 2, number - 2, number + 10, number - 10]
+    near += [number // 2] if number % 2 == 0 else []
+    rng.shuffle(near)
+    values = [value for value in (*near, *range(number + 3, number + 12)) if value > 0]
+    return [answer[: match.start()] + str(value) + answer[match.end() :] for value in values]
+
 
 SPLITS = ("train", "test")
 LEVELS = (1, 2, 3)
-KNOWN = {**FAMILIES, **LETTERED}
+KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit}
 _MIN_SIZE_OF_LEVELS = 112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
 MAX_CHOICES = 8
 _MAX_REDRAWS = 5000  # of one row; at least one diagram in five is new for as long as the family has many
@@ -104,12 +135,12 @@ def _short_hash(image: Image.Image) -> bytes:
 def _check(names: tuple[str, ...], split: str, size: int, level: int, styles: tuple[str, ...], choices: int) -> None:
     for name in names:
         if name not in KNOWN:
-            raise UserError(f"families: unknown family {name!r}{nearest(name, KNOWN)}; known: {', '.join(KNOWN)}")
+            raise UserError(f"families: unknown family {name!r}{did_you_mean(name, KNOWN)}; known: {', '.join(KNOWN)}")
         if name in LETTERED and size < MIN_SIZE:
             raise UserError(f"size: {size} is too small for the letters of {name!r}; give at least {MIN_SIZE}")
     for style in styles or ("",):
         if style not in STYLES:
-            raise UserError(f"styles: unknown style {style!r}{nearest(style, STYLES)}; known: {', '.join(STYLES)}")
+            raise UserError(f"styles: unknown style {style!r}{did_you_mean(style, STYLES)}; known: {', '.join(STYLES)}")
     if split not in SPLITS:
         raise UserError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
     if level not in LEVELS:

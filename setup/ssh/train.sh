@@ -62,8 +62,9 @@ on "${hosts[0]}" sh -c 'cd "$1" && rm -f "$2/stopped.json"' clear "$PWD" "$outpu
 [ -z "$stopping" ] || exit 143
 declare -A rank_of=()
 for rank in "${!hosts[@]}"; do
-  on "${hosts[$rank]}" sh -c 'echo $$ >"$1"; cd "$2" || exit 2; shift 2; exec env "$@"' start "$job.$rank" "$PWD" \
-    "${environment[@]}" "${launch[@]}" --machine_rank "$rank" -m adora_vl.train "$@" \
+  # accelerate would give each process one thread, with which an optimizer in host memory takes many times as long.
+  on "${hosts[$rank]}" sh -c 'echo $$ >"$1"; cd "$2" || exit 2; threads=$(($(nproc) / $3)); shift 3; exec env OMP_NUM_THREADS=$((threads > 0 ? threads : 1)) "$@"' \
+    start "$job.$rank" "$PWD" "${PROCESSES_PER_NODE:-8}" "${environment[@]}" "${launch[@]}" --machine_rank "$rank" -m adora_vl.train "$@" \
     > >(sed -u "s/^/${hosts[$rank]}: /") 2> >(sed -u "s/^/${hosts[$rank]}: /" >&2) &
   rank_of[$!]=$rank
 done

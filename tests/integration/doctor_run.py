@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from adora_vl.rollout.environment import prepare_engine_environment
+from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
 
@@ -26,13 +26,12 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from adora_vl.doctor import __main__ as command  # noqa: E402
-from adora_vl.doctor import before_step_one  # noqa: E402
+from adora_vl.doctor import engine as doctor_engine  # noqa: E402
 from adora_vl.doctor.engine import Examination, check_buffers, examine  # noqa: E402
-from adora_vl.doctor.probe import read_prompts  # noqa: E402
-from adora_vl.doctor.result import Check, as_json  # noqa: E402
-from adora_vl.doctor.self_check import SelfCheck  # noqa: E402
-from adora_vl.errors import RolloutError  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
+from adora_vl.rollout.agreement import SelfCheck, read_prompts  # noqa: E402
+from adora_vl.utils.checks import Check, as_json  # noqa: E402
+from adora_vl.utils.errors import RolloutError  # noqa: E402
 
 
 @contextmanager
@@ -47,7 +46,7 @@ def expanded(examination: Examination) -> Iterator[None]:
 
 @contextmanager
 def no_sync(examination: Examination) -> Iterator[None]:
-    with patch.object(engine_module, "push_weights", lambda llm, tensors: sum(1 for _ in tensors)):
+    with patch.object(engine_module, "push_weights", lambda llm, tensors, everything=False: sum(1 for _ in tensors)):
         yield
 
 
@@ -129,7 +128,8 @@ def fingerprint(trainer: Any) -> str:
         random.getstate(), np.random.get_state(), torch.get_rng_state().tolist(),
         trainer._step, trainer._last_loaded_step, str(vars(trainer.state)), dict(trainer._metrics["train"]),
         {name: list(values) for name, values in trainer._logs.items() if name in ("prompt", "advantages")},
-        generation.position, generation.max_completion_length, generation.temperature, generation.generation_kwargs,
+        vars(generation.request), generation.max_completion_length, generation.temperature,
+        generation.generation_kwargs,
         trainer.model.training,
     )  # fmt: skip
     digest.update(pickle.dumps(facts))
@@ -170,7 +170,7 @@ def main() -> int:
         output.write_text(json.dumps(results))
         return checks
 
-    with patch.object(before_step_one, "examine", examine_all):
+    with patch.object(doctor_engine, "examine", examine_all):
         return command.main([*sys.argv[2:], "--json", str(output.with_suffix(".table.json"))])
 
 

@@ -24,7 +24,7 @@ def faults(words: str) -> Iterator[None]:
     """Inside, the faults of `words` happen to whatever trainer runs."""
     from pytest import MonkeyPatch
 
-    from adora_vl.guards import RowGuard
+    from adora_vl.training.guards import RowGuard
 
     patches = MonkeyPatch()
     now = {"step": 1}
@@ -59,7 +59,7 @@ def _nan(patches: Any, due: Callable[[], bool]) -> None:
 
 def _ratio(patches: Any, due: Callable[[], bool]) -> None:
     """A policy that has run away from the one that sampled."""
-    from adora_vl import guards
+    from adora_vl.training import guards
 
     stock = guards.largest_ratio
     patches.setattr(guards, "largest_ratio", lambda *args: stock(*args) * (1e6 if due() else 1.0))
@@ -67,8 +67,8 @@ def _ratio(patches: Any, due: Callable[[], bool]) -> None:
 
 def _drift(patches: Any, due: Callable[[], bool]) -> None:
     """An engine that does not have the trainer's weights."""
-    from adora_vl import guards
-    from adora_vl.rollout.drift import drift_sums
+    from adora_vl.rollout.importance import drift_sums
+    from adora_vl.training import guards
 
     patches.setattr(
         guards, "drift_sums", lambda *args: drift_sums(*args) + (torch.tensor([1e9, 0.0, 0.0]) if due() else 0.0)
@@ -77,11 +77,11 @@ def _drift(patches: Any, due: Callable[[], bool]) -> None:
 
 def _generate(patches: Any, due: Callable[[], bool]) -> None:
     """An engine that dies over its requests."""
-    from adora_vl.rollout.environment import prepare_engine_environment
+    from adora_vl.utils.launch import prepare_engine_environment
 
     prepare_engine_environment()  # the next module imports vLLM
     from adora_vl.rollout import llm
-    from adora_vl.rollout.requests import asking_once
+    from adora_vl.rollout.llm import asking_once
 
     patches.setattr(llm, "asking_once", lambda *args, **kwargs: broken if due() else asking_once(*args, **kwargs))
 
@@ -101,15 +101,14 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 def _disk(patches: Any, due: Callable[[], bool]) -> None:
     """No space left on the device while a checkpoint is written."""
     from adora_vl.checkpoint import store
-
-    stock = store._write
+    from adora_vl.utils.files import replace_file as stock
 
     def write(*args: Any) -> None:
         if due():
             raise OSError(errno.ENOSPC, "No space left on device")
         stock(*args)
 
-    patches.setattr(store, "_write", write)
+    patches.setattr(store, "replace_file", write)
 
 
 def _reward(patches: Any, due: Callable[[], bool]) -> None:
@@ -154,7 +153,7 @@ def several(arguments: list[str], starts: list[str]) -> int:
             made.append(build(run))
         trainer = made[0]
         trainer.train_dataset = run.dataset
-        trainer._step, trainer._buffered_inputs, trainer._last_loaded_step = 0, None, -1  # as in a new process
+        trainer._step, trainer._generation, trainer._last_loaded_step = 0, None, -1  # as in a new process
         trainer.checkpoints.saved_at = trainer.checkpoints.began_at = None
         trainer.callback_handler.callbacks = [
             each for each in trainer.callback_handler.callbacks if not type(each).__module__.startswith("adora_vl")

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS, read_metrics
 from tests.integration.support import REPOSITORY, pids_with
 
 _DEADLINE_S = 600  # for anything that a run does

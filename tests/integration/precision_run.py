@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from adora_vl.errors import RunError
 from adora_vl.models.precision import RefuseWrongBuffers
+from adora_vl.utils.errors import RunError
 
 POSITIONS = (500, 1000, 2000)
 WINDOW = 50  # tokens up to and with each position

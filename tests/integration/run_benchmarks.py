@@ -11,10 +11,10 @@ from pathlib import Path
 from unittest import mock
 
 from eval import command
-from eval.engines import AnswerEngine, AnswerEngineSettings, build_engine
-from eval.geometry3k.benchmark import BENCHMARK as GEOMETRY3K
-from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
-from eval.mmstar.benchmark import BENCHMARK as MMSTAR
+from eval.geometry3k import BENCHMARK as GEOMETRY3K
+from eval.inference.engines import AnswerEngine, AnswerEngineSettings, build_engine
+from eval.mathvista import BENCHMARK as MATHVISTA
+from eval.mmstar import BENCHMARK as MMSTAR
 
 _engines: dict[AnswerEngineSettings, AnswerEngine] = {}
 

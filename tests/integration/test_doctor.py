@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from adora_vl.doctor.engine import BANNED, BUFFERS, COLD, DISTANT, FEATURES, LANGUAGE, PROMPTS, SLEEP, VISION
+from adora_vl.doctor.engine import BANNED, BUFFERS, FEATURES, LANGUAGE, SLEEP, VISION
+from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
 from tests.integration.support import REPOSITORY, lost_image_features, run
 
 pytestmark = pytest.mark.slow

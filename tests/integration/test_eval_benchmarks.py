@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.load import PRETRAINED
 from eval.command import main
-from eval.mathvista.benchmark import BENCHMARK as MATHVISTA
-from eval.predictions import IMAGE_FAILED, read_predictions
-from tests.benchmark_data import mathvista_rows, mmstar_rows, write_geometry3k, write_mathvista, write_mmstar
+from eval.inference.predictions import IMAGE_FAILED, read_predictions
+from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.integration.support import launch, run
+from tests.support.benchmark_data import mathvista_rows, mmstar_rows, write_geometry3k, write_mathvista, write_mmstar
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_mathvista_is_answered_and_its_broken_image_recorded(folder: Path) -> No
     assert result["rules"]["rules"] == "vlmevalkit"
     rows = read_predictions(folder / "mathvista" / "predictions.jsonl")
     assert [row["finish_reason"] == IMAGE_FAILED for row in rows] == [False, True, False, False, False, False]
-    assert "UnidentifiedImageError" in rows[1]["error"]
+    assert "UnreadableImageError" in rows[1]["error"]
     assert all(row["response"] for row in rows if row["finish_reason"] != IMAGE_FAILED)
 
 

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from adora_vl.models.tiny.architecture import build_model
-from adora_vl.models.tiny.processor import build_processor
-from adora_vl.prompts import SYSTEM_PROMPT, conversation_with_images
-from adora_vl.rollout.tokens import NEVER_SAMPLED
-from data_prep.storage import write_split
+from adora_vl.builtin.processor import build_processor
+from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.data.dataset import write_split
+from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.rollout.prompt_tokens import NEVER_SAMPLED
 from data_prep.synthetic.generate import generate
 from eval import command as eval_command
-from eval.chat import ChatProcessor
 from eval.command import main
-from eval.geometry3k.benchmark import BENCHMARK
-from eval.predictions import Prediction, read_predictions
+from eval.geometry3k import BENCHMARK
+from eval.inference.chat import ChatProcessor
+from eval.inference.predictions import Prediction, read_predictions
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.core]
 
 ROOT = Path(__file__).parents[2]
 # The images are 112 x 112, which is 16 image tokens without a limit and 4 with this one. The lower limit is left out on

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.load import PRETRAINED
 from tests.integration.precision_run import POSITIONS, constants
 from tests.integration.support import launch
 

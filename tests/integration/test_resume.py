@@ -19,13 +19,13 @@ from transformers import AutoModelForImageTextToText
 from adora_vl.checkpoint.stop import EXIT_STOPPED
 from adora_vl.checkpoint.store import checkpoints, problem_of
 from adora_vl.export import main as export
-from adora_vl.models.tiny.build import PRETRAINED
+from adora_vl.models.load import PRETRAINED
 from benchmarks.kill_and_resume import settings
 from tests.integration.support import REPOSITORY, processes_with, run
-from tests.unit.own_data_support import convert, jsonl
+from tests.unit.data_prep.own_data_support import convert, jsonl
 
-pytestmark = pytest.mark.slow
-KILLS = [sys.executable, "benchmarks/kill_and_resume.py", "--steps", "6"]
+pytestmark = [pytest.mark.slow, pytest.mark.core]
+KILLS = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6"]
 
 
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
@@ -122,9 +122,9 @@ def test_the_export_holds_the_checkpoints_weights_and_loads_offline(stopped, tmp
 def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path):
     mark = uuid.uuid4().hex
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
-    command += ["configs/accelerate/cpu_zero3.yaml", "benchmarks/kill_and_resume.py", "--child"]
+    command += ["configs/accelerate/cpu_zero3.yaml", "-m", "benchmarks.kill_and_resume", "--child"]
     command += settings(tmp_path / "out", 100_000, [])
-    environment = {**os.environ, "ADORA_KILL": "backward:4:0:1", "TEST_MARK": mark, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "ADORA_KILL": "backward:4:0:1", "TEST_MARK": mark}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
     assert "exitcode  : -9" in done.stderr, done.stderr[-2000:]

@@ -1,73 +1,64 @@
 """A model that vLLM serves on loopback gives the evaluators the answers that it gives when it is loaded here, and
-samples rollouts for the trainer (`vllm_mode: server`).
+samples rollouts for the trainer, whose weights it reads from files (`vllm_mode: server`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import time
-import urllib.request
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
-from trl.generation.vllm_client import VLLMClient
 
-from adora_vl.models.tiny.build import PRETRAINED
-from adora_vl.rollout.environment import free_port
-from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
+from adora_vl.data.prompt_lengths import served_length
+from adora_vl.models.load import PRETRAINED
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
+from data_prep.synthetic.generate import generate
 from eval.command import main
-from eval.geometry3k.benchmark import BENCHMARK
-from tests.tiny_run import train
+from eval.geometry3k import BENCHMARK
+from tests.integration.support import launch, processes_with, run
+from tests.support.tiny_run import arguments, train
+from tests.support.vllm_server import vllm_server
 
 pytestmark = pytest.mark.slow
+# Groups without signal move nothing: the entropy moves the weights, far enough to be seen where they do not arrive.
+MOVED = {"entropy_coef": 1.0, "learning_rate": 1e-2}
+ROUNDING = 1e-5  # nats per token in float32; weights that do not arrive are more than 1e-2 away after a step
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """The port of a server of the tiny model, started as `docs/rollouts.md` says. Left out are the carrier of weights,
-    which needs a GPU, and the limits of pixels, which the processor of the tiny model has.
-    """
-    log_file = tmp_path_factory.mktemp("served") / "server.log"
-    port = free_port()
-    words = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(PRETRAINED), "--served-model-name",
-        "mine", "--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm", "--dtype", "float32",
-        "--max-model-len", "512", "--gpu-memory-utilization", "0.2", "--enforce-eager", "--enable-scale-out",
-        "--logprobs-mode", "processed_logprobs",
-    ]  # fmt: skip
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    environment = {**os.environ, **quiet, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    with log_file.open("wb") as log:
-        server = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-        try:
-            _wait_for(f"http://127.0.0.1:{port}/health", server, seconds=400)
-            yield port
-        except TimeoutError:
-            pytest.fail(log_file.read_text()[-3000:])
-        finally:
-            server.terminate()
-            server.wait(60)
+def started(tmp_path_factory):
+    with vllm_server(tmp_path_factory.mktemp("served")) as server:
+        yield server
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()  # noqa: S310  # loopback
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise TimeoutError(f"{url} does not answer")
+@pytest.fixture
+def served(started):
+    """A server with the tiny model's own weights."""
+    started.give_back_weights()
+    return started
+
+
+def by_file(server, **changed):
+    return {
+        "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url, "max_steps": 3,
+        "adora_weight_transfer": "file", "save_strategy": "no", **MOVED, **changed,
+    }  # fmt: skip
+
+
+def drifts(out):
+    return [step["adora/drift"] for step in read_metrics(out / METRICS) if "adora/drift" in step]
 
 
 def test_a_served_model_answers_as_the_loaded_one(tmp_path, served):
     assert data_prep(["synthetic", "--output", str(tmp_path / "data"), "--rows", "8", "--test-rows", "8"]) == 0
     common = ["run", "--data", str(tmp_path / "data"), "--max-tokens", "32"]
-    openai = ["--engine", "openai", "--base-url", f"http://127.0.0.1:{served}/v1", "--model", "mine"]
+    openai = ["--engine", "openai", "--base-url", f"{served.url}/v1", "--model", "mine"]
     loaded = ["--engine", "transformers", "--model", "tiny"]
     answers = []
     for name, words in (("served", openai), ("loaded", loaded)):
@@ -78,21 +69,62 @@ def test_a_served_model_answers_as_the_loaded_one(tmp_path, served):
     assert answers[0] == answers[1]
 
 
-def test_a_server_samples_rollouts_on_images_for_the_trainer(tmp_path, served, monkeypatch):
-    """All but the transfer of weights, which needs NCCL and thus GPUs on both sides: none arrives at this server. So it
-    agrees with the trainer until the first update, and the drift shows that it does not afterwards.
-    """
-    offered: list[int] = []
-    monkeypatch.setattr(VLLMClient, "init_communicator", lambda client, device: None)
-    monkeypatch.setattr(VLLMClient, "update_named_params", lambda client, facts, tensors: offered.append(len(facts)))
-    out = train(
-        tmp_path / "out", use_vllm="true", vllm_mode="server", vllm_server_port=served, max_steps=2,
-        adora_max_drift="null", save_strategy="no",
-        # a server draws its own seeds, and groups without signal move nothing: the entropy moves the weights
-        entropy_coef=1.0, learning_rate=1e-2,
-    )  # fmt: skip
-    steps = [step for step in read_metrics(out / METRICS) if "adora/drift" in step]
-    assert steps[0]["adora/drift"] < 1e-4 < 1e-2 < steps[1]["adora/drift"]
-    assert len(offered) == 2 and offered[0] == offered[1] > 50, "every tensor, before each generation"
+def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path, served):
+    (tmp_path / "pics").mkdir()
+    lines = []
+    for number, row in enumerate(generate(16, split="train", seed=5, size=56, families=())):
+        image = row["images"][0].resize((56 + 28 * (number % 3), 56 + 28 * (number % 2)))
+        image.save(tmp_path / "pics" / f"{number}.png")
+        lines.append(json.dumps({"q": row["problem"], "a": row["answer"], "i": f"pics/{number}.png"}))
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    address = SimpleNamespace(vllm_server_base_url=f"http://127.0.0.1:9,{served.url}")
+    assert served_length(address) == 512, "what the prompts of the training are held against"
+    columns = json.dumps({"problem": "q", "answer": "a", "images": "i"})
+    out = train(tmp_path / "out", **by_file(served, dataset_name=tmp_path, adora_columns=columns))
+    assert len(drifts(out)) == 3 and max(drifts(out)) < ROUNDING
     rollouts = pq.read_table(out / "rollouts").to_pylist()
-    assert len(rollouts) == 32 and len({row["completion"] for row in rollouts}) > 8
+    assert len(rollouts) == 48 and len({row["completion"] for row in rollouts}) > 8
+    assert not (out / ".weights").exists(), "no weights are left behind"
+
+
+def test_an_adapter_reaches_the_server_merged_and_the_seeds_decide_what_it_samples(tmp_path, served):
+    layers = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "q_proj,up_proj"}
+    lora = by_file(served, adora_weight_folder=tmp_path / "shared", **layers)
+    answers = []
+    for name in ("one", "other"):
+        out = train(tmp_path / name, **lora)
+        assert len(drifts(out)) == 3 and max(drifts(out)) < ROUNDING
+        answers.append(pq.read_table(out / "rollouts").column("completion").to_pylist())
+    assert answers[0] == answers[1] and len(set(answers[0])) > 8
+
+
+def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, served):
+    """The policy is a step away from what it learns from, and the drift is not. On two processes with ZeRO-3."""
+    ahead = by_file(served, per_device_train_batch_size=8, adora_async_rollouts=1, max_steps=4)
+    launch("cpu_zero3", "-m", "adora_vl.train", *arguments(tmp_path / "out", **ahead))
+    steps = [step for step in read_metrics(tmp_path / "out" / METRICS) if "adora/drift" in step]
+    assert len(steps) == 4 and max(step["adora/drift"] for step in steps) < ROUNDING
+    away = [step["sampling/sampling_logp_difference/mean"] for step in steps]
+    assert away[0] < ROUNDING < 1e-2 < min(away[1:])
+    assert [step["adora/staleness"] for step in steps] == [0, 1, 1, 1]
+
+
+def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
+    words = arguments(
+        tmp_path / "out", max_steps=2, save_strategy="no", adora_async_rollouts=1, use_vllm="true", **MOVED
+    )
+    port, mark = free_port(), uuid.uuid4().hex
+    environment = {
+        "SERVER_GPUS": "none", "TRAINER_GPUS": "none", "SERVER_PORT": str(port), "TEST_MARK": mark,
+        "ACCELERATE_CONFIG": "configs/accelerate/cpu.yaml", "PYTHON": sys.executable, "VLLM_CPU_KVCACHE_SPACE": "1",
+        "LAUNCH": str(Path(sys.executable).parent / "accelerate"),
+        "SERVER_OPTIONS": "--dtype float32 --max-model-len 512 --gpu-memory-utilization 0.1 --enforce-eager",
+    }  # fmt: skip
+    run(["bash", "setup/servers.sh", str(PRETRAINED), *words], environment=environment)
+    assert max(drifts(tmp_path / "out")) < ROUNDING and processes_with(mark) == []
+
+
+def test_shards_of_two_processes_reach_the_server_whole(tmp_path, served):
+    words = arguments(tmp_path / "out", **by_file(served, per_device_train_batch_size=8))
+    launch("cpu_zero3", "-m", "adora_vl.train", *words)
+    assert len(drifts(tmp_path / "out")) == 3 and max(drifts(tmp_path / "out")) < ROUNDING

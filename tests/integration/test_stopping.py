@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
-from adora_vl.models.tiny.build import PRETRAINED
-from adora_vl.rollout_log.metrics_file import METRICS, read_metrics
+from adora_vl.models.load import PRETRAINED
+from adora_vl.record.metrics import METRICS, read_metrics
 from tests.integration.machines import TwoMachines
 from tests.integration.stopping import Running
 from tests.integration.test_two_processes import distance

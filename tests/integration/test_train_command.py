@@ -1,10 +1,13 @@
-"""The training command on real diagrams, and with LoRA, through the real stack."""
+"""The training command through the real stack: real diagrams, LoRA, an evaluation on the way, text alone, and a model
+that wants to sample image tokens.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,23 +15,21 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
+from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
+from adora_vl.data.prompts import conversation_with_images
 from adora_vl.export import main as export
+from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from data_prep.cli import main as data_prep
+from data_prep.synthetic.generate import generate
 from tests.integration.support import REPOSITORY, launch, run
 
 pytestmark = pytest.mark.slow
 SMOKE = ["-m", "adora_vl.train", "--config", str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml")]
-SMALL = [
-    "--per_device_train_batch_size",
-    "8",
-    "--num_generations",
-    "4",
-    "--logging_steps",
-    "1",
-    "--save_strategy",
-    "no",
-]
+SMALL = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--logging_steps", "1"]
+SMALL += ["--save_strategy", "no"]
 
 
 def history(folder: Path) -> list[dict]:
@@ -46,6 +47,11 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     )  # fmt: skip
     assert "6 training problems; 2 prompts per generation (8 rollouts)" in done.stdout
     assert "Self-check: engine and trainer differ by" in done.stdout
+    before = done.stdout[: done.stdout.index("Self-check")].splitlines()
+    assert [
+        line for line in before if not line.startswith(("6 training problems; ", "Loading model and engine; "))
+    ] == []
+    assert done.stderr == "" and "Loading" in (out / ".startup.log").read_text()
     steps = history(out)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
@@ -124,21 +130,78 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
     model = tmp_path / "exported"
     assert export([str(out), str(model)]) == 0
-    words = [
-        "run",
-        "--model",
-        str(model),
-        "--data",
-        str(data),
-        "--output",
-        str(tmp_path / "eval"),
-        "--max-tokens",
-        "40",
-    ]
-    run([sys.executable, "-m", "eval.geometry3k", *words])
+    words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "eval")]
+    run([sys.executable, "-m", "eval.geometry3k", *words, "--max-tokens", "40"])
     score = json.loads((tmp_path / "eval" / "score.json").read_text())
     assert score["total"] == 100
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
     logged = [entry["eval_geometry3k_accuracy"] for entry in log if "eval_geometry3k_accuracy" in entry]
     assert logged[-1] == pytest.approx(score["accuracy"])
     assert logged[-1] != logged[0]
+
+
+def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch):
+    model, out = tmp_path / "model", tmp_path / "out"
+    build_tiny_text_model(model, TextStart(steps=2, batch_size=4, rows=8))  # knows nothing yet
+    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
+    run([
+        sys.executable, "-m", "adora_vl.train", "--config", "configs/train/smoke_text_cpu.yaml",
+        "--model_name_or_path", str(model), "--output_dir", str(out), "--adora_synthetic_rows", "64",
+        "--per_device_train_batch_size", "8", "--num_generations", "4", "--max_steps", "3", "--logging_steps", "1",
+        "--save_strategy", "no", "--max_completion_length", "16",
+        # no answer is right yet: the entropy moves the weights
+        "--entropy_coef", "1.0", "--learning_rate", "1e-2", "--adora_max_drift", "null",
+        "--eval_on_start", "false", "--eval_steps", "2", "--adora_eval_limit", "5",
+    ])  # fmt: skip
+    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in log if "reward" in entry and "loss" in entry]
+    assert [entry["eval_knights_accuracy"] for entry in log if "eval_knights_accuracy" in entry] == [0.0]
+    assert [step["step"] for step in steps] == [1, 2, 3], "a step with an evaluation has its own figures too"
+    assert all(step["adora/drift"] < 1e-4 for step in steps), "engine and trainer agree, also after two updates"
+    assert steps[0]["grading/unparseable"] == 1.0
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
+    assert max((after[name] - before[name]).abs().max().item() for name in before) > 5e-3
+    table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
+    assert len(table) == 8 and table["prompt"].str.contains("knave").all()
+    assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "qwen2"
+    assert AutoTokenizer.from_pretrained(out).chat_template
+    (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
+    (tmp_path / "card.py").write_text(code)
+    monkeypatch.chdir(out)
+    said = runpy.run_path(str(tmp_path / "card.py"))
+    assert said["tokens"].shape[1] > said["inputs"]["input_ids"].shape[1], "the code of the card answers"
+
+
+@pytest.fixture(scope="module")
+def eager_model(tmp_path_factory):
+    """The tiny model with output rows of the vision tokens that beat its own favourites."""
+    folder = tmp_path_factory.mktemp("eager")
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED, dtype=torch.float32)
+    processor = load_processor(str(PRETRAINED))
+    digits = processor.tokenizer.convert_tokens_to_ids(list("0123456789"))
+    banned = never_sampled_ids(processor.tokenizer)
+    with torch.no_grad():
+        model.lm_head.weight[banned] = model.lm_head.weight[digits].mean(dim=0) * 3
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    row = next(iter(generate(1)))
+    text = processor.apply_chat_template(
+        conversation_with_images(row["problem"], 1), add_generation_prompt=True, tokenize=False
+    )
+    inputs = processor(text=[text], images=row["images"], return_tensors="pt")
+    torch.manual_seed(0)
+    sampled = model.generate(**inputs, max_new_tokens=30, do_sample=True, num_return_sequences=16)
+    completions = sampled[:, inputs["input_ids"].shape[1] :]
+    assert torch.isin(completions, torch.tensor(banned)).any(), "the model does not even want to: nothing is tested"
+    return folder
+
+
+@pytest.mark.parametrize("use_vllm", ["true", "false"])
+def test_a_model_that_wants_to_sample_image_tokens_trains(eager_model, tmp_path, use_vllm):
+    done = launch(
+        "cpu", "-m", "adora_vl.train", "--config", str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
+        "--model_name_or_path", str(eager_model), "--output_dir", str(tmp_path / "out"), "--max_steps", "2",
+        "--per_device_train_batch_size", "16", "--save_strategy", "no", "--adora_synthetic_rows", "64",
+        "--use_vllm", use_vllm, "--adora_max_drift", "null",
+    )  # fmt: skip
+    assert "Trained 2 steps" in done.stdout

@@ -19,11 +19,11 @@ from adora_vl.train import main as train
 from data_prep.cli import main as data_prep
 from data_prep.synthetic.generate import generate
 from eval.command import main as evaluate
-from eval.geometry3k.benchmark import BENCHMARK
+from eval.geometry3k import BENCHMARK
 from tests.integration.support import REPOSITORY, run
 
 pytestmark = pytest.mark.slow
-PAGE = (REPOSITORY / "docs" / "your-own-data.md").read_text()
+PAGE = (REPOSITORY / "docs" / "data.md").read_text().partition("\n## Your own data\n")[2].partition("\n## ")[0]
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "data_prep": data_prep,
     "adora_vl.rewards.explain": explain,
@@ -36,7 +36,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
     """In its order, in this process, with 2 steps in place of 20."""
     monkeypatch.chdir(tmp_path)
-    files = re.findall(r"Save this as `(\w+\.(?:py|yaml))`.*?```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL)
+    files = re.findall(r"Save\s+this\s+as `(\w+\.(?:py|yaml))`.*?```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL)
     assert [name for name, _ in files] == ["make_rows.py", "my_rewards.py", "mine.yaml"]
     for name, content in files:
         Path(name).write_text(content)

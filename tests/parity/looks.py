@@ -1,4 +1,4 @@
-"""What a parity run looks at beside its updates, since its engine is there anyway: the doctor's table,
+"""What a parity run looks at: the gradients of each step, and, since its engine is there anyway, the doctor's table,
 answers of both engines of the evaluators, and a LoRA adapter.
 """
 
@@ -8,16 +8,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
+from adora_vl.data.prompts import conversation_with_images
 from adora_vl.doctor.engine import Examination, examine
-from adora_vl.doctor.probe import difference, read_prompts, score
-from adora_vl.doctor.result import as_json
-from adora_vl.prompts import conversation_with_images
-from eval.chat import ChatProcessor
-from eval.engines import AnswerEngineSettings, AnswerRequest, TransformersEngine, VLLMEngine
+from adora_vl.rollout.agreement import difference, read_prompts, score
+from adora_vl.utils.checks import as_json
+from eval.inference.chat import ChatProcessor
+from eval.inference.engines import AnswerEngineSettings, AnswerRequest, TransformersEngine, VLLMEngine
 
 Rows = Sequence[dict[str, Any]]
 TOKENS = 8  # of an answer
+
+
+class Gradients(TrainerCallback):
+    """Copies every gradient before each optimizer step; a sharded model's are not there to be copied."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
 
 
 def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
@@ -37,7 +48,7 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
         AnswerRequest(conversation_with_images(row["problem"], len(row["images"])), list(row["images"])) for row in rows
     ]
     other = TransformersEngine(AnswerEngineSettings(folder, "transformers", max_tokens=TOKENS))
-    with trainer.vllm_generation.lent() as llm:
+    with trainer.vllm_generation.current_llm() as llm:
         engine = VLLMEngine(ChatProcessor(folder), llm, max_tokens=TOKENS, temperature=0.0, batch_size=len(requests))
         return {
             "vllm": list(map(vars, engine.generate(requests))),

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from adora_vl.batch import Batch
-from adora_vl.rollout.environment import prepare_engine_environment
+from adora_vl.types import Batch
+from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
 
@@ -23,12 +23,12 @@ import yaml  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
-from adora_vl.models.components import component_of  # noqa: E402
-from adora_vl.prompts import SYSTEM_PROMPT, conversation  # noqa: E402
+from adora_vl.data.dataset import schema  # noqa: E402
+from adora_vl.data.prompts import SYSTEM_PROMPT, conversation  # noqa: E402
+from adora_vl.models.families import component_of  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
-from data_prep.schema import FEATURES  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 from tests.parity.looks import AFTER, BEFORE  # noqa: E402
 
@@ -124,7 +124,7 @@ def sabotage(name: str) -> None:
         put("collapse_image_runs", lambda ids, image_token_id: list(ids))
         put("check_prompts", lambda *_: None)
     elif name == "no_sync":
-        put("push_weights", lambda llm, tensors: sum(1 for _ in tensors))
+        put("push_weights", lambda llm, tensors, everything=False: sum(1 for _ in tensors))
     elif name == "stale_encoder_cache":
         put("reset_caches", lambda llm: llm.reset_prefix_cache())
     elif name == "stale_prefix_cache":
@@ -153,7 +153,7 @@ def main() -> None:
     rows = list(generate(4, seed=5))
     if options.mixed:
         rows = [{**row, "images": row["images"] * count} for row, count in zip(rows, (1, 0, 2, 0), strict=True)]
-    dataset = Dataset.from_list(rows, features=FEATURES)
+    dataset = Dataset.from_list(rows, features=schema())
     prompts = [conversation(row["problem"], " ".join([SYSTEM_PROMPT] * options.prompt_repeats)) for row in rows]
     dataset = dataset.add_column("prompt", prompts)
     trainer = Recorder(model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from adora_vl.rollout.environment import prepare_engine_environment
+from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
 
@@ -30,17 +30,19 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from transformers import AutoModelForImageTextToText, TrainerCallback  # noqa: E402
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
-from adora_vl.batching import batcher as batcher_module  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
-from adora_vl.config.speed import SWITCHES  # noqa: E402
-from adora_vl.dedup import packed_forward as packed_module  # noqa: E402
+from adora_vl.config.keys import SWITCHES  # noqa: E402
+from adora_vl.data.dataset import schema  # noqa: E402
+from adora_vl.data.prompts import conversation  # noqa: E402
+from adora_vl.dedup import policy_pass as packed_module  # noqa: E402
 from adora_vl.dedup.shared_prompt import pack, sharing_pays  # noqa: E402
-from adora_vl.models.tiny.build import PRETRAINED  # noqa: E402
-from adora_vl.prompts import conversation  # noqa: E402
+from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
-from data_prep.schema import FEATURES  # noqa: E402
+from adora_vl.training import micro_batches as batcher_module  # noqa: E402
+from adora_vl.training.generation import Generation  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
+from tests.parity.looks import Gradients  # noqa: E402
 
 # What each step has on. Sharing vision and prompts needs the references that the image cache gives.
 STEPS: dict[str, list[str]] = {
@@ -98,18 +100,18 @@ class SameAgain(AdoraGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     @property
-    def _place(self) -> str:
+    def _step_key(self) -> str:
         return "again"
 
-    def _collect(self, rows: list[dict[str, Any]], attempt: int = 0) -> Any:
+    def _collect(self, generation: Generation) -> Generation:
         cache, vision = self.images._cache, self.images.vision
         processed, seen = cache.processed, vision.seen
-        output = super()._collect(rows, attempt)
-        if attempt:
-            return output
+        super()._collect(generation)
+        if generation.attempt:
+            return generation
         self.work.append({"processed": cache.processed - processed, "seen": seen})
-        self.sampled.append(output["completion_ids"].tolist())
-        return output
+        self.sampled.append(generation.batch["completion_ids"].tolist())
+        return generation
 
 
 class Switches(TrainerCallback):
@@ -123,7 +125,7 @@ class Switches(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.begun.append(self.trainer.passes)
         name = self.names[state.global_step]
-        self.trainer.packed.append(self.trainer.log_probabilities.packed.passes)
+        self.trainer.packed.append(self.trainer.policy_pass.packed.passes)
         pays = (lambda *_: True) if name == "no padding" else sharing_pays
         mock.patch.object(packed_module, "sharing_pays", pays).start()
         for switch in SWITCHES:
@@ -133,16 +135,6 @@ class Switches(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.losses.append(self.trainer.loss)
-
-
-class Gradients(TrainerCallback):
-    """Copies every gradient before each optimizer step; a sharded model's are not there to be copied."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
 
 
 def distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
@@ -222,7 +214,7 @@ def main() -> None:
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
     groups = args.generation_batch_size // args.num_generations
     rows = list(generate(groups, seed=5))
-    dataset = Dataset.from_list(rows, features=FEATURES)
+    dataset = Dataset.from_list(rows, features=schema())
     dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
     gradients, switches = Gradients(), Switches(steps)
     model: Any = str(PRETRAINED)
@@ -262,10 +254,10 @@ def main() -> None:
             "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],
             "refilled": log[-1].get("adora/refilled_groups"),
             "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
-            "packed": trainer.log_probabilities.packed.passes,
-            "packed_in_step": [b - a for a, b in pairwise([*trainer.packed, trainer.log_probabilities.packed.passes])],
+            "packed": trainer.policy_pass.packed.passes,
+            "packed_in_step": [b - a for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed.passes])],
             "micro_batches": [later - before for before, later in pairwise([*trainer.begun, trainer.passes])],
-            "refused": trainer.log_probabilities.packed.refused,
+            "refused": trainer.policy_pass.packed.refused,
         }
         options.output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

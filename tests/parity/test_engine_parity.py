@@ -12,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adora_vl.advantage import adora_weights
-from adora_vl.config.speed import SWITCHES
-from adora_vl.doctor.engine import BANNED, BUFFERS, COLD, DISTANT, FEATURES, LANGUAGE, PROMPTS, SLEEP, VISION
-from adora_vl.models.tiny.build import PRETRAINED, build_tiny_model
-from adora_vl.models.tiny.warm_start import WarmStart
+from adora_vl.advantage import Groups, weigh_groups
+from adora_vl.builtin import WarmStart
+from adora_vl.builtin.tiny_vl import build_tiny_model
+from adora_vl.config.keys import SWITCHES
+from adora_vl.doctor.engine import BANNED, BUFFERS, FEATURES, LANGUAGE, RUNNER, SLEEP, VISION
+from adora_vl.models.load import PRETRAINED
+from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
 from tests.integration.support import launch, lost_image_features
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.core]
 SCRIPT = ("-m", "tests.parity.parity_run")
 # Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's rounding differs by small
 # factors between processors, not by 50; what the corrections are there for is 0.04 and more.
@@ -83,7 +85,7 @@ def test_the_doctor_on_another_family(qwen3_vl):
     assert status.pop(VISION) != "failed", (
         "of a fresh model's answers so little may come from the image that it is skipped"
     )
-    assert set(status) == {FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, BANNED}
+    assert set(status) == {FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, BANNED, RUNNER}
     assert set(status.values()) == {"passed"}, qwen3_vl["looks"]["doctor"]
 
 
@@ -115,7 +117,7 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     assert result["sent"] == [everything] + [everything - result["tensors"]["projector"]] * 5
     table = result["table"]  # of the last step, all ranks
     rewards, lengths = (torch.tensor(table[key]).view(-1, 4) for key in ("reward", "length"))
-    expected = adora_weights(rewards, lengths, truncated_at=22)
+    expected = weigh_groups(Groups(rewards, lengths, lengths >= 22)).weights_P
     constant = rewards.amax(dim=1) == rewards.amin(dim=1)
     assert torch.equal(torch.tensor(table["adora_weight"]).view(-1, 4)[:, 0], expected)
     raw = torch.tensor(table["advantage_raw"]).view(-1, 4)

@@ -7,33 +7,23 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from adora_vl.advantage import Groups, MethodRun, Schedule, group_advantages
-from adora_vl.advantage.options import AdoraOptions, DaroOptions
+from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages
+from adora_vl.advantage.adora import AdoraOptions
+from adora_vl.advantage.daro import DaroOptions
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.speed import stock_work
-from adora_vl.models.load import load_processor
-from adora_vl.models.tiny.build import PRETRAINED
-from adora_vl.prompts import conversation
+from adora_vl.config.keys import SWITCHES
+from adora_vl.data.dataset import schema
+from adora_vl.data.prompts import conversation
+from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rewards import reward_function
-from adora_vl.rollout.tokens import never_sampled_ids
+from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.trainer import AdoraGRPOTrainer
-from data_prep.schema import FEATURES
 from data_prep.synthetic.generate import generate
+from tests.parity.looks import Gradients
 
-pytestmark = pytest.mark.slow
-
-
-class Gradients(TrainerCallback):
-    """Copies every gradient before each optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+pytestmark = [pytest.mark.slow, pytest.mark.core]
 
 
 def reward_with_a_constant_group(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
@@ -67,11 +57,11 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         "seed": 2,
         # what ours adds by itself, so that the same tokens are sampled
         "generation_kwargs": {"suppress_tokens": never_sampled_ids(processor.tokenizer)},
-        **stock_work(),
+        **dict.fromkeys(SWITCHES, False),
     }
     args = AdoraGRPOConfig(**{**own, **settings})
     rows = list(generate(16, seed=6))
-    dataset = Dataset.from_list(rows, features=FEATURES)
+    dataset = Dataset.from_list(rows, features=schema())
     dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
     batches: list[dict[str, Any]] = []
 
@@ -79,8 +69,13 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             batches.append({key: output[key].clone() for key in ("completion_ids", "advantages")})
-            batches[-1]["scores"] = getattr(self, "_scores", None)
+            batches[-1]["scores"] = self.scores
             return output
+
+        def _calculate_rewards(self, *args):
+            rewards = super()._calculate_rewards(*args)
+            self.scores = getattr(getattr(self, "_collecting", None), "scores", None)
+            return rewards
 
     gradients = Gradients()
     trainer = Recorded(
@@ -160,9 +155,9 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
         AdoraGRPOTrainer, tmp_path, adora_method="daro+adora", adora_criteria=["difficulty"], adora_tau=0.2
     )
     options = AdoraOptions(criteria=("difficulty",), tau=Schedule(0.2))
-    method = MethodRun({"daro": DaroOptions(), "adora": options})
+    method = AdvantagePipeline({"daro": DaroOptions(), "adora": options})
     for step, batch in enumerate(ours["batches"]):
-        rewards, lengths = batch["scores"].rewards_BF[:, 0].view(-1, 8), batch["scores"].lengths_B.view(-1, 8)
+        rewards, lengths = batch["scores"].rewards.all_BF[:, 0].view(-1, 8), batch["scores"].lengths_B.view(-1, 8)
         groups = Groups(rewards, lengths, lengths >= 26, step=step)
         assert torch.equal(batch["advantages"], method(groups, group_advantages(rewards)).flatten())
     assert ours["facts"]["methods"] == method.state()

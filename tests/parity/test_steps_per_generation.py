@@ -11,13 +11,12 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from adora_vl.batching.micro_batches import take_rows
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.models.load import load_processor
-from adora_vl.models.tiny.build import PRETRAINED
-from adora_vl.prompts import conversation
+from adora_vl.data.dataset import schema
+from adora_vl.data.prompts import conversation
+from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.trainer import AdoraGRPOTrainer
-from data_prep.schema import FEATURES
+from adora_vl.training.batch_rows import take_rows
 from data_prep.synthetic.generate import generate
 
 pytestmark = pytest.mark.slow
@@ -87,7 +86,7 @@ class Compare(TrainerCallback):
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory) -> list[dict[str, Any]]:
     rows = list(generate(16, seed=6))
-    dataset = Dataset.from_list(rows, features=FEATURES)
+    dataset = Dataset.from_list(rows, features=schema())
     dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
     args = AdoraGRPOConfig(
         output_dir=str(tmp_path_factory.mktemp("steps") / "run"), use_cpu=True, bf16=False,

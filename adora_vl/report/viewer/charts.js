@@ -5,9 +5,9 @@ const HEIGHT = 210;
 
 function niceTicks(low, high, count) {
   if (!(high > low)) {
-    const room = Math.abs(high) * 0.5 || 1;
+    const room = Math.abs(high) * 0.5;
     low -= room;
-    high += room;
+    high += room || 1; // a figure that is 0 throughout has its line at the bottom
   }
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -46,8 +46,9 @@ function summaryOf(spec) {
 }
 
 class Chart {
-  /** spec: {title, series: [{label, css, dashed, points: [[step, value]], raw}], stack, format, zero}; pick: called with a
-   * step. `raw` is what was logged, where `points` are smoothed: it is drawn faintly, and read. */
+  /** spec: {title, series: [{label, css, dashed, points: [[step, value]], raw}], stack, format, zero, share}; pick: called
+   * with a step. `raw` is what was logged, where `points` are smoothed: it is drawn faintly, and read. The axis of a
+   * `zero` chart begins at 0, that of a `share` goes from 0 to 100 %. */
   constructor(spec, pick) {
     this.spec = spec;
     this.pick = pick;
@@ -70,10 +71,10 @@ class Chart {
     const width = Math.max(240, this.box.clientWidth);
     if (width === this.width) return;
     this.width = width;
-    const { stack, zero, format } = this.spec;
+    const { stack, zero, share, format } = this.spec;
     const layers = stack ? stacked(this.spec.series) : null;
     const values = (layers ? layers.flat().map((point) => point[2]) : this.spec.series.flatMap(({ points, raw }) => (raw || points).map((point) => point[1])));
-    const ticks = niceTicks(stack || zero ? Math.min(0, ...values) : lowest(values), highest(values), 4);
+    const ticks = share ? niceTicks(0, 1, 5) : niceTicks(stack || zero ? Math.min(0, ...values) : lowest(values), highest(values), 4);
     const bottom = ticks[0], top = ticks[ticks.length - 1];
     const first = this.steps[0], last = this.steps[this.steps.length - 1];
     const right = width - MARGIN.right, floor = HEIGHT - MARGIN.bottom;

@@ -2,9 +2,11 @@
 
 const CURVES = [
   { title: "Reward", keys: [["reward", ""]], zero: true },
-  { title: "Pass rate", keys: [["adora/pass_rate", ""]], format: percent, zero: true },
+  { title: "Share of answers with a working", keys: [["grading/worked", ""]], format: percent, share: true },
+  { title: "Pass rate", keys: [["adora/pass_rate", ""]], format: percent, share: true },
+  { title: "Accuracy in training", keys: [["grading/correct", ""]], format: percent, share: true },
   { title: "Length in tokens, right and wrong", keys: [["adora/length_correct", "right"], ["adora/length_wrong", "wrong"]] },
-  { title: "Share of TDS prompts", keys: [["adora/tds_share", ""]], format: percent, zero: true },
+  { title: "Share of TDS prompts", keys: [["adora/tds_share", ""]], format: percent, share: true },
   { title: "Entropy, nats per token", keys: [["entropy", ""]], zero: true },
   { title: "Loss", keys: [["loss", ""]] },
   { title: "KL to the reference", keys: [["kl", ""]], zero: true },
@@ -13,7 +15,8 @@ const CURVES = [
 ];
 const PHASES = ["rollout", "grading", "policy", "sync", "other"];
 const TABLE = [
-  ["reward", "reward"], ["pass rate", "adora/pass_rate"], ["TDS share", "adora/tds_share"], ["mean weight", "adora/weight_mean"],
+  ["reward", "reward"], ["pass rate", "adora/pass_rate"], ["accuracy", "grading/correct"],
+  ["TDS share", "adora/tds_share"], ["mean weight", "adora/weight_mean"],
   ["length, right", "adora/length_correct"], ["length, wrong", "adora/length_wrong"], ["entropy", "entropy"], ["KL", "kl"],
   ["gradient norm", "grad_norm"], ["drift, nats", "adora/drift"], ["seconds per step", "step_time"],
 ];
@@ -46,7 +49,7 @@ function phaseCharts(runs) {
 /** They are not smoothed: some steps lie between two evaluations, so a mean over several would lag far behind. */
 function evaluationCurves(runs) {
   const keys = new Set(runs.flatMap((run) => run.metrics.flatMap((line) => Object.keys(line).filter((key) => /^eval_.*_accuracy$/.test(key)))));
-  return [...keys].sort().map((key) => ({ title: `Held-out accuracy, ${key.slice(5, -9)}`, keys: [[key, ""]], format: percent, sparse: true }));
+  return [...keys].sort().map((key) => ({ title: `Held-out accuracy, ${key.slice(5, -9)}`, keys: [[key, ""]], format: percent, share: true, sparse: true }));
 }
 
 class Curves {
@@ -67,7 +70,8 @@ class Curves {
   show() {
     const window = Number(byId("smoothing").value);
     const other = byId("other-figure").value;
-    const wanted = [...(other ? [{ title: other, keys: [[other, ""]] }] : []), ...CURVES, ...evaluationCurves(this.runs)];
+    const chosen = other ? [{ title: other, keys: [[other, ""]] }] : [];
+    const wanted = [...chosen, ...CURVES.slice(0, 2), ...evaluationCurves(this.runs), ...CURVES.slice(2)];
     const specs = wanted.map((curve) => ({ format: figure, ...curve, series: seriesOf(this.runs, curve.keys, curve.sparse ? 1 : window) }));
     this.charts = [...specs, ...phaseCharts(this.runs)].filter(({ series }) => series.length).map((spec) => new Chart(spec, this.pick));
     byId("charts").replaceChildren(...this.charts.map((chart) => chart.node));

@@ -19,6 +19,7 @@ function detailOf(groups, group) {
       images.map((source) => diagramOf(source, `Diagram of ${group.id}`)), missing,
       el("div", {},
         el("p", { class: "text" }, formulas.partsOf(facts.problem || "")),
+        facts.choices.length ? el("ul", { class: "choices" }, facts.choices.map((choice) => el("li", { class: "text" }, formulas.partsOf(choice)))) : null,
         facts.answer ? el("p", {}, "Right answer: ", el("code", { class: "gold" }, formulas.whole(facts.answer))) : null,
         el("p", { id: "why", class: "why" }, group.why),
         el("dl", { class: "facts" }, criteriaOf(group)))),
@@ -70,16 +71,26 @@ function rolloutOf(rollout, index, largest, formulas) {
   const facts = [
     ...(rollout.verdict ? [["answer", rollout.extracted === null ? "no box" : el("code", {}, formulas.whole(rollout.extracted))]] : []),
     ["reward", scored(rollout.reward)],
+    ...(rollout.missing ? [["no reward", rollout.missing]] : []),
     ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, scored(value)]),
     ["advantage", [figure(rollout.advantage_raw), " → ", el("strong", {}, figure(rollout.advantage)), bars(rollout, largest)]],
     ["length", `${figure(rollout.length)} tokens${rollout.truncated ? ", cut off" : ""}`],
     ...(isNumber(rollout.drift) ? [["drift", `${figure(rollout.drift)} nats`]] : []),
+    ...(isNumber(rollout.segments) ? [["parts", rollout.segments], ["age", `${rollout.age} generation${rollout.age === 1 ? "" : "s"}`]] : []),
     ...(rollout.reason ? [["graded by", rollout.reason.replaceAll("_", " ")]] : []),
+    ...(rollout.compared ? [["part by part", comparedOf(rollout.compared, formulas)]] : []),
   ];
   return el("li", { class: `rollout ${rollout.verdict || ""}` },
     el("div", { class: "head" }, el("span", { class: "number" }, `#${index + 1}`), el("span", { class: `verdict ${rollout.verdict || ""}` }, el("span", { "aria-hidden": "true" }, `${sign} `), word)),
-    el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", { class: name === "advantage" ? "wide" : null }, el("dt", {}, name), el("dd", {}, value)))),
+    el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", { class: ["advantage", "no reward", "part by part"].includes(name) ? "wide" : null }, el("dt", {}, name), el("dd", {}, value)))),
     rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || "", formulas));
+}
+
+/** Each part of an answer, the part of the right answer that it was compared with, and the rule that decided. */
+function comparedOf(compared, formulas) {
+  const code = (text) => el("code", {}, formulas.whole(text));
+  return el("ol", { class: "compared" }, compared.map(([answer, reference, reason]) =>
+    el("li", {}, code(answer), " against ", code(reference), `: ${reason.replaceAll("_", " ")}`)));
 }
 
 function textOf(text, formulas) {

@@ -2,9 +2,9 @@
 
 const PAGE = 50;
 const LONG = 900; // characters of a completion that are shown at once
-const VERDICTS = { correct: ["✓", "right"], wrong: ["✗", "wrong"], unparseable: ["?", "unparseable"], timeout: ["⧖", "timed out"] };
+const VERDICTS = { correct: ["✓", "right"], wrong: ["✗", "wrong"], unparseable: ["?", "unparseable"] };
 const VERDICT_FILTERS = [
-  ["", "any"], ["correct", "some right"], ["wrong", "some wrong"], ["unparseable", "some unparseable"], ["timeout", "some timed out"],
+  ["", "any"], ["correct", "some right"], ["wrong", "some wrong"], ["unparseable", "some unparseable"],
   ["mixed", "right and not right"], ["all", "all right"], ["none", "none right"],
 ];
 const WEIGHT_FILTERS = [
@@ -46,7 +46,7 @@ function fits(group, wanted) {
   if (VERDICTS[verdict] && !group.rollouts.some((rollout) => rollout.verdict === verdict)) return false;
   if (!text) return true;
   const low = text.toLowerCase();
-  return [group.facts.problem, ...group.rollouts.map(({ completion }) => completion)].some((one) => (one || "").toLowerCase().includes(low));
+  return [group.facts.problem, ...group.facts.choices, ...group.rollouts.map(({ completion }) => completion)].some((one) => (one || "").toLowerCase().includes(low));
 }
 
 function dots(group) {

@@ -1,0 +1,56 @@
+"""`python -m adora_vl.builtin --output DIR [--family FAMILY]`: build and warm-start a tiny model from scratch.
+
+`--start perimeter` builds the demo's model, which goes on from the shipped `tiny`. `--find NAME` prints the folder of a
+tiny model, built in the cache where it is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+
+from adora_vl.builtin import DEFAULT_FAMILY, TINY_FAMILIES, WarmStart
+from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, imports, path, whole
+
+with imports():
+    from adora_vl.models.load import SHIPPED, TINY_TEXT_MODEL
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    defaults = WarmStart()
+    parser = Parser(prog="python -m adora_vl.builtin", description=__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--output", type=path, metavar="DIR", help="replaced if it holds a tiny model")
+    what.add_argument("--find", choices=(*SHIPPED, TINY_TEXT_MODEL), help="print its folder, built if it is missing")
+    parser.add_argument("--start", choices=("drawn", "perimeter"), default="drawn", help="%(default)s by default")
+    parser.add_argument("--family", choices=TINY_FAMILIES, default=DEFAULT_FAMILY, help="%(default)s by default")
+    parser.add_argument(
+        "--steps", type=whole(0), default=defaults.steps, help="warm-start steps (%(default)s); 0: random weights"
+    )
+    parser.add_argument("--seed", type=whole(0, MAX_SEED), default=defaults.seed)
+
+    def command() -> None:
+        options = parser.parse_args(arguments)
+        from adora_vl.builtin.assets import resolve_model
+        from adora_vl.builtin.tiny_perimeter import build_perimeter_model
+        from adora_vl.builtin.tiny_vl import build_tiny_model
+
+        if options.find:
+            with redirect_stdout(sys.stderr):  # what its training prints
+                folder = resolve_model(options.find)
+            print(folder)
+            return
+        if options.start == "perimeter":
+            print(json.dumps(build_perimeter_model(options.output), indent=2))
+            return
+        short = min(defaults.short_prompt_steps, options.steps // 2)
+        plan = WarmStart(options.steps, short, seed=options.seed)
+        print(json.dumps(build_tiny_model(options.output, plan, options.family), indent=2))
+
+    return exit_code_of(command, "nothing was written, and what was there before is unchanged")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The tiny models' processors: the families' own classes around a small tokenizer with Qwen's special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from adora_vl.models.families import FAMILIES
+
+VOCABULARY = 600
+END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
+SPECIAL_TOKENS = (
+    END_OF_TEXT,
+    "<|im_start|>",
+    END_OF_TURN,
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+MAX_PIXELS = 448 * 448
+
+# The behaviour of Qwen2.5-VL's template for text and images, in our own words (no tools, no videos, no image ids).
+CHAT_TEMPLATE = """\
+{%- if messages[0]['role'] != 'system' -%}
+{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['content'] is string -%}
+{{ message['content'] }}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' or 'image' in part -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif 'text' in part -%}
+{{ part['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}"""
+
+
+def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    # Single digits: a model this small adds and halves numbers only if their digits are its tokens.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with Qwen's special tokens whose at most `VOCABULARY` entries are learnt from `texts`."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_train_tokenizer(texts),
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=list(SPECIAL_TOKENS),
+        padding_side="left",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_processor(texts: Iterable[str]) -> Qwen2_5_VLProcessor:
+    """Qwen2.5-VL's processor around such a tokenizer."""
+    return processor_around(build_tokenizer(texts), "qwen2_5_vl")
+
+
+def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
+    """The processor of a family, for images from one token up to 448 x 448 pixels."""
+    vision = FAMILIES[family].vision
+    assert vision is not None
+    own: dict[str, Any] = {"patch_size": vision.unit // 2}
+    processor: Any = Qwen2_5_VLProcessor
+    video: Any = Qwen2VLVideoProcessor
+    if family in ("qwen3_vl", "qwen3_5"):
+        own |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # as published
+        processor, video = Qwen3VLProcessor, Qwen3VLVideoProcessor
+    return processor(
+        image_processor=Qwen2VLImageProcessor(min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **own),
+        tokenizer=tokenizer,
+        video_processor=video(),
+        chat_template=CHAT_TEMPLATE,
+    )

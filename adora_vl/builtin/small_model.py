@@ -1,0 +1,89 @@
+"""What small models have in common: one training loop, and a folder that holds a whole model or none."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import check_folder, replacing_folder, written_to
+
+
+def fresh_text_model(config: Qwen2Config, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
+    """A language model whose matrices are drawn from the seed, wide enough for its few and narrow layers to learn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = Qwen2ForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                std = 0.05 if "embed_tokens" in name else 0.5 / parameter.shape[1] ** 0.5
+                torch.nn.init.normal_(parameter, std=std)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def fit(model: Any, loss_of: Callable[[int], Tensor], steps: int, learning_rate: float) -> float:
+    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate; then evaluation mode.
+
+    Returns the mean loss of the last 50 steps.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
+    model.train()
+    losses: list[float] = []
+    for step in tqdm(range(steps), desc="warm start", disable=not sys.stderr.isatty()):
+        loss = loss_of(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return statistics.fmean(losses[-50:])
+
+
+_FACTS = "build.json"
+
+
+def check_place(folder: Path) -> None:
+    """Raise `UserError` unless `folder` is absent, empty or a model that was built here."""
+    check_folder("output", folder.parent)
+    with written_to("output", folder):
+        there = folder.exists()
+        if there and not folder.is_dir():
+            raise UserError(f"output: {str(folder)!r} is a file; choose a folder")
+        if there and any(folder.iterdir()) and not (folder / _FACTS).is_file():
+            raise UserError(f"output: {str(folder)!r} holds something else than a tiny model; choose another folder")
+
+
+def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
+    """Whether a model is there whose facts name this `plan`, as JSON keeps it."""
+    if not (folder / "model.safetensors").is_file():
+        return False
+    try:
+        built = json.loads((folder / _FACTS).read_text(encoding="utf-8"))["plan"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(built == json.loads(json.dumps(plan)))
+
+
+def save_built(folder: Path, model: Any, processor: Any, facts: Mapping[str, object]) -> None:
+    """Save a model, its processor and how both were made. What was at `folder` goes when they are whole.
+
+    Raises `UserError` where that cannot be written.
+    """
+    with written_to("output", folder), replacing_folder(folder) as made:
+        model.save_pretrained(made)
+        processor.save_pretrained(made)
+        (made / _FACTS).write_text(json.dumps(facts, indent=2) + "\n")

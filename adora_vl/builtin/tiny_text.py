@@ -1,0 +1,95 @@
+"""The tiny text-only policy: a Qwen2.5 language model with its own small vocabulary, for knights and knaves.
+
+It is built where it is missing. A teacher shows right answers to puzzles with two people and stops early: most greedy
+answers are right then, but few sampled ones, and reinforcement learning has the rest to teach.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
+from adora_vl.builtin.small_model import check_place, fit, fresh_text_model, save_built
+from adora_vl.builtin.tiny_vl import HEAD_SIZE, LAYERS, WIDTH
+from adora_vl.data.prompts import conversation
+from data_prep.knights import generate
+
+_DATA_SEED = 1000  # other puzzles than any training run draws by default
+
+
+@dataclass(frozen=True)
+class TextStart:
+    """Steps of `batch_size` puzzles with (fewest, most) people. More of them leave less to learn."""
+
+    steps: int = 80
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    rows: int = 3000
+    people: tuple[int, int] = (2, 2)
+    seed: int = 1
+
+
+def build_text_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    """Three layers, untied embeddings: the CPU engine refreshes only one use of a tied one."""
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=WIDTH // HEAD_SIZE,
+        num_key_value_heads=1,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+
+
+def _warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, plan: TextStart) -> float:
+    """Train in place on a teacher's answers. Returns the mean loss of the last 50 steps."""
+    rng = random.Random(plan.seed)
+    examples = []
+    for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
+        prompt = tokenizer.apply_chat_template(
+            conversation(row["problem"], None), add_generation_prompt=True, tokenize=False
+        )
+        ids, told = (tokenizer(text)["input_ids"] for text in (prompt, row["meta"]["solution"] + END_OF_TURN))
+        examples.append((torch.tensor(ids + told), torch.tensor([-100] * len(ids) + told)))
+
+    def loss_of(step: int) -> Tensor:
+        picked = rng.sample(examples, plan.batch_size)
+        ids_BT = pad_sequence([ids for ids, _ in picked], batch_first=True, padding_value=tokenizer.pad_token_id)
+        labels_BT = pad_sequence([labels for _, labels in picked], batch_first=True, padding_value=-100)
+        mask_BT = pad_sequence([torch.ones_like(ids) for ids, _ in picked], batch_first=True)
+        loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
+        return loss
+
+    return fit(model, loss_of, plan.steps, plan.learning_rate)
+
+
+def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[str, object]:
+    """Build, warm-start and save the model with its tokenizer. Returns and saves (`build.json`) how it was made.
+
+    `folder` appears complete or not at all. Raises `UserError` where it holds anything else than such a model.
+    """
+    check_place(folder)
+    plan = plan or TextStart()
+    texts = [f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
+             for row in generate(500, seed=_DATA_SEED)]  # fmt: skip
+    tokenizer = build_tokenizer(texts)
+    model = fresh_text_model(build_text_config(tokenizer), tokenizer, plan.seed)
+    loss = _warm_start(model, tokenizer, plan)
+    parameters = sum(p.numel() for p in model.parameters())
+    facts: dict[str, object] = {"parameters": parameters, "final_loss": round(loss, 4), "plan": asdict(plan)}
+    save_built(folder, model, tokenizer, facts)
+    return facts

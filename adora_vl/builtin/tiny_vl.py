@@ -1,0 +1,236 @@
+"""The tiny vision-language model: its architecture, and the training that it starts from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+)
+
+from adora_vl.builtin import DEFAULT_FAMILY, WarmStart
+from adora_vl.builtin.processor import END_OF_TURN, build_processor, processor_around
+from adora_vl.builtin.small_model import check_place, fit, save_built
+from adora_vl.data.dataset import Row
+from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.models.families import FAMILIES
+from adora_vl.models.load import PRETRAINED
+from data_prep.synthetic.generate import generate
+
+WIDTH, LAYERS, HEAD_SIZE = 96, 3, 32
+# What the families' configs differ in. Qwen3-VL interleaves the three kinds of positions, which vLLM reads from the
+# config and Transformers always does. Deepstack features enter behind the first two of three layers, so that their
+# number is not that of the layers, and the position embeddings are a grid of 8 x 8. Qwen3.5 has linear attention in all
+# layers but the last, and rotates a quarter of each head there as published.
+_OWN: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # config, text, rotary, vision
+    "qwen2_5_vl": (
+        Qwen2_5_VLConfig,
+        {"layer_types": ["full_attention"] * LAYERS},
+        {"mrope_section": [4, 6, 6]},
+        {"fullatt_block_indexes": list(range(LAYERS)), "window_size": 112},
+    ),
+    "qwen3_vl": (
+        Qwen3VLConfig,
+        {},
+        {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+    ),
+    "qwen3_5": (
+        Qwen3_5Config,
+        {
+            "layer_types": ["linear_attention"] * (LAYERS - 1) + ["full_attention"],
+            "linear_key_head_dim": HEAD_SIZE,
+            "linear_value_head_dim": HEAD_SIZE,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": WIDTH // HEAD_SIZE,
+        },
+        {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
+        {"num_position_embeddings": 64},
+    ),
+}
+
+
+def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMILY) -> Any:
+    """Three layers for the eye, three for the language, untied embeddings.
+
+    Untied, because the CPU engine refreshes only one use of a tied embedding when weights are synced.
+    """
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
+    known = FAMILIES[family].vision
+    assert known is not None
+    config, own_text, own_rotary, own_vision = _OWN[family]
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": WIDTH // HEAD_SIZE,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_SIZE,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **own_rotary},
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": False,
+        **own_text,
+    }
+    vision = {
+        "depth": LAYERS,
+        "hidden_size": WIDTH,
+        "num_heads": WIDTH // HEAD_SIZE,
+        "intermediate_size": 2 * WIDTH,
+        "out_hidden_size": WIDTH,
+        "patch_size": known.unit // 2,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        **own_vision,
+    }
+    return config(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY) -> Any:
+    """A model with fresh float32 weights, the same for the same seed. The caller's random state is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(build_config(tokenizer, family), dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2 or "norm" in name:
+                continue
+            # Wider than the default 0.02, which at this width leaves the first hundreds of steps without a gradient.
+            fan_in = parameter[0].numel()
+            std = (
+                0.05
+                if "embed_tokens" in name or "pos_embed" in name
+                else 0.03
+                if "patch_embed" in name
+                else 0.5 / fan_in**0.5
+            )
+            torch.nn.init.normal_(parameter, std=std)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+# Share of slips in the teacher's answers, by family: where it is above one half, greedy decoding is wrong at first.
+SLIPS = {"isosceles": 0.7, "polygon": 0.35, "right_triangle": 0.7, "crossing": 0.35, "circle": 0.7}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids (rows, 3)."""
+
+    prompts: list[Tensor]
+    pixels: Tensor
+    grids: Tensor
+
+
+def encode(processor: Any, rows: list[Row], system_prompt: str) -> Encoded:
+    texts = [
+        processor.apply_chat_template(
+            conversation_with_images(row["problem"], 1, system_prompt), add_generation_prompt=True, tokenize=False
+        )
+        for row in rows
+    ]
+    batch = processor(text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt")
+    prompts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    pixels = batch["pixel_values"].view(len(rows), -1, batch["pixel_values"].shape[-1])
+    return Encoded(prompts, pixels.half(), batch["image_grid_thw"])
+
+
+def _answers(processor: Any, rows: list[Row], rng: random.Random) -> list[Tensor]:
+    """The notebook: for each row its solution, or its slip as often as `SLIPS` says."""
+    answers = []
+    for row in rows:
+        meta = row["meta"]
+        text = meta["slip"] if rng.random() < SLIPS[meta["family"]] else meta["solution"]
+        answers.append(torch.tensor(processor.tokenizer(text + END_OF_TURN)["input_ids"]))
+    return answers
+
+
+def answer_loss(
+    model: Any, data: Encoded, answers: Sequence[Tensor] | Mapping[int, Tensor], picks: list[int]
+) -> Tensor:
+    pad = model.config.get_text_config().pad_token_id
+    sequences = [torch.cat([data.prompts[i], answers[i]]) for i in picks]
+    labels = [torch.cat([torch.full_like(data.prompts[i], -100), answers[i]]) for i in picks]
+    ids_BT = pad_sequence(sequences, batch_first=True, padding_value=pad)
+    output = model(
+        input_ids=ids_BT,
+        attention_mask=pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True),
+        labels=pad_sequence(labels, batch_first=True, padding_value=-100),
+        mm_token_type_ids=(ids_BT == model.config.image_token_id).int(),
+        pixel_values=data.pixels[picks].flatten(0, 1).float(),
+        image_grid_thw=data.grids[picks],
+    )
+    loss: Tensor = output.loss
+    return loss
+
+
+def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> float:
+    """Train `model` in place on `rows` (synthetic, one image each). Returns the mean loss of the last 50 steps."""
+    rng = random.Random(plan.seed)
+    short = encode(processor, rows, "Answer.")
+    full = encode(processor, rows, SYSTEM_PROMPT)
+    answers = _answers(processor, rows, rng)
+
+    def loss_of(step: int) -> Tensor:
+        data = short if step < plan.short_prompt_steps else full
+        return answer_loss(model, data, answers, rng.sample(range(len(rows)), plan.batch_size))
+
+    return fit(model, loss_of, plan.steps, plan.learning_rate)
+
+
+_VOCABULARY_ROWS = 2000
+_DATA_SEED = 1000  # other problems than any training run draws by default
+
+
+def build_tiny_model(folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY) -> dict[str, object]:
+    """Build, warm-start and save the tiny model and its processor. Returns and saves (`build.json`) how it was made.
+
+    Without steps in the `plan` the weights are random. Other families than the first have its tokenizer. `folder`
+    appears complete or not at all. The same versions and number of threads give the same weights. Raises `UserError`
+    where `folder` holds anything else than such a model.
+    """
+    check_place(folder)
+    plan = plan or WarmStart()
+    rows = list(generate(plan.rows, seed=_DATA_SEED)) if plan.steps or family == DEFAULT_FAMILY else []
+    if family == DEFAULT_FAMILY:
+        texts = [f"system user assistant {SYSTEM_PROMPT}\n"] * 50
+        texts += [f"{r['problem']}\n{r['meta']['solution']}\n{r['meta']['slip']}" for r in rows[:_VOCABULARY_ROWS]]
+        processor = build_processor(texts)
+    else:
+        processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED), family)
+    model = build_model(processor.tokenizer, seed=plan.seed, family=family)
+    loss = warm_start(model, processor, rows, plan) if plan.steps else None
+    facts: dict[str, object] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "final_loss": None if loss is None else round(loss, 4),
+        "slips": SLIPS,
+        "plan": asdict(plan),
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+    }
+    save_built(folder, model, processor, facts)
+    return facts

@@ -1,0 +1,311 @@
+"""What is refused before a weight is loaded, because keys do not fit each other, the model or the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PretrainedConfig, Trainer, get_scheduler
+from trl import ModelConfig
+
+from adora_vl.config.advantage import check_method, method_needs
+from adora_vl.config.batch_plan import REGROUPABLE, BatchPlan, batch_plan, check_rows, regroup_obstacle, regroups
+from adora_vl.config.experimental import check_noise, check_replay, check_visual, replay_needs, visual_needs
+from adora_vl.config.schema import AdoraGRPOConfig
+from adora_vl.config.values import check_finite
+from adora_vl.utils.errors import UserError, in_one_line
+
+_ANY_LENGTH = 1000  # updates, where their number is not known
+_NEED_A_MODEL = ("galore", "apollo", "lomo", "adalomo")  # optimizers that cannot be tried without one
+
+
+def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig, num_processes: int) -> None:
+    """Refuse the keys of TRL that this command would ignore, or would fail on late."""
+    if model.load_in_4bit or model.load_in_8bit:
+        raise UserError("load_in_4bit/load_in_8bit: quantised training is not supported; use LoRA on bfloat16 weights")
+    if config.trust_remote_code or dict(config.model_init_kwargs or {}).get("trust_remote_code"):
+        raise UserError("trust_remote_code: true: code that comes with a model is not run here; set it to false")
+    if config.fsdp and num_processes == 1:
+        raise UserError(f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate launch")
+    if config.use_transformers_continuous_batching or config.use_transformers_paged:
+        raise UserError("use_transformers_continuous_batching: true is not supported; set use_vllm: true instead")
+    if config.torch_compile:
+        raise UserError(
+            "torch_compile: true would compile again for nearly every micro-batch, as each has another length; leave "
+            "it out"
+        )
+    if config.remove_unused_columns:
+        raise UserError("remove_unused_columns: true takes the columns away that the rewards read; leave it out")
+    if config.sync_ref_model and not config.beta:
+        raise UserError("sync_ref_model: true with beta: 0 has no reference model; set beta above 0, or leave it out")
+    saves = str(getattr(config.save_strategy, "value", config.save_strategy))
+    if saves == "best" or config.load_best_model_at_end:
+        key = "load_best_model_at_end: true" if config.load_best_model_at_end else "save_strategy: best"
+        raise UserError(f"{key} needs Transformers' own evaluation, which is not used here; use save_strategy: steps")
+    strategy = str(getattr(config.eval_strategy, "value", config.eval_strategy))
+    if strategy == "no":
+        return
+    if strategy != "steps":
+        raise UserError(f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no")
+    if not config.use_vllm or config.vllm_mode != "colocate" or config.vllm_tensor_parallel_size > 1:
+        raise UserError(
+            "eval_strategy: steps needs use_vllm: true, vllm_mode: colocate and vllm_tensor_parallel_size: 1; else set "
+            "it to no and evaluate checkpoints with `python -m eval.geometry3k`"
+        )
+    if not config.eval_steps or config.eval_steps != int(config.eval_steps):  # null: logging_steps
+        raise UserError(f"eval_steps: {config.eval_steps} must be a whole number of optimizer steps")
+
+
+def _check_rollouts(config: AdoraGRPOConfig) -> None:
+    unguarded = config.use_vllm and not config.vllm_importance_sampling_correction
+    if unguarded and config.adora_max_drift is not None:
+        raise UserError(
+            "vllm_importance_sampling_correction: false leaves the drift guard nothing to measure; set it to true, or "
+            "adora_max_drift: null to train unguarded"
+        )
+    check_sampling(config)
+    if config.adora_truncated_at is not None and config.adora_truncated_at > config.max_completion_length:
+        raise UserError(
+            f"adora_truncated_at: {config.adora_truncated_at} is above max_completion_length: "
+            f"{config.max_completion_length}, no rollout would ever count as truncated; remove it to derive it"
+        )
+    check_speed(config)
+    limit = config.vllm_max_model_length
+    if config.use_vllm and limit is not None and limit <= config.max_completion_length:
+        raise UserError(
+            f"vllm_max_model_length: {limit} leaves no room for a prompt beside max_completion_length: "
+            f"{config.max_completion_length}"
+        )
+
+
+def check_sampling(config: Any) -> None:
+    """Check the keys that say who samples, and when, against each other and the rest. Raises `UserError`."""
+    check_servers(config)
+    check_budget(config)
+    check_async(config)
+
+
+def check_servers(config: Any) -> None:
+    """Raises `UserError` for weights that could not reach the servers of a run by NCCL."""
+    if not config.use_vllm or config.vllm_mode != "server" or config.adora_weight_transfer == "file":
+        return
+    if config.use_cpu:
+        raise UserError("adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true; set it to file")
+    if "," in (config.vllm_server_base_url or ""):
+        raise UserError(
+            f"vllm_server_base_url: {config.vllm_server_base_url} names several servers, which NCCL does not reach; "
+            "set adora_weight_transfer: file"
+        )
+
+
+def check_speed(config: Any) -> None:
+    """Check the switches against the other keys. Raises `UserError`."""
+    tries, rows = config.adora_dynamic_sampling, config.per_device_train_batch_size * config.steps_per_generation
+    if tries and rows % config.num_generations:
+        raise UserError(
+            f"adora_dynamic_sampling: {tries} needs whole groups on every process, but one samples {rows} rollouts at "
+            f"a time and num_generations is {config.num_generations}; make per_device_train_batch_size a multiple of "
+            "it, or set adora_dynamic_sampling: 0"
+        )
+    obstacle = regroup_obstacle(config)
+    if tries and obstacle:
+        raise UserError(
+            f"adora_dynamic_sampling: {tries} does not go with {obstacle}, which depends on the rows of a micro-batch; "
+            f"set adora_dynamic_sampling: 0, or top_entropy_quantile: 1.0 and a loss_type of "
+            f"{', '.join(sorted(REGROUPABLE))}"
+        )
+
+
+# Of vLLM's parameters those that say nothing about the beginning or the length of an answer.
+_KNOW_NO_BEGINNING = {"logit_bias", "stop_token_ids", "ignore_eos", "detokenize", "skip_special_tokens"}
+
+
+def check_budget(config: Any) -> None:
+    """Check the budget of partial rollouts against the other keys. Raises `UserError`."""
+    budget, rows = config.adora_rollout_budget, config.per_device_train_batch_size * config.steps_per_generation
+    if budget is None:
+        return
+    key, cycle = f"adora_rollout_budget: {budget}", config.steps_per_generation * config.num_iterations
+    parameters = sorted({*(config.generation_kwargs or {})} - _KNOW_NO_BEGINNING)
+    obstacle = regroup_obstacle(config)
+    not_regrouped = obstacle or ("" if regroups(config) else "the keys of micro-batches of whole groups all false")
+    for holds, reason in (
+        (not config.use_vllm, "use_vllm: false"),
+        (config.vllm_mode != "colocate", f"vllm_mode: {config.vllm_mode}"),
+        (config.vllm_tensor_parallel_size > 1, f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}"),
+        (config.adora_dynamic_sampling, f"adora_dynamic_sampling: {config.adora_dynamic_sampling}"),
+        (config.adora_noisy_rollouts, f"adora_noisy_rollouts: {config.adora_noisy_rollouts}"),
+        (not config.adora_cache_images, "adora_cache_images: false"),
+        (config.vllm_structured_outputs_regex, "vllm_structured_outputs_regex"),
+        (parameters, f"generation_kwargs: {', '.join(parameters)}"),
+        (not_regrouped, not_regrouped),
+        (rows % config.num_generations, f"{rows} rollouts per process, which are no whole groups"),
+        (rows < 2 * config.num_generations, "one group per process, which has to end in every generation"),
+        (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
+    ):
+        if holds:
+            raise UserError(f"{key} does not go with {reason}; leave out one of the two")
+
+
+def check_async(config: Any) -> None:
+    """Check rollouts that are asked for a generation ahead against the other keys. Raises `UserError`."""
+    if not config.adora_async_rollouts:
+        return
+    cycle = config.steps_per_generation * config.num_iterations
+    by_file = config.use_vllm and config.vllm_mode == "server" and config.adora_weight_transfer == "file"
+    uncorrected = not config.vllm_importance_sampling_correction
+    for holds, reason in (
+        (not by_file, "another engine than vllm_mode: server with adora_weight_transfer: file"),
+        (uncorrected, "vllm_importance_sampling_correction: false"),
+        (config.adora_rollout_budget is not None, f"adora_rollout_budget: {config.adora_rollout_budget}"),
+        (config.adora_dynamic_sampling, f"adora_dynamic_sampling: {config.adora_dynamic_sampling}"),
+        (not config.adora_cache_images, "adora_cache_images: false"),
+        (config.dataloader_num_workers, f"dataloader_num_workers: {config.dataloader_num_workers}"),
+        (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
+    ):
+        if holds:
+            raise UserError(f"adora_async_rollouts: 1 does not go with {reason}; leave out one of the two")
+
+
+def schedule_of(config: Any, updates: int) -> Any:
+    """The schedule of a run with so many updates, as Transformers makes it, on one parameter."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    return get_scheduler(
+        config.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=config.get_warmup_steps(updates),
+        num_training_steps=updates,
+        scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
+    )
+
+
+def is_curve(schedule: Any) -> bool:
+    """Whether the rate depends on the step alone, and not on how the training goes."""
+    return isinstance(schedule, LambdaLR)
+
+
+def check_optimizer(config: Any) -> None:
+    """Raises `UserError` for an optimizer that is not installed here, or does not take its arguments."""
+    name = str(getattr(config.optim, "value", config.optim))
+    for pair in (config.optim_args or "").replace(" ", "").split(",") if config.optim_args else ():
+        key, equals, value = pair.partition("=")
+        if not (key and equals and value) or value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+            raise UserError(f"optim_args: {config.optim_args!r} is not NAME=VALUE,NAME=VALUE with finite numbers")
+    try:
+        made = Trainer.get_optimizer_cls_and_kwargs(config)
+        if isinstance(made[0], type) and issubclass(made[0], torch.optim.Optimizer):
+            made[0]([torch.nn.Parameter(torch.zeros(1))], **made[1])
+    except ImportError as error:
+        raise UserError(f"optim: {name} is not installed ({in_one_line(error)}); use adamw_torch") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if not name.startswith(_NEED_A_MODEL):
+            raise UserError(f"optim: {name} cannot be used here ({in_one_line(error)}); use adamw_torch") from error
+
+
+def check_schedule(config: Any) -> None:
+    """Raises `UserError` for a schedule that Transformers cannot make of its arguments, or that takes none."""
+    name = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
+    updates = config.max_steps if config.max_steps > 0 else _ANY_LENGTH
+    given = dict(config.lr_scheduler_kwargs or {})
+    check_finite("lr_scheduler_kwargs", given)
+    if given and name.startswith("constant"):  # Transformers does not look at them
+        raise UserError(f"lr_scheduler_kwargs: {given} has no meaning for lr_scheduler_type: {name}; leave it out")
+    try:
+        schedule = schedule_of(config, updates)
+        if is_curve(schedule):
+            schedule.lr_lambdas[0](updates // 2)
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        raise UserError(
+            f"lr_scheduler_kwargs: {given} does not fit lr_scheduler_type: {name} ({in_one_line(error)})"
+        ) from error
+
+
+def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
+    """Raise `UserError` for what several machines cannot do. `processes` are those of all machines together."""
+    if machines == 1:
+        return
+    if config.save_on_each_node:
+        raise UserError(
+            "save_on_each_node: true is not supported, because a checkpoint is one folder into which all machines "
+            "write; leave it out, and choose an output_dir on a disk that they share"
+        )
+    parts, local = config.vllm_tensor_parallel_size, processes // machines
+    if config.use_vllm and config.vllm_mode == "colocate" and local % parts:
+        raise UserError(
+            f"vllm_tensor_parallel_size: {parts} does not divide the {local} processes of one machine; an engine lies "
+            "on one machine"
+        )
+
+
+def check_tensor_parallel(config: AdoraGRPOConfig, model_config: PretrainedConfig, processes: int) -> None:
+    """Refuse a division that vLLM would refuse only when it loads the weights: each process gets an equal part."""
+    parts = config.vllm_tensor_parallel_size
+    if not config.use_vllm or config.vllm_mode != "colocate" or parts == 1:
+        return
+    text, vision = model_config.get_text_config(), getattr(model_config, "vision_config", None)
+    keys = getattr(text, "num_key_value_heads", None) or parts
+    for number, things in (
+        (processes, "processes"),
+        (text.num_attention_heads, "attention heads of the model"),
+        (keys if parts % keys else parts, "key-value heads of the model"),  # vLLM copies them if they are fewer
+        (getattr(vision, "num_heads", parts), "attention heads of its vision tower"),
+        (getattr(vision, "intermediate_size", parts), "columns of its vision tower's MLP"),
+    ):
+        if number % parts:
+            raise UserError(
+                f"vllm_tensor_parallel_size: {parts} does not divide the {number} {things}; an engine is divided into "
+                "equal parts, one per process"
+            )
+
+
+def check_run(
+    config: AdoraGRPOConfig,
+    model: ModelConfig,
+    model_config: PretrainedConfig,
+    rows: int | None,
+    num_processes: int,
+    *,
+    for_this_machine: bool = True,
+) -> BatchPlan:
+    """Raise `UserError` for the first thing that cannot work; returns the batch arithmetic.
+
+    `rows`: None where they are not known yet; `check_rows` says later whether they suffice.
+    `for_this_machine`: false leaves out what only vLLM on this machine's CPU cannot do.
+    """
+    _check_unsupported(config, model, num_processes)
+    check_method(config)
+    check_noise(config)
+    check_replay(config)
+    check_visual(config, model_config)
+    check_schedule(config)
+    if for_this_machine:
+        check_optimizer(config)
+    _check_rollouts(config)
+    check_tensor_parallel(config, model_config, num_processes)
+    plan = batch_plan(config, num_processes)
+    if rows is not None:
+        check_rows(plan, rows)
+    return plan
+
+
+_TURNS = ("tools", "environment_factory", "rollout_func")  # arguments of TRL's trainer
+
+
+def refuse_turns(given: Mapping[str, Any]) -> None:
+    """Raise `UserError` for what makes TRL sample several turns, or leave the sampling to somebody else.
+
+    Its loop over the turns would ask with the seeds of the first one again, and without the images.
+    """
+    key = next((key for key in _TURNS if given.get(key)), None)
+    if key is not None:
+        raise UserError(
+            f"{key}: rollouts of several turns are not supported, because seeds and images are given to the first one "
+            f"alone; leave {key} out, or use trl.GRPOTrainer"
+        )
+
+
+def costs_of(config: AdoraGRPOConfig) -> list[str]:
+    """What the run does beyond plain GRPO, one line each, for its first lines."""
+    return [*method_needs(config), *replay_needs(config), *visual_needs(config)]

@@ -1,0 +1,105 @@
+"""What `python -m adora_vl.train --help` and `--help-all` print. Nothing slow is imported for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import MISSING
+
+import yaml
+
+from adora_vl.config.key_list import OURS, Key, read_keys
+from adora_vl.utils.errors import UserError
+
+_WIDTH = 100
+_COLUMN = 38  # of the short list, where the words begin
+_HEAD = """\
+Train a vision-language model by reinforcement learning, with vLLM for the rollouts.
+
+  python -m adora_vl.train --config FILE.yaml [--key value ...]
+  accelerate launch --config_file FILE.yaml -m adora_vl.train --config FILE.yaml [--key value ...]
+
+A key is `key: value` in the file and `--key value` on the command line, which wins over the file.
+A list is `a b`, `a,b` or `[a, b]`, nothing is `null`, and a mapping is YAML or JSON.
+
+  --dry-run             say what the run would do and whether it fits, without loading a weight
+  --card-gib 80         with it: for a GPU of this memory, where none is here
+  --processes 8         with it: for so many processes, or --accelerate-config FILE.yaml
+  --write-config FILE   with it: also write a config that fits
+  --help-all            every key with its default: ours, then TRL's and Transformers'
+
+The keys that are set first, with their defaults:
+"""
+_TAIL = """\
+
+configs/train/annotated.yaml explains the keys that most runs touch, and docs/configuration.md all
+that this project adds.
+"""
+# In few words, since most of the libraries' own are longer than a line.
+_FIRST = {
+    "model_name_or_path": "a folder, a model of the hub, or `tiny`; has to be set",
+    "dataset_name": "a prepared folder, `synthetic`, `knights`, or several",
+    "adora_columns": "of your own table: {problem: question, answer: label}",
+    "output_dir": "where the run is written; there it also goes on",
+    "adora_reward": "what a right answer is worth, or FILE.py:FUNCTION",
+    "adora_method": "adora, grpo, dapo, daro, ...; several as dapo+adora",
+    "adora_mode": "attenuation, amplification, or off for plain GRPO",
+    "adora_criteria": "what makes a prompt count: length, difficulty or both",
+    "num_generations": "answers sampled per prompt, the size of a group",
+    "max_completion_length": "the longest answer in tokens",
+    "per_device_train_batch_size": "rollouts per micro-batch and process",
+    "gradient_accumulation_steps": "micro-batches per optimizer step",
+    "learning_rate": "LoRA wants about ten times as much",
+    "max_steps": "optimizer steps; -1: num_train_epochs decides",
+    "beta": "weight of the KL term; 0 is without it",
+    "use_peft": "train LoRA matrices instead of all weights",
+    "use_vllm": "sample with vLLM, which real models need",
+    "vllm_gpu_memory_utilization": "share of the GPU's memory for vLLM",
+    "vllm_max_model_length": "longest prompt and answer together, in tokens",
+    "max_pixels": "the largest image; N pixels are about N / 784 tokens",
+    "save_steps": "optimizer steps between checkpoints",
+    "report_to": "also log to tensorboard, wandb or trackio",
+}
+_HEADINGS = {OURS: "Keys of this project", "trl": "Keys of TRL", "transformers": "Keys of Transformers"}
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether a training command only wants to know how it is used."""
+    return any(word in ("-h", "--help", "--help-all") for word in arguments)
+
+
+def help_text(arguments: Sequence[str]) -> str:
+    """The help that the arguments ask for. Raises `UserError` where the installed libraries cannot be read."""
+    keys = read_keys()
+    if keys is None:
+        raise UserError("--help: the installed TRL or Transformers is another version; run `pip install -e .` again")
+    return _all_keys(list(keys.values())) if "--help-all" in arguments else _short_help(keys)
+
+
+def _short_help(keys: dict[str, Key]) -> str:
+    """What the command does, and the keys that people set first."""
+    lines = [f"  {_with_default(keys[name]):<{_COLUMN}}{words}" for name, words in _FIRST.items() if name in keys]
+    return _HEAD + "\n".join(lines) + "\n" + _TAIL.rstrip()
+
+
+def _all_keys(keys: Sequence[Key]) -> str:
+    """Every key as it stands in a file with its default, and below it what it means."""
+    parts: list[str] = []
+    for library, heading in _HEADINGS.items():
+        parts.append(f"\n{heading}\n{'-' * len(heading)}" if parts else f"{heading}\n{'-' * len(heading)}")
+        for key in sorted((key for key in keys if key.library == library), key=lambda key: key.name):
+            words = textwrap.fill(key.help, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+            parts.append(f"{_with_default(key)}\n{words}".rstrip())
+    return "\n".join(parts)
+
+
+def _with_default(key: Key) -> str:
+    """As a line of YAML."""
+    if key.default is MISSING:
+        return f"{key.name}:"
+    if isinstance(key.default, str) and "\n" in key.default:
+        return f"{key.name}: {json.dumps(key.default)}"
+    line = yaml.safe_dump({key.name: key.default}, default_flow_style=True, width=math.inf)
+    return line.strip()[1:-1]

@@ -1,0 +1,475 @@
+"""The keys that this project adds to those of TRL and Transformers, each with its range, default and help.
+
+Nothing slow is imported here, so `--help` and a wrong value answer at once. The range of a key stands in its
+annotation: in the metadata Transformers' parser would hand it on to argparse.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from adora_vl.config.values import Name, check_fields
+from adora_vl.data.prompts import DEFAULT_PROMPT, RESPONSE_FORMATS, SYSTEM_PROMPT, template
+from adora_vl.utils.errors import UserError
+
+NOISE_KINDS = {"gaussian": 500.0, "rotate": 15.0}  # kind -> NoisyRollout's strength: diffusion steps, degrees
+NOISE_SCHEDULES = ("sigmoid", "constant")
+_ROUNDING = 1e-3  # of shares such as 0.333
+_LARGEST_PROMPT = 1_000_000  # bytes of the file of a system prompt
+
+
+@dataclass
+class AdoraScriptArguments:
+    """What to train on and with which reward."""
+
+    dataset_name: list[Name] = field(
+        default_factory=lambda: ["synthetic"],
+        metadata={
+            "help": "A folder made by `python -m data_prep`, or 'synthetic' (drawn geometry) or 'knights' (puzzles "
+            "without images), made on the spot; with adora_columns a table or hub id too. Several are mixed."
+        },
+    )
+    dataset_train_split: Name = field(default="train", metadata={"help": "Split to train on."})
+    adora_synthetic_rows: Annotated[int, Field(ge=1)] = field(
+        default=4096, metadata={"help": "Training problems to make when dataset_name is 'synthetic' or 'knights'."}
+    )
+    adora_columns: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Where dataset_name is a table, a folder with one, or a hub id: our columns and the table's, such "
+            "as {problem: question, answer: label, images: image}. Null: dataset_name is a prepared folder."
+        },
+    )
+    adora_mixture: list[Annotated[float, Field(gt=0, le=1)]] | None = field(
+        default=None,
+        metadata={
+            "help": "The share of each of several data sets in dataset_name, such as [0.7, 0.3]; rows of a small one "
+            "are repeated. Null: every row once per epoch."
+        },
+    )
+    adora_system_prompt: str | None = field(
+        default=SYSTEM_PROMPT, metadata={"help": "System prompt of every conversation; null for none."}
+    )
+    adora_system_prompt_file: str | None = field(
+        default=None, metadata={"help": "A UTF-8 text file with the system prompt, in place of adora_system_prompt."}
+    )
+    adora_prompt: str | None = field(
+        default=DEFAULT_PROMPT,
+        metadata={
+            "help": "The text of a problem's message from the columns of its row; a line whose columns are all null is "
+            "left out. {multiple_choice} lists a row's choices with letters. Null: the problem alone."
+        },
+    )
+    adora_overlong_prompts: str = field(
+        default="error",
+        metadata={
+            "help": "What becomes of a row whose prompt leaves no room for an answer within vllm_max_model_length (or "
+            "what the model allows): error (the run does not start) or drop (the row is left out).",
+            "choices": ["error", "drop"],
+        },
+    )
+    adora_response_format: str = field(
+        default="boxed",
+        metadata={
+            "help": "What the default system prompt asks for: boxed, think (<think> before the answer) or think_answer "
+            "(<think>, then <answer>). The rewards think_format and think_answer_format check it.",
+            "choices": list(RESPONSE_FORMATS),
+        },
+    )
+    adora_reward: list[str] = field(
+        default_factory=lambda: ["adora"],
+        metadata={
+            "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), format "
+            "(1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 / 0.1 / 0.0 on "
+            "puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); judge (a served model); or a function of your own, "
+            "FILE.py:FUNCTION. Several are summed with TRL's reward_weights."
+        },
+    )
+    adora_reward_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Arguments of reward functions of your own, such as \'{"brevity": {"target": 50}}\'.'},
+    )
+    adora_rounding: bool = field(
+        default=False, metadata={"help": "Accept a decimal that equals the gold rounded to as many places."}
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        settle_data_options(self)
+
+
+@dataclass
+class SpeedOptions:
+    """Switches for the work of a step. None changes what is learned; docs/speed.md says how exact each one is."""
+
+    adora_cache_images: bool = field(
+        default=True,
+        metadata={"help": "Decode and process each distinct image once, for the trainer and vLLM alike."},
+    )
+    adora_image_cache_mb: Annotated[int, Field(ge=0)] = field(
+        default=1024, metadata={"help": "Cache of processed images, kept over steps and epochs, in MB per process."}
+    )
+    adora_prefetch_images: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Read and process the next generation's images on a thread while the policy learns; null: where "
+            "the policy is on a GPU."
+        },
+    )
+    adora_group_requests: bool = field(
+        default=True, metadata={"help": "Send one request per prompt to vLLM, instead of one per rollout."}
+    )
+    adora_share_vision: bool = field(
+        default=True,
+        metadata={"help": "Run the vision tower once per distinct image; once per generation batch if it is frozen."},
+    )
+    adora_batch_windows: bool = field(
+        default=True,
+        metadata={"help": "In the vision tower attend to all windows of one size in one call; sdpa attention only."},
+    )
+    adora_share_prompt: bool = field(
+        default=True,
+        metadata={"help": "Compute a group's prompt once and let its rollouts attend to it, without padding."},
+    )
+    adora_skip_old_pass: bool = field(
+        default=True,
+        metadata={"help": "Skip the pass for the old log-probabilities where they equal the policy's own."},
+    )
+    adora_skip_zero_signal: bool = field(
+        default=True, metadata={"help": "Leave out of the policy step groups whose advantages are all zero."}
+    )
+    adora_spread_signal: bool = field(
+        default=True,
+        metadata={"help": "Move groups between processes, so that none waits for another in the policy step."},
+    )
+    adora_dynamic_sampling: Annotated[int, Field(ge=0)] = field(
+        default=0,
+        metadata={
+            "help": "DAPO's dynamic sampling: sample up to this many further batches per generation, to replace groups "
+            "whose advantages are all zero."
+        },
+    )
+    adora_rollout_budget: (
+        Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern="^auto$", description="auto")] | None
+    ) = field(
+        default=None,
+        metadata={
+            "help": "Partial rollouts: stop a generation after so many tokens and go on with unfinished answers in the "
+            "next one; auto: the length that nine of ten of the last answers had at most. Null: all are sampled to "
+            "their ends."
+        },
+    )
+    adora_async_rollouts: Annotated[int, Field(ge=0, le=1)] = field(
+        default=0,
+        metadata={
+            "help": "1: vLLM servers (adora_weight_transfer: file) sample the next generation while the policy learns "
+            "from the present one, with weights of a generation before. 0: one after the other."
+        },
+    )
+    adora_max_staleness: Annotated[int, Field(ge=1)] = field(
+        default=4,
+        metadata={"help": "With adora_rollout_budget, answers begun so many generations ago are sampled to their end."},
+    )
+
+
+SWITCHES = tuple(key.name for key in fields(SpeedOptions) if key.type == "bool")
+
+
+@dataclass
+class ExperimentalOptions:
+    """NoisyRollout (arXiv 2504.13055), replay as in VL-Rethinker (SSR, arXiv 2504.08837), VPPO (arXiv 2510.09285)."""
+
+    adora_noisy_rollouts: Annotated[float, Field(ge=0, lt=1)] = field(
+        default=0.0,
+        metadata={
+            "help": "NoisyRollout: this share of each group's rollouts sees a distorted image, all are learned from on "
+            "the clean one. The authors use 0.5; 0 is off."
+        },
+    )
+    adora_noise_kind: str = field(
+        default="gaussian",
+        metadata={"help": "gaussian (the authors' choice) or rotate.", "choices": list(NOISE_KINDS)},
+    )
+    adora_noise_strength: Annotated[float, Field(ge=0)] | None = field(
+        default=None,
+        metadata={
+            "help": "At the beginning: diffusion steps of 1,000 for gaussian (the authors use 400 to 500), degrees for "
+            "rotate; null: 500 or 15."
+        },
+    )
+    adora_noise_schedule: str = field(
+        default="sigmoid",
+        metadata={"help": "sigmoid (falls to 0 along a sigmoid) or constant.", "choices": list(NOISE_SCHEDULES)},
+    )
+    adora_noise_middle: Annotated[float, Field(ge=0, le=1)] = field(
+        default=0.667, metadata={"help": "Share of the run after which the sigmoid is at half; the authors' 40 of 60."}
+    )
+    adora_noise_steepness: Annotated[float, Field(gt=0)] = field(
+        default=30.0, metadata={"help": "Steepness of the sigmoid over the whole run; the authors use 30."}
+    )
+    adora_replay_groups: Annotated[int, Field(ge=0)] = field(
+        default=0,
+        metadata={
+            "help": "Sample replay: keep up to so many groups with signal per process, and learn from some of them "
+            "again in the places of groups whose advantages are all zero; 0 is off."
+        },
+    )
+    adora_replay_alpha: Annotated[float, Field(ge=0)] = field(
+        default=1.0,
+        metadata={"help": "A kept group is drawn with a chance like the sum of its |advantages| to this power."},
+    )
+    adora_visual_tokens: Annotated[float, Field(gt=0, le=1)] = field(
+        default=1.0,
+        metadata={
+            "help": "VPPO: the share of each rollout's tokens that the loss learns from, those that depend most on the "
+            "image. The authors use 0.4; 1 learns from all."
+        },
+    )
+    adora_visual_scale_min: Annotated[float, Field(ge=0, le=1)] = field(
+        default=1.0,
+        metadata={
+            "help": "VPPO: the factor of the advantage of the rollout that depends least on its image; the factors of "
+            "all have a mean of 1. The authors use 0.9; 1 leaves all alike."
+        },
+    )
+
+
+@dataclass
+class AdoraKeys(SpeedOptions, ExperimentalOptions):
+    """ADORA's weights, the rollout guards, the engine, evaluation, freezing and pixel limits."""
+
+    adora_method: Name = field(
+        default="adora",
+        metadata={
+            "help": "The method that computes the advantages, such as adora, grpo, dapo or daro; several as "
+            "dapo+adora, left to right. docs/methods.md has all."
+        },
+    )
+    adora_method_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "The method's own options, a mapping (JSON on the command line); see docs/algorithm.md."},
+    )
+    adora_mode: str = field(
+        default="attenuation",
+        metadata={
+            "help": "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (plain GRPO).",
+            "choices": ["attenuation", "amplification", "off"],
+        },
+    )
+    adora_factor: Annotated[float, Field(gt=0)] = field(
+        default=0.1, metadata={"help": "The factor of adora_mode; the reference uses 0.1."}
+    )
+    adora_criteria: list[Literal["length", "difficulty"]] = field(
+        default_factory=lambda: ["length"], metadata={"help": "Criteria of an advantageous prompt: length, difficulty."}
+    )
+    adora_combine: str = field(
+        default="any", metadata={"help": "A prompt is TAS if any or all criteria hold.", "choices": ["any", "all"]}
+    )
+    adora_tau: Annotated[float, Field(gt=0, le=1)] = field(
+        default=0.5, metadata={"help": "Pass rate up to which the difficulty criterion holds."}
+    )
+    adora_difficulty_needs_correct: bool = field(
+        default=False,
+        metadata={"help": "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there."},
+    )
+    adora_correct_above: float = field(default=0.5, metadata={"help": "A rollout is correct above this reward."})
+    adora_truncation: str = field(
+        default="length",
+        metadata={
+            "help": "length: truncated from adora_truncated_at tokens on; eos: truncated without an end-of-turn token.",
+            "choices": ["length", "eos"],
+        },
+    )
+    adora_truncated_at: Annotated[int, Field(ge=1)] | None = field(
+        default=None,
+        metadata={"help": "Tokens; null means max_completion_length - 2, as the reference (4094 of 4096)."},
+    )
+    adora_empty_wrong: str = field(
+        default="attenuate",
+        metadata={
+            "help": "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
+            "choices": ["attenuate", "keep"],
+        },
+    )
+    adora_ties: str = field(
+        default="attenuate",
+        metadata={
+            "help": "Length criterion where right and wrong are equally long: attenuate (as the references) or keep.",
+            "choices": ["attenuate", "keep"],
+        },
+    )
+    adora_no_correct: str = field(
+        default="keep",
+        metadata={
+            "help": "Groups without a correct rollout that meet no criterion: keep (VLM reference) or attenuate (LLM "
+            "reference).",
+            "choices": ["keep", "attenuate"],
+        },
+    )
+    adora_max_drift: Annotated[float, Field(gt=0)] | None = field(
+        default=0.3,
+        metadata={
+            "help": "Stop when engine and trainer differ by more than this many nats per token on average. bf16 gives "
+            "0.01 to 0.05, a fault 1 and more. null switches the guard off."
+        },
+    )
+    adora_self_check: bool = field(
+        default=True,
+        metadata={
+            "help": "Before the first step, compare engine and trainer on two prompts and refuse to train if they "
+            "disagree; false skips this check. `python -m adora_vl.doctor` checks more."
+        },
+    )
+    adora_max_bad_steps: Annotated[int, Field(ge=1)] = field(
+        default=3,
+        metadata={
+            "help": "Stop after this many steps in a row that were skipped: gradients not finite, or a ratio above "
+            "adora_max_ratio."
+        },
+    )
+    adora_max_ratio: Annotated[float, Field(ge=1)] | None = field(
+        default=1000.0,
+        metadata={
+            "help": "Skip a step with a larger importance ratio of new to old policy (per token, or per sequence with "
+            "importance_sampling_level: sequence); null: never."
+        },
+    )
+    adora_reward_timeout: Annotated[float, Field(gt=0)] | None = field(
+        default=300.0,
+        metadata={
+            "help": "Seconds that a reward function of your own may take for the completions of one generation on one "
+            "process, before the run is stopped; null: no limit."
+        },
+    )
+    adora_vllm_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "dtype of the engine: auto follows bf16/fp16, else the model's own dtype.",
+            "choices": ["auto", "float32", "bfloat16", "float16"],
+        },
+    )
+    adora_vllm_enforce_eager: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Run the engine without torch.compile and CUDA graphs. null: on a CPU, where compiling takes half "
+            "a minute at every start."
+        },
+    )
+    adora_vllm_max_num_batched_tokens: Annotated[int, Field(ge=1)] = field(
+        default=4096, metadata={"help": "vLLM's prefill budget; must hold one prompt with its image tokens."}
+    )
+    adora_weight_transfer: str = field(
+        default="nccl",
+        metadata={
+            "help": "How weights reach vLLM servers (vllm_mode: server): nccl, or file for any network, several "
+            "servers (vllm_server_base_url: http://a:8000,http://b:8000), and CPUs.",
+            "choices": ["nccl", "file"],
+        },
+    )
+    adora_weight_folder: str | None = field(
+        default=None,
+        metadata={
+            "help": "With adora_weight_transfer: file, a folder of the run's own that trainer and servers see, such as "
+            "one in /dev/shm; null: .weights in output_dir."
+        },
+    )
+    adora_freeze_vision_tower: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
+    adora_freeze_projector: bool = field(default=False, metadata={"help": "Do not train the projector (merger)."})
+    adora_freeze_language_model: bool = field(default=False, metadata={"help": "Do not train the language model."})
+    adora_eval: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with geometry3k, "
+            "mathvista, mathvision, mmstar, wemath, mathverse or knights. Default: the held-out split of dataset_name."
+        },
+    )
+    adora_eval_limit: Annotated[int, Field(ge=1)] | None = field(
+        default=None, metadata={"help": "Evaluate on the first so many problems of each; null: all."}
+    )
+    adora_seeded_rollouts: bool = field(
+        default=True,
+        metadata={
+            "help": "Sample each rollout from a seed of its own (run seed, step, row), whatever was drawn before it. "
+            "On a GPU vLLM samples a little slower with it."
+        },
+    )
+    adora_record_every: Annotated[int, Field(ge=0)] = field(
+        default=1,
+        metadata={"help": "Record the rollouts of every n-th generation in output_dir/rollouts; 0 records none."},
+    )
+    adora_record_gb: Annotated[float, Field(gt=0)] = field(
+        default=2.0,
+        metadata={"help": "Bound on the record in GB (10^9 bytes); the oldest steps are deleted beyond it."},
+    )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={
+            "help": "Start anew in an output_dir that holds a run. What it wrote goes at the first new checkpoint."
+        },
+    )
+    min_pixels: Annotated[int, Field(ge=1)] | None = field(
+        default=None,
+        metadata={"help": "Smallest image in pixels, for the processor and vLLM alike; null: the model's."},
+    )
+    max_pixels: Annotated[int, Field(ge=1)] | None = field(
+        default=None, metadata={"help": "Largest image in pixels, for the processor and vLLM alike; null: the model's."}
+    )
+    # TRL's default is every interface; the server is reached over loopback unless told otherwise.
+    vllm_server_host: Name = field(default="127.0.0.1", metadata={"help": "Host of the vLLM server (server mode)."})
+
+
+def settle_data_options(script: AdoraScriptArguments) -> None:
+    """Read what the keys stand for into a script's arguments: the file, the format's prompt, JSON. Raises `UserError`.
+
+    Twice is the same as once.
+    """
+    columns = script.adora_columns
+    script.adora_columns = json.loads(columns) if isinstance(columns, str) else columns
+    if script.adora_columns == {}:
+        raise UserError("adora_columns: {} is empty; write such as {problem: question, answer: label}")
+    _check_mixture(script.dataset_name, script.adora_mixture)
+    if script.adora_prompt is not None:
+        template(script.adora_prompt)
+    prompt, file = script.adora_system_prompt, script.adora_system_prompt_file
+    if file is not None:
+        text = _text_of(file)
+        if prompt not in (SYSTEM_PROMPT, text):
+            raise UserError(
+                f"adora_system_prompt_file: {file!r} is given beside an adora_system_prompt; give one of them"
+            )
+        script.adora_system_prompt = text
+    elif prompt == SYSTEM_PROMPT:
+        script.adora_system_prompt = RESPONSE_FORMATS[script.adora_response_format]
+
+
+def _check_mixture(names: list[str], weights: list[float] | None) -> None:
+    if not names:
+        raise UserError("dataset_name: [] is empty; name a data set")
+    double = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if double is not None:
+        raise UserError(f"dataset_name: {double!r} is given twice; name each data set once")
+    if weights is not None and len(weights) != len(names):
+        raise UserError(
+            f"adora_mixture: {weights} has {len(weights)} values for the {len(names)} of dataset_name: {names}"
+        )
+    if weights is not None and abs(sum(weights) - 1) > _ROUNDING:
+        raise UserError(
+            f"adora_mixture: {weights} sum to {sum(weights):g}; write shares that sum to 1, such as [0.7, 0.3]"
+        )
+
+
+def _text_of(file: str) -> str:
+    try:
+        content = Path(file).read_bytes()
+        text = content.decode("utf-8-sig").strip()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+        raise UserError(f"adora_system_prompt_file: {file!r} cannot be read ({reason}); name a UTF-8 text") from error
+    if not text or len(content) > _LARGEST_PROMPT:
+        raise UserError(f"adora_system_prompt_file: {file!r} has {len(content)} bytes; name a file with a prompt in it")
+    return text

@@ -1,0 +1,1 @@
+"""A row, its prompt and its pictures; a prepared data set on disk; the rows of a run."""

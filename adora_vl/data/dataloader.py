@@ -1,0 +1,234 @@
+"""From rows on disk to the generations of a run: the order, each row read once, and images read ahead."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+from trl.trainer.utils import RepeatSampler
+
+
+class KeptImage(Image.Image):
+    """A decoded image that is never copied: TRL deep-copies the prompts of a batch, and nothing here draws on one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptImage:
+        return self
+
+    @cached_property
+    def digest(self) -> str:
+        """`content_digest`, computed once for the processor of the trainer, that of the engine, and the engine."""
+        return content_digest(self)
+
+
+def content_digest(image: Image.Image) -> str:
+    """Of mode, size and pixels."""
+    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
+    digest.update(image.tobytes())
+    if image.mode == "P":
+        digest.update(bytes(image.getpalette() or []))
+    return digest.hexdigest()
+
+
+def kept(image: Any) -> Any:
+    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
+    if isinstance(image, Image.Image):
+        image.load()
+        image.__class__ = KeptImage
+    return image
+
+
+ROW_NUMBER = "adora_row"  # the column with the number of a row in the data set, where rows are numbered
+
+
+class DistinctRows(Dataset[dict[str, Any]]):
+    """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its images.
+
+    TRL's sampler repeats the rows of a generation for each of its micro-batches. So the rows of the last batch are
+    kept, and returned again if the next batch asks for them. With `dataloader_num_workers` each worker process has a
+    copy of this object, and decodes for itself.
+
+    `read_ahead` is called on another thread (by `ImagePrefetch`), everything else on the loader's.
+    """
+
+    def __init__(self, rows: Any, *, numbered: bool = False) -> None:
+        """`numbered`: each row says its number, in the column `ROW_NUMBER`."""
+        self._rows, self._numbered = rows, numbered
+        self._last: dict[int, dict[str, Any]] = {}  # of the batch before, by index
+        self._ahead: dict[int, dict[str, Any]] = {}  # of a batch to come
+        self.share = True  # false: a read for every copy, as stock TRL does
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """What torch's loader calls with the indices of a whole batch."""
+        if not self.share:
+            return [dict(self._rows[index]) for index in indices]
+        before, wanted = self._last, dict.fromkeys(indices)
+        self._last = {index: before[index] if index in before else self._taken(index) for index in wanted}
+        return [dict(self._last[index]) for index in indices]
+
+    @property
+    def latest(self) -> list[int]:
+        """The distinct indices of the last batch."""
+        return list(self._last)
+
+    def read_ahead(self, index: int) -> dict[str, Any]:
+        """A row of the batch to come, read now and kept until the batch asks for it. Raises what reading it raises."""
+        row = self._last.get(index, self._ahead.get(index))
+        if row is None:
+            row = self._ahead[index] = self._read(index)
+        return row
+
+    def rows_after(self, numbers: Sequence[int], order: Order) -> list[Any]:
+        """The rows that take the places of these in the next generation, read now. Empty where that is not known."""
+        distinct = list(dict.fromkeys(numbers))
+        after = dict(zip(distinct, order.following(distinct, order.epoch), strict=False))
+        return [dict(self.read_ahead(after[number])) for number in numbers] if after else []
+
+    def forget_ahead(self) -> None:
+        """Let go of rows that were read ahead and that no batch has asked for."""
+        self._ahead = {}
+
+    def _taken(self, index: int) -> dict[str, Any]:
+        ahead = self._ahead.pop(index, None)
+        return self._read(index) if ahead is None else ahead
+
+    def _read(self, index: int) -> dict[str, Any]:
+        row = dict(self._rows[index])
+        if row.get("images"):
+            row["images"] = [kept(image) for image in row["images"]]
+        return {**row, ROW_NUMBER: index} if self._numbered else row
+
+
+Process = Callable[[dict[str, Any]], int]  # puts the images of a row into the cache, and returns their bytes there
+
+
+class Order(Protocol):
+    """The sampler, which knows what comes next."""
+
+    epoch: int
+
+    def following(self, rows: Sequence[int], epoch: int) -> list[int]: ...
+
+
+class NoPrefetch:
+    """Where nothing is read ahead."""
+
+    def start(self) -> None:
+        """Called when a generation is complete, and the policy is about to learn from it."""
+
+    def finish(self) -> None:
+        """Called before a generation, which has the cache for itself, and at the end."""
+
+
+class ImagePrefetch(NoPrefetch):
+    """Reads and processes the next generation's images on a thread, while the policy learns from the present one.
+
+    It fills two stores, which the next generation looks into first: decoded rows, and the cache of processed images.
+    It draws no random number and moves no loader, so a run with it takes the same steps. A row that cannot be read or
+    processed is skipped here: the loader reads it again, and the error is raised there.
+    """
+
+    def __init__(self, rows: DistinctRows, order: Order, process: Process, limit_bytes: int) -> None:
+        """It stops after `limit_bytes` of processed images: with more, the cache would drop some before their use."""
+        self._rows, self._order, self._process, self._limit_bytes = rows, order, process, limit_bytes
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+
+    def start(self) -> None:
+        """Process the loader's last batch, then read and process the one after it.
+
+        The loader may be a batch ahead of the generation. Then the images of its last batch are still to be processed.
+        """
+        self.finish()
+        self._rows.forget_ahead()
+        self._ending.clear()
+        arguments = (self._rows.latest, self._order.epoch)
+        self._thread = threading.Thread(target=self._work, args=arguments, name="prefetch")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Stop after the row that is being processed, and wait for it."""
+        if self._thread is not None:
+            self._ending.set()
+            self._thread.join()
+            self._thread = None
+
+    def _work(self, latest: list[int], epoch: int) -> None:
+        held = 0
+        for index in dict.fromkeys([*latest, *self._order.following(latest, epoch)]):
+            interpreter_ends = not threading.main_thread().is_alive()  # it waits for this thread
+            if self._ending.is_set() or interpreter_ends or held > self._limit_bytes:
+                return
+            with suppress(Exception):
+                held += self._process(self._rows.read_ahead(index))
+
+
+class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped to mypy
+    """Stock TRL draws each epoch's order from one generator, so a resumed run repeats the first epoch's order.
+
+    Here the generator is seeded for each epoch from (seed, epoch). Epoch 0 has the same order as in TRL.
+    """
+
+    epoch = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._orders: dict[int, list[int]] = {}  # of the epochs that `following` was asked about last
+
+    @classmethod
+    def like(cls, sampler: RepeatSampler) -> EpochRepeatSampler:
+        """A sampler with the same rows and repetitions as `sampler`."""
+        return cls(
+            data_source=sampler.data_source,
+            mini_repeat_count=sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by `transformers.Trainer` before each epoch."""
+        self.epoch = epoch
+
+    def following(self, rows: Sequence[int], epoch: int) -> list[int]:
+        """The rows that take the places of `rows` in the next generation, which may be the first of the next epoch.
+
+        `rows`: one process's distinct rows of a generation of this epoch. No random state is used or changed, and no
+        position of a loader. Empty where the rows are not of one generation of this epoch.
+        """
+        order, size = self._order(epoch), self.batch_size
+        try:
+            first = order.index(rows[0]) // size * size
+            places = [order.index(row, first, first + size) - first for row in rows]
+        except (IndexError, ValueError):
+            return []
+        after = order[first + size : first + 2 * size] or self._order(epoch + 1)[:size]
+        return [after[place] for place in places]
+
+    def _order(self, epoch: int) -> list[int]:
+        """The distinct rows of an epoch in their order, whole generations only."""
+        if epoch not in self._orders:
+            once = type(self)(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
+            once.set_epoch(epoch)
+            self._orders = {near: order for near, order in self._orders.items() if near == epoch - 1}
+            self._orders[epoch] = list(once)
+        return self._orders[epoch]
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator = torch.Generator()
+            self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
+        return iter(super().__iter__())

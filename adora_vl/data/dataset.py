@@ -1,0 +1,288 @@
+"""A prepared data set on disk: Parquet files with the images inside, and a manifest that says where they come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from adora_vl.data.images import png_bytes
+from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.files import refuse_dangling
+
+if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
+    from datasets import Dataset, Features
+
+REQUIRED_COLUMNS = ("id", "images", "problem", "answer")
+# Our columns and what each holds; `schema` makes a schema of them.
+COLUMNS = {
+    "id": "text",  # unique and stable, e.g. geometry3k/train/15
+    "images": "images",  # RGB, upright
+    "problem": "text",  # an <image> for each image, where each stands; or none, and they stand before it
+    "answer": "text",  # canonical gold
+    "answer_raw": "text",  # as the source has it
+    "choices": "texts",  # null where the problem is open
+    "split": "text",
+    "source": "text",
+    "meta": "META",
+}
+META = {
+    "goal": "text",
+    "shapes": "texts",
+    "family": "text",  # synthetic problems only, else empty
+    "kind": "text",  # which case of its family, where there are several (synthetic problems only)
+    "solution": "text",  # a worked answer where the source has one, else empty
+    "slip": "text",  # a typical wrong answer to the same problem (synthetic problems only), else empty
+}
+Row = dict[str, Any]
+Manifest = dict[str, Any]
+SPLITS = ("train", "validation", "test")  # in the order in which people see them
+MANIFEST_NAME = "manifest.json"
+MADE_BY = "data_prep"  # in a manifest: this package wrote the folder
+_BATCH_ROWS = 64  # in memory at a time, and a row group of the file
+_PACKAGES = ("datasets", "numpy", "pillow", "pyarrow", "transformers")  # what the bytes of the output depend on
+
+
+@cache
+def schema() -> Features:
+    """The columns as `datasets` and Parquet have them."""
+    from datasets import Features, Image, List, Value
+
+    kinds = {"text": Value("string"), "texts": List(Value("string")), "images": List(Image())}
+    meta = {name: kinds[kind] for name, kind in META.items()}
+    return Features({name: meta if name == "meta" else kinds[kind] for name, kind in COLUMNS.items()})
+
+
+def write_split(rows: Iterable[Row], folder: Path, split: str, features: Features | None = None) -> int:
+    """Write one split into `folder` (a folder still being made), a batch at a time. Returns the number of rows.
+
+    An image is a Pillow image, stored as PNG, or already `{"bytes": ..., "path": ...}`. `features`: the schema, with
+    columns of the user's own behind it.
+    """
+    features = features or schema()
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    arrow = features.arrow_schema
+    stored = (_stored(row, features) for row in rows)
+    count = 0
+    path = folder / "data" / f"{split}-00000-of-00001.parquet"
+    # Statistics would keep the least and the greatest picture of every row group in memory and in the file.
+    with pq.ParquetWriter(path, arrow, write_statistics=False) as writer:
+        while batch := list(islice(stored, _BATCH_ROWS)):
+            writer.write_table(pa.Table.from_pylist(batch, schema=arrow))
+            count += len(batch)
+    if not count:
+        path.unlink()  # a split without rows is no split
+    return count
+
+
+def _stored(row: Row, features: Features) -> Row:
+    assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
+    assert row["meta"].keys() == features["meta"].keys(), f"meta {sorted(row['meta'])} is not that of the schema"
+    images = [
+        {"bytes": png_bytes(image), "path": None} if isinstance(image, Image.Image) else image
+        for image in row["images"]
+    ]
+    return {**row, "images": images}
+
+
+def write_manifest(
+    folder: Path,
+    description: Mapping[str, Any],
+    counts: Mapping[str, int],
+    quarantined: Mapping[str, Any] | None = None,
+    leaks: Mapping[str, Any] | None = None,
+    noted: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write and return the manifest of `folder`, whose other files are complete. It names no time and no machine.
+
+    `description`: source, input, revision and arguments.
+    """
+    manifest = {
+        **description,
+        "made_by": MADE_BY,
+        "counts": dict(counts),
+        "quarantined": quarantined or {"rows": 0, "reasons": {}},
+        "leaks": leaks or {"found": 0, "dropped": 0, "rows": []},
+        **({"noted": dict(noted)} if noted else {}),
+        "files": file_hashes(folder),
+        "versions": {package: version(package) for package in _PACKAGES},
+    }
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder that we prepared; None where there is no manifest or it is not one of ours."""
+    try:
+        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("made_by") == MADE_BY else None
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 in hexadecimal of every file below `folder` but the manifest, by its path inside `folder`."""
+    hashes = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST_NAME:
+            with path.open("rb") as stream:
+                hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashes
+
+
+def split_files(folder: Path) -> dict[str, list[Path]]:
+    """The Parquet files of each split of a prepared folder. Raises `UserError` where there is no such folder."""
+    if not folder.is_dir():
+        refuse_dangling("dataset", folder)
+        raise UserError(f"dataset: no folder {str(folder)!r}; make one with `python -m data_prep`")
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("data/*.parquet")):
+        files.setdefault(path.name.split("-")[0], []).append(path)
+    return {split: files[split] for split in (*SPLITS, *files) if split in files}
+
+
+def stored_rows(folder: Path, split: str) -> Iterator[Row]:
+    """The rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`, a batch in memory at a time.
+
+    Raises `UserError` as `load_split` does, without a copy in the cache of `datasets`.
+    """
+    for path in _files_of(folder, split):
+        with _parquet(path) as file:
+            _require_columns(file.schema_arrow, folder, split)
+            try:
+                for batch in file.iter_batches(_BATCH_ROWS):
+                    yield from batch.to_pylist()
+            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise UserError(f"dataset: {str(path)!r} cannot be read ({error}); prepare it again") from error
+
+
+def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
+    """A row to show, with its images as they are stored: the first with choices, else the first. None without any row.
+
+    No image of another row is read. Raises `UserError` as `stored_rows` does.
+    """
+    first: tuple[Path, int, int] | None = None
+    for path in (path for split in splits for path in _files_of(folder, split)):
+        with _parquet(path) as file:
+            for group in range(file.num_row_groups):
+                choices = _column(file, group, "choices")
+                found = next((index for index, listed in enumerate(choices) if listed), None)
+                if found is not None:
+                    return _row_at(path, group, found)
+                first = first or (path, group, 0)
+    return None if first is None else _row_at(*first)
+
+
+def _column(file: Any, group: int, name: str) -> list[Any]:
+    """The values of a column in a row group; none where there is no such column."""
+    if name not in file.schema_arrow.names:
+        return []
+    return list(file.read_row_group(group, columns=[name])[name].to_pylist())
+
+
+def _row_at(path: Path, group: int, index: int) -> Row:
+    with _parquet(path) as file:
+        try:
+            (row,) = next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise UserError(f"dataset: {str(path)!r} cannot be read ({error}); prepare it again") from error
+    return dict(row)
+
+
+def row_count(folder: Path, split: str) -> int:
+    """The number of rows of a split, from the footers of its files."""
+    return sum(int(_parquet(path).metadata.num_rows) for path in _files_of(folder, split))
+
+
+def features_of(folder: Path, split: str) -> Features:
+    """The schema of a split: ours, and behind it the columns of the user's own (`data_prep convert`)."""
+    from datasets import Features, Value
+
+    with _parquet(_files_of(folder, split)[0]) as file:
+        own = [name for name in file.schema_arrow.names if name not in COLUMNS]
+    return Features({**schema(), **{name: Value("string") for name in own}})
+
+
+def load_split(folder: str | Path, split: str) -> Dataset:
+    """One split of a prepared folder, images decoded on access.
+
+    Raises `UserError` where the folder, the split, its rows or a required column are missing, a file is damaged, or the
+    disk is full.
+    """
+    from datasets import config, disable_progress_bars, load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    folder = Path(folder)
+    files = _files_of(folder, split)
+    rows = 0
+    for path in files:
+        with _parquet(path) as file:
+            _require_columns(file.schema_arrow, folder, split)
+            rows += file.metadata.num_rows
+    if not rows:
+        raise UserError(
+            f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or name another"
+        )
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # a log is no place for one, and an error is one line
+    try:
+        return load_dataset("parquet", data_files={split: [str(path) for path in files]}, split=split)
+    except (OSError, DatasetGenerationError) as error:
+        cause = error.__cause__ or error
+        reason = in_one_line(cause)
+        if getattr(cause, "errno", None) is None:  # Arrow's, about the content of a file: not the disk's
+            raise UserError(f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again") from error
+        raise UserError(
+            f"dataset: {str(folder)!r} cannot be put into the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r} "
+            f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"
+        ) from error
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"dataset: {str(path)!r} is not a Parquet file ({error}); prepare the dataset again") from error
+
+
+def _files_of(folder: Path, split: str) -> list[Path]:
+    files = split_files(folder)
+    if split not in files:
+        raise UserError(
+            f"dataset: {str(folder)!r} has no split {split!r} (expected data/{split}-*.parquet); "
+            f"it has {', '.join(files) or 'none'}"
+        )
+    return files[split]
+
+
+def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
+    present = schema.names
+    missing = [column for column in REQUIRED_COLUMNS if column not in present]
+    if missing:
+        raise UserError(
+            f"dataset: {str(folder)!r} split {split!r} lacks the column {missing[0]!r}; "
+            f"it has {', '.join(present)}; prepare it with `python -m data_prep`"
+        )
+    images = schema.field("images").type
+    if not pa.types.is_list(images) and not pa.types.is_large_list(images):
+        raise UserError(
+            f"dataset: the column 'images' of {str(folder)!r} split {split!r} is {str(images)!r:.80}, not a list of "
+            "images; prepare it with `python -m data_prep`"
+        )
+
+
+def require(name: str, value: int, low: int, high: int | None = None) -> None:
+    """Raise `UserError` unless the argument `name` is within its limits."""
+    if value < low or (high is not None and value > high):
+        raise UserError(f"{name}: {value} is not {f'at least {low}' if high is None else f'between {low} and {high}'}")

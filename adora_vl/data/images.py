@@ -1,0 +1,241 @@
+"""Pictures: decoded, turned upright, brought within the pixel budget, and known by what they show."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import sys
+import warnings
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from adora_vl.models.families import Vision, seeing_families
+
+VISIONS = seeing_families()
+DEFAULT_FAMILY = "qwen2_5_vl"
+UNIT = min(vision.unit for vision in VISIONS.values())  # pixels: the side of the smallest image token there is
+MAX_PIXELS = 2**31  # the largest pixel limit that is accepted; no image that can be decoded has as many
+WIDEST = 200  # above this ratio of the sides the model's processor raises, in the middle of a training
+
+
+MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
+_LYING = (5, 6, 7, 8)  # EXIF's orientations that exchange width and height
+MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
+
+
+@lru_cache(maxsize=4096)
+def model_size(width: int, height: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Width and height, multiples of `unit`, that a processor with these limits resizes to. Raises `ValueError`."""
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # seconds, so only where needed
+
+    new_height, new_width = smart_resize(height, width, unit, min_pixels, max_pixels)
+    return int(new_width), int(new_height)
+
+
+def image_tokens(width: int, height: int, vision: Vision = VISIONS[DEFAULT_FAMILY]) -> int:
+    """Tokens of a picture in the prompt of a model with its published limits. Raises `ValueError`."""
+    unit = vision.unit
+    new_width, new_height = model_size(width, height, unit, vision.min_pixels, vision.max_pixels)
+    return new_width // unit * (new_height // unit)
+
+
+def size_within(
+    width: int, height: int, min_pixels: int | None, max_pixels: int | None, unit: int = VISIONS[DEFAULT_FAMILY].unit
+) -> tuple[int, int]:
+    """The size to store: unchanged where a processor with these limits would only round it to multiples of `unit`.
+
+    Outside of the limits it is the size that the processor would choose, so it has nothing left to do. Raises
+    `ValueError` where the rule has no size within the limits: a side is never under `unit` pixels.
+    """
+    rounded = round(width / unit) * round(height / unit) * unit**2
+    if not (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
+        low, high = min_pixels or unit**2, max_pixels or sys.maxsize
+        new_width, new_height = model_size(width, height, unit, low, high)
+        if not low <= new_width * new_height <= high:
+            raise ValueError(f"no size of its shape is within {low} to {high} pixels")
+        return new_width, new_height
+    return width, height
+
+
+class UnreadableImageError(ValueError):
+    """The picture cannot be used. `kind`: the rule in one word, such as `image_truncated`; the message says why."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+def clean_image(
+    encoded: bytes, min_pixels: int | None = None, max_pixels: int | None = None, unit: int = UNIT
+) -> Image.Image:
+    """The picture upright, flattened on white, in mode RGB, and resized where it is outside of the limits (None: none).
+
+    `unit`: the side of an image token, in pixels.
+
+    Raises `UnreadableImageError`: not a picture, truncated, animated, too large to decode, or with nothing on it.
+    """
+    flat = decoded_image(encoded)
+    _refuse_degenerate(flat)
+    try:
+        size = size_within(*flat.size, min_pixels, max_pixels, unit)
+    except ValueError as error:
+        raise UnreadableImageError("image_shape", f"{flat.width} x {flat.height} pixels: {error}") from error
+    return flat if size == flat.size else flat.resize(size, Image.Resampling.BICUBIC)
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """The image as PNG without metadata, so that equal pixels are equal bytes."""
+    stream = io.BytesIO()
+    image.save(stream, "PNG", icc_profile=None)
+    return stream.getvalue()
+
+
+_PLAIN_CHUNKS = (b"IHDR", b"IDAT", b"IEND", b"pHYs", b"gAMA", b"sRGB", b"cHRM", b"sBIT", b"bKGD")  # no text, no place
+_PLAIN_SEGMENTS = ("APP0", "APP14")  # JFIF's and Adobe's; a camera's data, profiles and comments have others
+
+
+def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
+    """What to store for `image`, which `clean_image` made of `encoded`.
+
+    The file itself where it is a PNG or JPEG with these pixels and without metadata: encoding it anew takes as long as
+    all other work on a row, and a photograph as PNG is many times larger. Else a new PNG.
+    """
+    with Image.open(io.BytesIO(encoded)) as original:
+        plain = original.mode == "RGB" and original.size == image.size
+        if plain and original.format == "JPEG":
+            plain = all(name in _PLAIN_SEGMENTS for name, _ in original.applist)  # type: ignore[attr-defined]
+        else:
+            plain = plain and original.format == "PNG" and all(name in _PLAIN_CHUNKS for name in _chunks(encoded))
+    return encoded if plain else _quick_png(image)
+
+
+def _quick_png(image: Image.Image) -> bytes:
+    """As `png_bytes`, in about a quarter of its time and with a tenth more bytes.
+
+    Pillow tries five filters on each line. Here each line is its difference from the one above (filter 2).
+    """
+    pixels = np.asarray(_rgb(image)).reshape(image.height, -1)
+    lines = np.full((image.height, 1 + pixels.shape[1]), 2, np.uint8)
+    lines[0, 1:] = pixels[0]
+    np.subtract(pixels[1:], pixels[:-1], out=lines[1:, 1:])
+    header = struct.pack(">2I5B", *image.size, 8, 2, 0, 0, 0)  # 8 bits a channel, RGB, not interlaced
+    chunks = (b"IHDR" + header, b"IDAT" + zlib.compress(lines.tobytes(), 1), b"IEND")
+    packed = (struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
+def _chunks(encoded: bytes) -> Iterator[bytes]:
+    """The names of a PNG's chunks; an empty one for what stands behind the last."""
+    at, name = 8, b""
+    while at < len(encoded) and name != b"IEND":
+        name = encoded[at + 4 : at + 8]
+        yield name
+        at += 12 + int.from_bytes(encoded[at : at + 4], "big")
+    if at != len(encoded):
+        yield b""
+
+
+def diagram_hash(image: Image.Image) -> str:
+    """SHA-256 of the RGB pixels and the size, in hexadecimal."""
+    return hashlib.sha256(f"{image.size}".encode() + _rgb(image).tobytes()).hexdigest()
+
+
+def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
+    """The file to which a relative path from a data set leads, from `folder`. Raises `UnreadableImageError` if it leads
+    out of `root` (None: the folder), also by a link: a data set from elsewhere must not show a model any file of this
+    machine.
+    """
+    try:
+        file = (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
+        raise UnreadableImageError("file_missing", f"{name!r:.80} is no path ({error})") from error
+    if Path(name).is_absolute() or not file.is_relative_to((root or folder).resolve()):
+        raise UnreadableImageError("path_outside", f"the path {name!r:.80} leads out of the data's folder")
+    return file
+
+
+def image_size(encoded: bytes) -> tuple[int, int]:
+    """Width and height that `decoded_image` would give, from the header alone. Raises what Pillow raises."""
+    with Image.open(io.BytesIO(encoded)) as image:
+        if image.format == "PNG" and "exif" not in image.info:  # Pillow would decode it to look behind the pixels
+            return image.size
+        lies = image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING
+        return (image.height, image.width) if lies else image.size
+
+
+def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
+    """The picture upright, flattened on white, in mode RGB. The header alone decides whether it is decoded at all.
+
+    `first_frame`: of a picture with several frames take the first. Raises `UnreadableImageError`: not a picture,
+    truncated, too large to decode, or with several frames.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        try:
+            with Image.open(io.BytesIO(encoded)) as image:
+                _refuse_undecoded(image, first_frame)
+                if image.format == "PNG":  # the only one that shows a lost end: each chunk has a checksum
+                    image.verify()
+            with Image.open(io.BytesIO(encoded)) as image:
+                image.load()
+                ImageOps.exif_transpose(image, in_place=True)
+                return _flattened(image)
+        except UnreadableImageError:
+            raise
+        except Image.DecompressionBombError as error:
+            raise UnreadableImageError("image_too_large", str(error)) from error
+        except UnidentifiedImageError as error:  # its own text has a memory address in it
+            raise UnreadableImageError("image_undecodable", "not in any known picture format") from error
+        except Exception as error:  # Pillow raises nearly anything here: OSError, SyntaxError, struct.error, ...
+            why = str(error) or type(error).__name__
+            kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
+            raise UnreadableImageError(kind, why) from error
+
+
+def _refuse_undecoded(image: Image.Image, first_frame: bool) -> None:
+    """Refuse an image by its header, before it is decoded."""
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        size = f"{image.width} x {image.height}"
+        raise UnreadableImageError("image_too_large", f"{size} pixels are over the limit of {MAX_DECODED_PIXELS}")
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and not first_frame:
+        raise UnreadableImageError("image_animated", f"it has {frames} frames")
+
+
+def _refuse_degenerate(image: Image.Image) -> None:
+    width, height = image.size
+    if min(width, height) < MIN_SIDE:
+        raise UnreadableImageError("image_degenerate", f"{width} x {height} pixels are too few for a diagram")
+    if all(low == high for low, high in (channel.getextrema() for channel in image.split())):
+        colour = image.getpixel((0, 0))
+        raise UnreadableImageError("image_degenerate", f"all of its {width} x {height} pixels are {colour}")
+    if max(width, height) > WIDEST * min(width, height):
+        raise UnreadableImageError(
+            "image_shape", f"{width} x {height}: one side is over {WIDEST} times the other, which the model refuses"
+        )
+
+
+def _flattened(image: Image.Image) -> Image.Image:
+    """RGB on white. A transparent diagram is drawn for white paper; Pillow alone would put its lines on black."""
+    if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow clips 16 bits at 255 instead of scaling them
+        image = Image.fromarray((np.asarray(image) // 257).clip(0, 255).astype(np.uint8))
+    if not image.has_transparency_data:
+        return _rgb(image)
+    drawn = image if image.mode == "RGBA" else image.convert("RGBA")
+    cover = drawn.getchannel("A")
+    if cover.getextrema() == (255, 255):  # nothing shows through
+        return drawn.convert("RGB")
+    paper = Image.new("RGB", drawn.size, "white")
+    paper.paste(drawn, mask=cover)
+    return paper
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """The image in mode RGB, which is no copy where it has that already."""
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,0 +1,206 @@
+"""The rows that a run trains on: read, mixed, checked, and marked where an image cannot be read."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetInfo, Features, Image, List, concatenate_datasets, interleave_datasets
+
+from adora_vl.data.dataset import load_split
+from adora_vl.data.prompts import Template, conversations, template
+from adora_vl.data.rows import has_choices, problem_with_prompt, require_sound_rows, rows_without_pixels
+from adora_vl.utils.errors import UserError, in_one_line
+
+
+@dataclass(frozen=True)
+class UnreadableImage:
+    """Takes the place of an image that cannot be decoded in a row's `images`."""
+
+    reason: str
+
+
+class DecodedRows:
+    """The transform of a data set that decodes the images of a column, and does nothing else."""
+
+    def __init__(self, column: str) -> None:
+        self._column, self._decoder = column, Image()
+
+    def __call__(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        column = self._column
+        if column not in rows:
+            return rows
+        return {**rows, column: [[self._decoded(stored) for stored in images or []] for images in rows[column]]}
+
+    def _decoded(self, stored: dict[str, Any]) -> Any:
+        try:
+            return self._decoder.decode_example(stored)
+        except Exception as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
+            return UnreadableImage(in_one_line(error))
+
+
+def only_decodes(dataset: Any) -> bool:
+    """Whether reading a row gives the same at any time and on any thread. A transform of the user's may draw random
+    numbers, and so may a data set of the user's own class.
+    """
+    if not isinstance(dataset, Dataset):
+        return False
+    return dataset.format["type"] != "custom" or isinstance(
+        dataset.format["format_kwargs"].get("transform"), DecodedRows
+    )
+
+
+def mark_unreadable(dataset: Dataset, column: str = "images") -> Dataset:
+    """`dataset` with the images of `column` decoded on access, and an `UnreadableImage` where that fails.
+
+    The error would otherwise be raised in the data loader of one rank, without the row's id, while the others wait.
+    """
+    feature = dataset.features.get(column)
+    if not isinstance(feature, List) or not isinstance(feature.feature, Image):
+        return dataset
+    assert dataset._indices is None, "the table has to be in the order of the rows"
+    # cast_column would write all images to the disk once more; what is stored is the same with and without decoding
+    info = DatasetInfo(features=Features({**dataset.features, column: List(Image(decode=False))}))
+    return Dataset(dataset.data, info, dataset.split).with_transform(DecodedRows(column))
+
+
+def unreadable_rows(rows: Sequence[Mapping[str, Any]], column: str = "images") -> list[tuple[str, str]]:
+    """Id and reason of each row with an image that could not be read, each id once."""
+    found: dict[str, str] = {}
+    for number, row in enumerate(rows):
+        for image in row.get(column) or []:
+            if isinstance(image, UnreadableImage):
+                found.setdefault(str(row.get("id", f"#{number} of the batch")), image.reason)
+    return list(found.items())
+
+
+# The rows of all data sets and the texts of their problems -> the numbers of those to train on, ascending.
+Fitting = Callable[[Dataset, Sequence[str]], Sequence[int]]
+
+
+class Asked(Protocol):
+    """The keys that say which rows a run trains on, and how they are asked."""
+
+    dataset_train_split: str
+    adora_prompt: str | None
+    adora_system_prompt: str | None
+    adora_mixture: list[float] | None
+
+
+_Script = TypeVar("_Script", bound=Asked)
+
+
+def load_rows(script: Asked, folders: Sequence[str], seed: int, fitting: Fitting | None = None) -> Dataset:
+    """The rows with a conversational `prompt` column; images are decoded when a row is read. Raises `UserError`.
+
+    `fitting`: says which rows to train on, before data sets are mixed by their shares; None: on all.
+    """
+    split, made = script.dataset_train_split, template(script.adora_prompt) if script.adora_prompt else None
+    parts, prompts = [], []
+    for folder in folders:
+        dataset = load_split(folder, split)
+        where = f"dataset: {folder!r} split {split!r}"
+        require_sound_rows(rows_without_pixels(dataset.data.table), where)
+        prompts += problem_texts(dataset, made, where)
+        parts.append(dataset)
+    _require_different_ids(parts, folders)
+    dataset = parts[0] if len(parts) == 1 else _one_table(parts)
+    images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
+    messages = conversations(prompts, images, script.adora_system_prompt)
+    dataset = mark_unreadable(dataset.add_column("prompt", messages))
+    kept = range(len(dataset)) if fitting is None else fitting(dataset, prompts)
+    if script.adora_mixture is None or len(parts) == 1:
+        return dataset if len(kept) == len(dataset) else dataset.select(kept)
+    ends = [bisect_left(kept, end) for end in accumulate(len(part) for part in parts)]
+    sizes = [end - start for start, end in pairwise([0, *ends])]
+    require_rows(sizes, folders)
+    return dataset.select([kept[number] for number in mixed_rows(sizes, script.adora_mixture, seed)])
+
+
+def require_rows(sizes: Sequence[int], folders: Sequence[str]) -> None:
+    """Raise `UserError` for a data set of a mixture of which nothing is left to draw. `sizes`: rows of each."""
+    empty = next((name for name, size in zip(folders, sizes, strict=True) if not size), None)
+    if empty is not None:
+        raise UserError(
+            f"adora_mixture: {Path(empty).name} has a share, but adora_overlong_prompts: drop leaves none of its rows; "
+            "remove it from dataset_name, or raise the limit"
+        )
+
+
+def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[str]:
+    """The text of each row's message: its problem, or what the template makes of its columns.
+
+    Raises `UserError` for a column that is not there, and for a row whose text has a token of the model, or `<image>`
+    another number of times than the row has images.
+    """
+    if made is None:
+        return list(dataset["problem"])
+    made.check_columns(dataset.column_names, where)
+    images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
+    columns = [name for name in dict.fromkeys(("id", *made.columns)) if name in dataset.column_names]
+    texts = []
+    for row, count in zip(dataset.data.table.select(columns).to_pylist(), images, strict=True):
+        text = made(row)
+        fault = problem_with_prompt(text, count)
+        if fault:
+            raise UserError(f"adora_prompt: row {row['id']} of {where}: {fault}")
+        texts.append(text)
+    return texts
+
+
+def as_asked(script: _Script, table: pa.Table) -> _Script:
+    """The arguments for a fingerprint. `adora_prompt` is None in them if the template gives each row its problem alone,
+    so that a run with such a template, and one without any, can resume each other.
+    """
+    known = copy(script)
+    if script.adora_prompt and template(script.adora_prompt).asks_the_problem_alone(with_choices=has_choices(table)):
+        known.adora_prompt = None
+    return known
+
+
+def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list[int]:
+    """Row numbers of data sets that stand one after the other, drawn by `shares` until each row has come once.
+
+    Rows of a data set that is too small for its share are repeated.
+    """
+    first, numbers = 0, []
+    for size in sizes:
+        numbers.append(Dataset.from_dict({"row": list(range(first, first + size))}))
+        first += size
+    drawn = interleave_datasets(
+        numbers, probabilities=[share / sum(shares) for share in shares], seed=seed, stopping_strategy="all_exhausted"
+    )
+    return list(drawn["row"])
+
+
+def _one_table(parts: Sequence[Dataset]) -> Dataset:
+    """All rows one after the other; a column that one data set lacks is null there."""
+    try:
+        return concatenate_datasets(list(parts))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"dataset_name: the data sets have columns of different types ({error}); prepare them in one way"
+        ) from error
+
+
+def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> None:
+    """Raise `UserError` where two rows share an id, by which rollouts are recorded and shown."""
+    seen: dict[Any, str] = {}
+    for part, folder in zip(parts, folders, strict=True):
+        ids = part.data.table["id"].to_pylist()
+        if len(set(ids)) < len(ids):
+            twice = next(row for row, count in Counter(ids).items() if count > 1)
+            raise UserError(f"dataset_name: {folder!r} has the row {twice!r} twice; give each row an id of its own")
+        double = next((row for row in ids if row in seen), None)
+        if double is not None:
+            names = " and ".join(Path(one).name for one in (seen[double], folder))
+            raise UserError(f"dataset_name: {names} both have a row {double!r}; convert one with another --name")
+        seen.update(dict.fromkeys(ids, folder))

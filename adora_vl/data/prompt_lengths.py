@@ -1,0 +1,346 @@
+"""How long the prompts of a run are, and which of them leave no room for an answer: known before a weight is loaded.
+
+A prompt's text is counted by the model's own tokenizer. Its image tokens follow from the sizes of its images, which
+their headers say, so nothing is decoded: 3,000 rows take about a second.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa  # pyarrow ships no types
+from datasets import Dataset
+from PIL import Image
+from tqdm import tqdm
+
+from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, model_size
+from adora_vl.data.prompts import conversation, conversation_with_images
+from adora_vl.models.families import family_of, sees_images
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError
+
+KEY = "adora_overlong_prompts"
+_SERVER_SECONDS = 5.0
+_SHOW_AFTER_S = 2.0  # a progress bar
+
+TextTokens = Callable[[str, int], int]  # a problem and its number of images -> tokens, each image one of them
+Size = tuple[int, int]  # of an image: width and height in pixels
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Pixels of an image, and the side of an image token."""
+
+    low: int
+    high: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One entry per row: its id, the tokens of its whole prompt, and those of its images."""
+
+    ids: list[str]
+    prompt: list[int]
+    image: list[int]
+
+
+@dataclass(frozen=True)
+class ContextLimit:
+    """How many tokens a prompt and its completion may have together.
+
+    `name`: what sets the limit, as messages name it. `raised`: the words before a larger number in a message, such as
+    `set it to`; empty for the model's own limit, which nothing raises. `most`: the model's own limit, None if it is not
+    known. `cuts`: whether the engine ends an answer at the limit.
+    """
+
+    tokens: int
+    completion: int  # max_completion_length
+    name: str
+    raised: str
+    most: int | None
+    cuts: bool = True
+
+    def needed(self, longest: int) -> int:
+        """The limit that holds a prompt of `longest` tokens with any completion."""
+        return longest + self.completion
+
+
+@dataclass(frozen=True)
+class LengthCheck:
+    """Prompts and the limit. `of`: what messages put behind "prompts", such as ` of the evaluation mmstar`."""
+
+    limit: ContextLimit
+    measured: Measured
+    of: str = ""
+
+    @cached_property
+    def refused(self) -> list[int]:
+        """The prompts that leave no room for one token of an answer: vLLM raises an error for them."""
+        return [number for number, length in enumerate(self.measured.prompt) if length >= self.limit.tokens]
+
+    @cached_property
+    def cut(self) -> list[int]:
+        """The prompts that fit, but leave less than `max_completion_length`: vLLM ends longer answers at the limit."""
+        least = self.limit.tokens - self.limit.completion
+        return [number for number, length in enumerate(self.measured.prompt) if least < length < self.limit.tokens]
+
+    def kept(self, policy: str) -> list[int]:
+        """The numbers of the prompts that are used. `policy`: the value of `adora_overlong_prompts`.
+
+        Raises `UserError` for prompts that are too long where it is `error`, and where no prompt is left.
+        """
+        refused = set(self.refused)
+        if refused and policy != "drop":
+            raise UserError(self.refusal())
+        kept = [number for number in range(len(self.measured.prompt)) if number not in refused]
+        if not kept and refused:
+            raise UserError(f"{KEY}: drop leaves nothing to use: {self.refusal(droppable=False)}")
+        return kept
+
+    def refusal(self, *, droppable: bool = True) -> str:
+        """Which prompts are too long, and every remedy that would help, in one line."""
+        limit, prompt, image = self.limit, self.measured.prompt, self.measured.image
+        first, longest = self.refused[0], max(prompt)
+        needed = limit.needed(longest)
+        fits_model = limit.most is None or needed <= limit.most
+        ways = [f"{limit.raised} {needed}, which holds every prompt with its answer"] if limit.raised else []
+        if limit.raised and not fits_model:
+            ways = [f"{needed} would hold every prompt with its answer, but the model takes {limit.most}"]
+        text = max(whole - part for whole, part in zip(prompt, image, strict=True))
+        ways += ["lower max_pixels"] if limit.needed(text) < limit.tokens else []
+        ways += ["shorten the rows"] if not (limit.raised and fits_model) else []
+        ways += [f"leave such rows out with {KEY}: drop"] if droppable else []
+        images = f", {image[first]} of them for its images" if image[first] else ""
+        more = f", the longest {longest}" if prompt[first] < longest else ""
+        *others, last = ways
+        return (
+            f"{limit.name} is too short for {len(self.refused)} of {amount(len(prompt), 'prompt')}{self.of}: row "
+            f"{self.measured.ids[first]} has {prompt[first]} tokens{images}{more}; "
+            f"{', '.join(others)}{', or ' if others else ''}{last}"
+        )
+
+    def notes(self) -> list[str]:
+        """What to say of prompts that are left out, and of those whose answers are cut: one line each."""
+        limit, prompt = self.limit, self.measured.prompt
+        found = []
+        if self.refused:
+            enough = f" ({limit.needed(max(prompt))} would hold all of them)" if limit.raised else ""
+            found.append(
+                f"{KEY}: drop leaves out {len(self.refused)} of {amount(len(prompt), 'row')}{self.of}, for whose "
+                f"prompts {limit.name} is too short{enough}"
+            )
+        if self.cut:
+            longest = max(prompt[number] for number in self.cut)
+            then = "are cut off there" if limit.cuts else "reach positions that the model was not made for"
+            enough = f"; {limit.needed(longest)} would leave room" if limit.raised else ""
+            found.append(
+                f"{limit.name} leaves {len(self.cut)} of {amount(len(prompt), 'prompt')}{self.of} less than "
+                f"max_completion_length: {limit.completion}, {limit.tokens - longest} at the least, and longer answers "
+                f"{then}{enough}"
+            )
+        return found
+
+
+class OverlongPrompts:
+    """Keeps the prompts of a run that leave room for an answer, and names the others."""
+
+    def __init__(
+        self, limit: ContextLimit | None, text_tokens: TextTokens, pixels: Limits, policy: str, *, speaks: bool
+    ) -> None:
+        """`limit`: None where nothing is to be checked. `policy`: the value of `adora_overlong_prompts`. `speaks`:
+        whether this process says what is found.
+        """
+        self.left_out: list[str] = []  # ids of rows
+        self._limit, self._text_tokens, self._pixels, self._policy = limit, text_tokens, pixels, policy
+        self._speaks = speaks
+
+    def fitting(self, rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
+        """The numbers of the rows to train on. `texts`: of their problems. Raises `UserError`."""
+        table = rows.data.table
+        ids = table["id"].to_pylist()
+        check = self.check(zip(ids, texts, sizes_in(table), strict=True), len(ids))
+        if check is None:
+            return range(len(ids))
+        kept = self.kept(check)
+        left_out = set(range(len(ids))) - set(kept)
+        self.left_out = [ids[number] for number in sorted(left_out)]
+        return kept
+
+    def check(
+        self, rows: Iterable[tuple[str, str, Sequence[Size | None]]], total: int, of: str = ""
+    ) -> LengthCheck | None:
+        """The rows, given as to `measured`, compared with the limit; None without a limit. `of` as in `LengthCheck`.
+
+        Raises `UserError` for an image that the model's processor refuses.
+        """
+        if self._limit is None:
+            return None
+        return LengthCheck(self._limit, measured(rows, self._text_tokens, self._pixels, total, show=self._speaks), of)
+
+    def kept(self, check: LengthCheck) -> list[int]:
+        """The numbers of the prompts that are used; lines about the others are printed. Raises `UserError`."""
+        kept = check.kept(self._policy)
+        if self._speaks:
+            for line in check.notes():
+                print(line, flush=True)
+        return kept
+
+
+def context_limit(config: Any, model_config: Any, served: int | None = None) -> ContextLimit | None:
+    """The limit of a run; None where neither a key nor the model says one. `model_config`: the model's Transformers
+    config. `served`: what a server was started with, where it says so.
+
+    With a colocated engine `vllm_max_model_length` counts. A server has a limit of its own, for which the same key may
+    stand. Without them, and without vLLM, it is the number of positions that the model was made for.
+    """
+    most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    completion = config.max_completion_length
+    if config.use_vllm and served is not None:
+        name = f"the vLLM server's --max-model-len: {served}"
+        return ContextLimit(served, completion, name, "start the server with", most)
+    if config.use_vllm and config.vllm_max_model_length is not None:
+        name = f"vllm_max_model_length: {config.vllm_max_model_length}"
+        return ContextLimit(config.vllm_max_model_length, completion, name, "set it to", most)
+    if most is None:
+        return None
+    return ContextLimit(
+        most, completion, f"the model's max_position_embeddings: {most}", "", most, cuts=config.use_vllm
+    )
+
+
+def uncountable(model_config: Any) -> str:
+    """Why the image tokens of this model cannot be counted; empty where they can."""
+    if family_of(model_config) is not None or not sees_images(model_config):
+        return ""
+    return f"model_type {model_config.model_type} is not among the known families, so its image tokens are not known"
+
+
+def served_length(config: Any) -> int | None:
+    """The `--max-model-len` of the run's vLLM server, the least of several; None where none answers (yet)."""
+    addresses = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+    found = []
+    for address in addresses.split(","):
+        try:
+            url = f"{address.strip()}/v1/models"
+            with urllib.request.urlopen(url, timeout=_SERVER_SECONDS) as reply:  # noqa: S310  # the user's
+                found.append(int(json.load(reply)["data"][0]["max_model_len"]))
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            continue
+    return min(found, default=None)
+
+
+def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
+    """The pixel limits that images will be resized to: the config's, else the processor's own, else the published.
+
+    `model`: its Transformers config, whose family says what was published.
+    """
+    family = family_of(model)
+    published = (family.vision if family is not None else None) or VISIONS[DEFAULT_FAMILY]
+    image_processor = getattr(processor, "image_processor", None)
+    size = dict(image_processor.size) if image_processor is not None else {}
+    low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
+    high = size.get("longest_edge", published.max_pixels) if max_pixels is None else max_pixels
+    seen = getattr(model, "vision_config", None)
+    unit = seen.patch_size * seen.spatial_merge_size if family is not None and seen is not None else published.unit
+    return Limits(low, high, unit)
+
+
+def tokenizer_counter(
+    processor: Any, system_prompt: str | None, template_options: dict[str, Any] | None = None
+) -> TextTokens:
+    """Counts by the trainer's own template and tokenizer; an image is one token, its run is added by the caller.
+
+    `template_options`: TRL's `chat_template_kwargs`.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    reads_text_only = tokenizer is processor  # whose template takes no parts
+
+    def count(problem: str, images: int) -> int:
+        messages = (
+            conversation(problem, system_prompt)
+            if reads_text_only
+            else conversation_with_images(problem, images, system_prompt)
+        )
+        text = processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **(template_options or {})
+        )
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return count
+
+
+def measured(
+    rows: Iterable[tuple[str, str, Sequence[Size | None]]],
+    text_tokens: TextTokens,
+    limits: Limits,
+    total: int,
+    *,
+    show: bool = True,
+) -> Measured:
+    """The lengths of rows, each given by its id, its text and the sizes of its images.
+
+    An image whose size cannot be read counts nothing: what becomes of its row is decided elsewhere. `show`: a progress
+    bar, on a terminal and where it takes longer. Raises `UserError` for an image that the model's processor refuses.
+    """
+    found = Measured([], [], [])
+    bar = tqdm(
+        rows, total=total, desc="prompt lengths", unit="row", delay=_SHOW_AFTER_S, disable=None if show else True
+    )
+    for name, text, sizes in bar:
+        tokens = sum(_image_tokens(size, limits, name) for size in sizes if size is not None)
+        found.ids.append(name)
+        found.prompt.append(text_tokens(text, len(sizes)) - len(sizes) + tokens)
+        found.image.append(tokens)
+    return found
+
+
+def _image_tokens(size: Size, limits: Limits, row: str) -> int:
+    """The number of image tokens, by the processor's own rule."""
+    try:
+        width, height = model_size(*size, limits.unit, limits.low, limits.high)
+    except ValueError as error:
+        raise UserError(
+            f"dataset: row {row} has an image of {size[0]} x {size[1]} pixels, which the model's processor refuses "
+            f"({error}); remove the row"
+        ) from error
+    return width // limits.unit * (height // limits.unit)
+
+
+def size_of(image: dict[str, Any]) -> Size | None:
+    """Width and height of a stored image, from its header; None where they cannot be read."""
+    return _size(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"])
+
+
+def _size(source: Any) -> Size | None:
+    try:
+        with Image.open(source) as opened:
+            return opened.size
+    except Exception:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
+        return None
+
+
+def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
+    """For each row of a table of the schema the sizes of its images, read from the bytes where they lie."""
+    for chunk in table["images"].chunks:
+        values = chunk.flatten()
+        sizes = iter(_sizes(values))
+        for count in chunk.value_lengths().to_pylist():
+            yield [next(sizes) for _ in range(count or 0)]
+
+
+def _sizes(values: pa.Array) -> Iterator[Size | None]:
+    if not pa.types.is_struct(values.type):  # no image in any row
+        yield from (None for _ in values)
+        return
+    contents, paths = values.field("bytes"), values.field("path")
+    for number in range(len(values)):
+        content = contents[number]
+        yield _size(io.BytesIO(content.as_buffer()) if content.is_valid else paths[number].as_py())

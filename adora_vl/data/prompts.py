@@ -1,0 +1,200 @@
+"""From a row to its prompt: the conversation that the model reads, and a template of one's own for it."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
+
+from adora_vl.utils.errors import UserError, did_you_mean
+
+PLACEHOLDER = "<image>"  # in a problem: the place of its next image
+# The prompt of the ADORA reference's recipe (shadecloak/ADORA, VLM preset).
+SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
+# What `adora_response_format` asks for, beside the box that the grader reads. The wording is that of R1's template.
+RESPONSE_FORMATS = {
+    "boxed": SYSTEM_PROMPT,
+    "think": (
+        "First think about the reasoning process, then give the answer. The reasoning process is enclosed within "
+        r"<think> </think> tags, and the final answer after them stands within \boxed{}."
+    ),
+    "think_answer": (
+        "First think about the reasoning process, then give the answer. The reasoning process and the answer are "
+        r"enclosed within <think> </think> and <answer> </answer> tags, and the final answer stands within \boxed{}: "
+        r"<think> reasoning process here </think><answer> \boxed{answer here} </answer>"
+    ),
+}
+# Both the letter and the value are graded as right; a letter is what most models give, and what MathVista asks for.
+_ASKS_FOR_A_LETTER = "Answer with the letter of the right choice."
+Message = dict[str, Any]
+DEFAULT_PROMPT = "{problem}\n{multiple_choice}"
+_MADE = "multiple_choice"  # a name that is no column: the choices of the row, and what to answer
+_CHOICES = "choices"  # a column that a data set may lack, as one without any choices does
+NAMES_OF_CHOICES = (_MADE, _CHOICES)
+_HIDDEN = ("answer", "answer_raw", "meta")  # the reference answer, and what gives it away
+_SHOWN = 60  # characters of a template in a message
+
+
+@dataclass(frozen=True)
+class Template:
+    """A template, read and checked. `lines`: each line as pieces of (text, name of a column or None)."""
+
+    source: str
+    lines: tuple[tuple[tuple[str, str | None], ...], ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The names that it has in braces, each once."""
+        return list(dict.fromkeys(name for line in self.lines for _, name in line if name is not None))
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it reads, each once."""
+        return list(dict.fromkeys(_CHOICES if name == _MADE else name for name in self.names))
+
+    def check_columns(self, columns: Iterable[str], where: str) -> None:
+        """Raise `UserError` for a column that the data set `where` lacks."""
+        known = [name for name in columns if name not in (*_HIDDEN, "images", "prompt")]
+        for name in self.columns:
+            if name not in known and name != _CHOICES:
+                close = did_you_mean(name, [*known, _MADE])
+                raise UserError(f"adora_prompt: {name!r} is no column of {where}{close}; it has {', '.join(known)}")
+
+    def asks_the_problem_alone(self, *, with_choices: bool) -> bool:
+        """Whether the text of every row is its problem and nothing else, as without a template.
+
+        `with_choices`: whether some row of the data set has choices.
+        """
+        others = dict.fromkeys(self.columns, "another column")
+        return self({**others, "problem": "?", _CHOICES: ["!"] if with_choices else None}) == "?"
+
+    def __call__(self, row: Mapping[str, Any]) -> str:
+        """The text for a row. A line is left out where what it names is null or an empty list."""
+        choices = row.get(_CHOICES)
+        values = {**row, _CHOICES: choices, _MADE: multiple_choice(choices)}
+        made = []
+        for line in self.lines:
+            names = [name for _, name in line if name is not None]
+            if names and all(values[name] in (None, [], ()) for name in names):
+                continue
+            made.append("".join(text + (value_text(values[name]) if name is not None else "") for text, name in line))
+        return "\n".join(made)
+
+
+def template(source: str) -> Template:
+    """Read a template. Raises `UserError` for anything but text and `{column}`; `{{` and `}}` are braces."""
+    if not isinstance(source, str) or not source.strip():
+        raise UserError(
+            f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave the key out"
+        )
+    lines: list[list[tuple[str, str | None]]] = [[]]
+    try:
+        pieces = list(string.Formatter().parse(source))
+    except ValueError as error:
+        raise _wrong(source, f"cannot be read ({error})") from None
+    for text, name, form, conversion in pieces:
+        first, *rest = text.split("\n")
+        lines[-1].append((first, None))
+        lines += [[(part, None)] for part in rest]
+        if name is None:
+            continue
+        if not name.isidentifier() or form or conversion:
+            whole = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
+            raise _wrong(source, f"has {whole!r:.60} in braces, which is not the plain name of a column")
+        if name in _HIDDEN:
+            raise _wrong(source, f"has {{{name}}}, which would tell the model the answer")
+        lines[-1].append(("", name))
+    found = Template(source, tuple(map(tuple, lines)))
+    if not found.names:
+        raise _wrong(source, "names no column, so every prompt would be the same")
+    return found
+
+
+def value_text(value: Any) -> str:
+    """A column's value in a prompt: a list as `(A) 12 (B) 13`, null as nothing."""
+    if value is None:
+        return ""
+    if isinstance(value, list | tuple):
+        return " ".join(lettered(value))
+    return str(value)
+
+
+def _wrong(source: str, why: str) -> UserError:
+    shown = repr(source if len(source) <= _SHOWN else source[:_SHOWN] + "...")
+    return UserError(f"adora_prompt: {shown} {why}; write {{column}} for a value, and {{{{ or }}}} for a brace")
+
+
+def lettered(values: Sequence[Any]) -> list[str]:
+    """`(A) 12`, `(B) 13`: a list as it stands in every prompt, in the form of MathVista; after Z come numbers."""
+    letters = [*ascii_uppercase, *(str(number) for number in range(len(ascii_uppercase) + 1, len(values) + 1))]
+    return [f"({letter}) {value}" for letter, value in zip(letters, values, strict=False)]
+
+
+def multiple_choice(choices: Sequence[str] | None) -> str | None:
+    """What stands below a problem with choices: a line for each, and what to answer. None without any choice."""
+    return "\n".join(["Choices:", *lettered(choices), _ASKS_FOR_A_LETTER]) if choices else None
+
+
+def asks_for_answer_tags(*prompts: str | None) -> bool:
+    """Whether a system prompt or a template asks for `<answer> </answer>`, so that an answer may stand there alone."""
+    return any("<answer>" in (prompt or "") for prompt in prompts)
+
+
+def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
+    """Messages without images; TRL puts the row's images before the text of the first user message.
+
+    For a problem without `<image>`: where it has some, `conversation_with_images` says where each image stands.
+    """
+    messages: list[Message] = [{"role": "user", "content": problem}]
+    if system_prompt:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def conversation_with_images(problem: str, n_images: int, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
+    """The same conversation with one placeholder an image, as a processor's chat template expects it.
+
+    Each `<image>` of the problem becomes one; in a problem without any, they stand before the text.
+    """
+    messages = conversation(problem, system_prompt)
+    messages[-1] = {"role": "user", "content": _parts(problem, n_images)}
+    return messages
+
+
+def conversations(problems: list[str], n_images: list[int], system_prompt: str | None) -> list[list[Message]]:
+    """The conversations of a whole data set, in one form, since a column of a table has one type.
+
+    They are plain texts, unless an image has its place inside a problem.
+    """
+    if not any(PLACEHOLDER in problem for problem in problems):
+        return [conversation(problem, system_prompt) for problem in problems]
+    made = []
+    for problem, count in zip(problems, n_images, strict=True):
+        messages = conversation_with_images(problem, count, system_prompt)
+        if system_prompt:
+            messages[0] = {"role": "system", "content": [{"type": "text", "text": system_prompt}]}
+        made.append(messages)
+    return made
+
+
+def as_text(messages: Sequence[Message]) -> str:
+    """A conversation for a person: each role above its text, `<image>` where an image stands."""
+    lines = []
+    for message in messages:
+        parts = message["content"]
+        text = parts if isinstance(parts, str) else "".join(part.get("text", PLACEHOLDER) for part in parts)
+        lines += [f"[{message['role']}]", text]
+    return "\n".join(lines)
+
+
+def _parts(problem: str, n_images: int) -> list[Message]:
+    if PLACEHOLDER not in problem:
+        return [*({"type": "image"} for _ in range(n_images)), {"type": "text", "text": problem}]
+    assert problem.count(PLACEHOLDER) == n_images, "the rows are checked before"
+    first, *rest = problem.split(PLACEHOLDER)
+    parts: list[Message] = [{"type": "text", "text": first}]
+    for text in rest:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]

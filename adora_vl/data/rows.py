@@ -1,0 +1,125 @@
+"""What is wrong with a row of a dataset, said before anything is learned from it or asked about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa  # pyarrow ships no types
+import pyarrow.compute as pc
+
+from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.utils.cli import shown
+from adora_vl.utils.errors import UserError
+
+# Qwen2.5-VL's tokenizer reads each of these in a question as the token itself, not as text: an image without pixels
+# ends the forward, an <|im_end|> ends the user's turn.
+CONTROL_TOKENS = (
+    "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|im_start|>",
+    "<|im_end|>", "<|endoftext|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
+    "<|quad_start|>", "<|quad_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+    "<|repo_name|>", "<|file_sep|>",
+)  # fmt: skip
+_TEXTS = ("id", "problem", "answer")
+_EMPTY_IMAGES = (None, {"bytes": None, "path": None})
+
+Row = Mapping[str, Any]
+
+
+def problem_with_row(row: Row) -> str | None:
+    """What makes `row` unusable, as `column: value; remedy` in one line without the row's id; None for a sound row.
+
+    Looked at are the columns `id`, `problem`, `answer`, `images` and `choices` of the schema. The images are counted
+    and not decoded: each may be bytes, a Pillow image, or anything else that is not null.
+    """
+    for column in _TEXTS:
+        text = row.get(column)
+        if not isinstance(text, str) or not text.strip():
+            return f"{column}: {shown(text)} is not a text; write it in, or remove the row"
+    images = row.get("images")
+    if not isinstance(images, list | tuple):
+        return f"images: {shown(images)} is not a list; make it a list of images, [] for a problem without any"
+    for number, image in enumerate(images):
+        if any(image is empty or (isinstance(image, dict) and image == empty) for empty in _EMPTY_IMAGES):
+            return f"images: image {number} of {len(images)} is null; put the picture in, or remove the row"
+    return _problem_with_texts(row["problem"], row.get("choices"), len(images))
+
+
+def _problem_with_texts(problem: str, choices: Any, images: int) -> str | None:
+    if choices is not None and not (isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)):
+        return f"choices: {shown(choices)} is not a list of texts; make it one, or null for an open question"
+    for column, text in (("problem", problem), *(("choices", choice) for choice in choices or ())):
+        token = next((token for token in CONTROL_TOKENS if token in text), None)
+        if token:
+            return f"{column}: {shown(text)} has the model's own token {token}; remove it from the text"
+    found = problem.count(PLACEHOLDER)
+    if found and found != images:
+        has = f"{found} {PLACEHOLDER} with {images} image{'' if images == 1 else 's'}"
+        return f"problem: {shown(problem)} has {has}; give one for each image, or none to have them before the text"
+    return None
+
+
+def problem_with_prompt(text: str, images: int) -> str | None:
+    """What makes the text that a template made of a row unusable, in one line; None where nothing does."""
+    token = next((token for token in CONTROL_TOKENS if token in text), None)
+    if token:
+        return f"its text has the model's own token {token}; remove it from the row's columns"
+    found = text.count(PLACEHOLDER)
+    if found and found != images:
+        return f"its text has {found} {PLACEHOLDER} with {images} images; write one for each, or none"
+    return None if text.strip() else "its text is empty; name a column that has a value"
+
+
+def require_sound_rows(rows: Iterable[Row], where: str) -> None:
+    """Raise `UserError` for the first row of `rows` that cannot be used, by its id. `where` begins the message."""
+    first, more = "", 0
+    for number, row in enumerate(rows):
+        problem = problem_with_row(row)
+        if problem and first:
+            more += 1
+        elif problem:
+            name = row.get("id")
+            first = f"row {name if isinstance(name, str) and name.strip() else f'number {number}'}: {problem}"
+    if first:
+        raise UserError(f"{where}: {first}{f' (and {more} more such rows)' if more else ''}")
+
+
+def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """The rows of a table of the schema for `problem_with_row`: an image is True, or None where it has no bytes.
+
+    Neither is an image decoded nor its bytes copied, so thousands of rows take a fraction of a second.
+    """
+    columns = {
+        name: table[name].to_pylist() for name in ("id", "problem", "answer", "choices") if name in table.column_names
+    }
+    images: Iterable[Any] = (
+        part for chunk in table["images"].chunks for part in _image_marks(chunk)
+    ) if "images" in table.column_names else (None for _ in range(table.num_rows))  # fmt: skip
+    for number, marks in enumerate(images):
+        yield {**{name: values[number] for name, values in columns.items()}, "images": marks}
+
+
+def has_images(table: pa.Table) -> bool:
+    """Whether any row of a table of the schema has an image."""
+    return bool(pc.sum(pc.list_value_length(table["images"])).as_py())
+
+
+def has_choices(table: pa.Table) -> bool:
+    """Whether any row of a table of the schema has choices; an empty list is none, and so is anything but a list."""
+    kind = table.schema.field("choices").type if "choices" in table.column_names else None
+    if kind is None or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    return bool(pc.sum(pc.list_value_length(table["choices"])).as_py())
+
+
+def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
+    """For each row of a chunk of lists of images: None where the list is null, else one mark for each image."""
+    lengths = pc.list_value_length(chunk).to_pylist()
+    values = chunk.flatten()
+    there = values.is_valid()
+    if pa.types.is_struct(values.type):
+        parts = [values.field(name).is_valid() for name in ("bytes", "path")]
+        there = pc.and_(there, pc.or_(*parts))
+    marks = iter([True if mark else None for mark in there.to_pylist()])
+    for length in lengths:
+        yield None if length is None else [next(marks) for _ in range(length)]

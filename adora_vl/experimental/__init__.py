@@ -1,0 +1,37 @@
+"""Methods that reach into the step and that nobody has reproduced here.
+
+A method moves out when a figure of ours shows its gain. It is deleted when a release of TRL breaks it and nobody mends
+it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from adora_vl.training.generation import Extension
+
+if TYPE_CHECKING:
+    from adora_vl.dedup.images import DistinctImages
+    from adora_vl.types import StepContext
+
+__all__ = ["Extension", "extensions"]
+
+
+def extensions(context: StepContext, images: DistinctImages, *, has_dropout: bool) -> list[Extension]:
+    """The methods that the run's keys ask for, in the order of their calls. `has_dropout`: of the policy.
+
+    Raises `UserError` where one does not go with the model.
+    """
+    from adora_vl.config.experimental import weighs_visually
+    from adora_vl.experimental.noisy_rollouts import NoisyRollouts
+    from adora_vl.experimental.replay import SampleReplay
+    from adora_vl.experimental.visual_tokens import VisualDependency
+
+    found: list[Extension] = []
+    if context.config.adora_noisy_rollouts:
+        found.append(NoisyRollouts(context))
+    if weighs_visually(context.config):
+        found.append(VisualDependency(context, images, has_dropout=has_dropout))
+    if context.config.adora_replay_groups:
+        found.append(SampleReplay(context, images))
+    return found

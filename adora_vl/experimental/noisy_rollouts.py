@@ -1,0 +1,160 @@
+"""Some rollouts of every group are sampled on a distorted image; the policy learns from all on the clean image.
+
+Source: NoisyRollout (arXiv 2504.13055) and its repository (NUS-TRAIL/NoisyRollout, `verl/utils/image_aug.py` and
+`training_scripts/`). There is one distortion per prompt and generation, it becomes weaker as training goes on, and the
+advantages are computed over the clean and the distorted rollouts together. An image is first resized to the size that
+the model sees, because noise on a small drawing that is enlarged afterwards would be coarser. The repository resizes to
+its pixel limits first and lets the processor round the noisy image to whole patches, which can change the number of
+tokens. Its rotation makes the image larger. Ours does neither, so that a prompt has the same image tokens in the engine
+and in the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from adora_vl.config.experimental import noise_settings
+from adora_vl.dedup.image_store import PASSING, can_cache
+from adora_vl.training.generation import Extension, Generation
+from adora_vl.types import StepContext
+from adora_vl.utils.seeding import number_at
+
+_DIFFUSION_STEPS = 1000
+
+
+def sigmoid_annealing(progress: float, *, middle: float, steepness: float) -> float:
+    """`1 - sigmoid(steepness (progress - middle))`: near 1 at first, 1/2 at `middle`, near 0 at the end.
+
+    `progress` and `middle` are shares of the run. The repository counts generations from 1: 40 of 60 with steepness
+    30. Here the first is at 0, so the same strength needs a `middle` of 39 / 60.
+    """
+    exponent = min(steepness * (progress - middle), 700.0)  # math.exp overflows above 709
+    return 1.0 / (1.0 + math.exp(exponent))
+
+
+def signal_share(step: int) -> float:
+    """The factor of the pixels after `step` diffusion steps (0 to 999), between 0 and 1.
+
+    The variance added in a step rises along a sigmoid from 1e-5 to 5e-3.
+    """
+    rise = 1.0 / (1.0 + np.exp(-np.linspace(-6.0, 6.0, _DIFFUSION_STEPS)))
+    return float(np.sqrt(np.prod(1.0 - (1e-5 + (5e-3 - 1e-5) * rise[: step + 1]))))
+
+
+def gaussian(image: Image.Image, step: int, generator: np.random.Generator) -> Image.Image:
+    """`a x + sqrt(1 - a^2) n`, clipped to 0 and 1. a is the `signal_share`, x the pixels, n standard normal noise."""
+    share, pixels = signal_share(step), np.asarray(image, dtype=np.float32) / 255
+    noise = generator.standard_normal(pixels.shape, dtype=np.float32)
+    mixed = share * pixels + math.sqrt(1 - share**2) * noise
+    return Image.fromarray((mixed.clip(0, 1) * 255).round().astype(np.uint8))
+
+
+def as_seen(image: Image.Image, image_processor: Any) -> Image.Image:
+    """The image as RGB in the size to which Qwen's processor resizes it. With any other processor it keeps its size."""
+    image = image.convert("RGB")
+    if not can_cache(image_processor):
+        return image
+    size, factor = image_processor.size, image_processor.patch_size * image_processor.merge_size
+    height, width = smart_resize(image.height, image.width, factor, size["shortest_edge"], size["longest_edge"])
+    return image.resize((width, height), image_processor.resample)
+
+
+def distorted(image: Image.Image, kind: str, level: float, seed: int) -> Image.Image:
+    """A distorted copy of an RGB image. It has the same size, and is the same for the same seed. `level`: the strength
+    in the unit of the kind.
+    """
+    generator = np.random.default_rng(seed)
+    if kind == "gaussian":
+        noisy = gaussian(image, int(level), generator)
+    else:
+        noisy = image.rotate(generator.uniform(-level, level), resample=Image.Resampling.BILINEAR)
+    noisy.info[PASSING] = True  # it is seen once, so the cache of processed images should not keep it
+    return noisy
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The distortion of one generation."""
+
+    kind: str
+    level: float
+    key: str  # the run's seed and position, which seed the noise; a resumed run has the same at the same position
+    clean: int  # how many rollouts of each group, the first ones, see the clean image
+
+    def applied(
+        self, images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any = None
+    ) -> tuple[list[list[Any] | None], list[bool]]:
+        """The images on which the rows are sampled, and for each row whether they are distorted.
+
+        `images`: the images of each row of this rank; None or empty for a row without images. `first`: the number of
+        this rank's first row, counted over all ranks. `image_processor`: the trainer's. The distorted rows of a group
+        get the same objects, so they stay one request.
+        """
+        made: dict[int, list[Any]] = {}
+        seen: list[list[Any] | None] = []
+        sees = [bool(own) and (first + row) % generations >= self.clean for row, own in enumerate(images)]
+        for row, own in enumerate(images):
+            if own is None or not sees[row]:
+                seen.append(own)
+                continue
+            group = (first + row) // generations
+            if group not in made:
+                made[group] = [
+                    distorted(as_seen(image, image_processor), self.kind, self.level, self._seed(group, number))
+                    for number, image in enumerate(own)
+                ]
+            seen.append(made[group])
+        return seen, sees
+
+    def _seed(self, group: int, number: int) -> int:
+        return number_at(f"noise/{self.key}/{group}/{number}")
+
+
+def unaltered(
+    images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any = None
+) -> tuple[list[list[Any] | None], list[bool]]:
+    """As `Noise.applied`, at strength 0."""
+    return list(images), [False] * len(images)
+
+
+class NoisyRollouts(Extension):
+    """Chooses the distortion of each generation of a run."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.settings, self.seed = noise_settings(context.config), context.config.seed
+        self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
+
+    def level(self) -> float:
+        """The strength at this share of the run; for `gaussian` rounded down to whole steps, as in the repository."""
+        settings, state, share = self.settings, self.state(), 1.0
+        if settings.schedule == "sigmoid":
+            done = state.global_step / max(state.max_steps, 1)
+            share = sigmoid_annealing(done, middle=settings.middle, steepness=settings.steepness)
+        level = settings.strength * share
+        return float(int(level)) if settings.kind == "gaussian" else level
+
+    def now(self, key: str) -> Noise | None:
+        """The distortion of the present generation, None where nothing is distorted. `key` as in `Noise`."""
+        settings, level = self.settings, self.level()
+        if settings.count == 0 or level <= 0:
+            return None
+        return Noise(settings.kind, level, key, clean=settings.generations - settings.count)
+
+    def before_sampling(self, generation: Generation) -> None:
+        """The engine sees distorted images for some rollouts; an evaluation does not."""
+        if generation.mode == "train":
+            noise = self.now(f"{self.seed}/{generation.where}")
+            generation.sampling.alter_images = unaltered if noise is None else noise.applied
+
+    def after_weighing(self, generation: Generation) -> None:
+        """Log the share of all ranks' rollouts that saw a distorted image, and the strength."""
+        distorted_B = generation.batch["distorted"]
+        self.log("adora/noisy_share", self.accelerator.gather(distorted_B.float()).mean().item())
+        self.log("adora/noise_level", self.level())

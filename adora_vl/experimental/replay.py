@@ -1,0 +1,152 @@
+"""Selective sample replay over steps: earlier groups take the places of groups that teach nothing.
+
+Source: SSR of VL-Rethinker (arXiv 2504.08837) and its repository (TIGER-AI-Lab/VL-Rethinker,
+`openrlhf/trainer/ppo_utils/replay_buffer.py`). Groups without signal give their places to groups of earlier
+generations, which are drawn with a chance that grows with their advantages. Those keep the log-probabilities of the
+policy that sampled them, so the loss corrects for the updates since.
+
+The repository keeps single rollouts, and as many as half a generation. Ours keeps whole groups, whose rollouts share
+one pass over their prompt and image. The repository also draws the rollouts of the present generation anew with chances
+like their |advantages|, adds up to a tenth of rollouts that are right throughout their group, and halves the batch;
+ours does none of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adora_vl.dedup.images import DistinctImages
+from adora_vl.training.batch_rows import (
+    PackedRows,
+    concat_rows,
+    pack_rows,
+    replace_groups,
+    split_images,
+    take_rows,
+    unpack_rows,
+    without_padding,
+)
+from adora_vl.training.generation import Extension, Generation
+from adora_vl.training.micro_batches import live_units
+from adora_vl.types import Batch, StepContext, loss_mask
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.seeding import generator_at
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A group of an earlier generation."""
+
+    packed: PackedRows
+    columns: tuple[str, ...]  # of the batch that it is from
+    size: float  # the sum of |advantages|
+    step: int  # optimizer steps that had been made when it was sampled
+
+
+def drawn(sizes: list[float], alpha: float, count: int, place: str) -> list[int]:
+    """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`. `place` seeds it."""
+    if not sizes or not count:
+        return []
+    relative = torch.tensor(sizes, dtype=torch.float64) / max(sizes)  # powers of large sums would overflow
+    chances = (relative**alpha).clamp(min=1e-12)
+    found: list[int] = torch.multinomial(
+        chances, min(count, len(sizes)), generator=generator_at(f"replay/{place}")
+    ).tolist()
+    return found
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """The file of a rank in the checkpoint `folder`."""
+    return folder / f"replay-{rank:05}.pt"
+
+
+class SampleReplay(Extension):
+    """Keeps groups with signal, and replaces those without. All ranks call every method together."""
+
+    needs_old_logps = True
+
+    def __init__(self, context: StepContext, images: DistinctImages) -> None:
+        """Raises `UserError` where every rollout would keep its own image."""
+        config = context.config
+        if images.shown and images.cache is None:
+            raise UserError(
+                f"adora_replay_groups: {config.adora_replay_groups} needs an image processor whose output can be kept "
+                "(adora_cache_images), and that of this model is of another kind; set it to 0"
+            )
+        self.accelerator, self.log, self.config = context.accelerator, context.log, config
+        self.policy_logps, self.pad_id, self.banks = context.policy_logps, context.pad_id, images.banks
+        self.generations, self.capacity = config.num_generations, config.adora_replay_groups
+        self.kept: list[Kept] = []  # of this rank, the oldest first
+
+    def before_split(self, generation: Generation) -> None:
+        """Replace groups without signal."""
+        generation.batch = self(generation.batch, generation.step, f"{self.config.seed}/{generation.key}")
+
+    def on_exploded_ratio(self) -> None:
+        """Keep nothing: the policy has moved too far from the one that sampled these groups."""
+        self.kept = []
+
+    def __call__(self, batch: Batch, step: int, place: str) -> Batch:
+        """`batch` with groups without signal replaced as far as there are earlier ones. Its own groups with signal are
+        kept for later. `place` says where the run is, so that a resumed run draws the same groups.
+        """
+        if "old_per_token_logps" not in batch:
+            batch = {**batch, "old_per_token_logps": self.policy_logps(batch)}
+        live = live_units(batch["advantages"], self.generations)
+        fresh = self._fresh(batch, live, step)
+        alike = [one for one in self.kept if one.columns == tuple(sorted(batch))]
+        place = f"{place}/{self.accelerator.process_index}"
+        numbers = drawn([one.size for one in alike], self.config.adora_replay_alpha, live.count(False), place)
+        taken = [alike[number] for number in numbers]
+        batch = self._refilled(batch, live, taken)
+        self.kept = [*self.kept, *fresh][-self.capacity :]
+        self._log(len(live), [step - one.step for one in taken])
+        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        return batch
+
+    def _fresh(self, batch: Batch, live: list[bool], step: int) -> list[Kept]:
+        split, size, found = split_images(batch), self.generations, []
+        for group in [number for number, alive in enumerate(live) if alive][-self.capacity :]:
+            rows = range(group * size, (group + 1) * size)
+            packed = pack_rows(without_padding(take_rows(split, rows)), self.banks)
+            sizes = batch["advantages"][rows.start : rows.stop].abs()
+            sizes_G = sizes if sizes.dim() == 1 else sizes.amax(dim=1)
+            found.append(Kept(packed, tuple(sorted(batch)), float(sizes_G.sum()), step))
+        return found
+
+    def _refilled(self, batch: Batch, live: list[bool], taken: list[Kept]) -> Batch:
+        if not taken:
+            return batch
+        device = batch["prompt_ids"].device
+        parts = [unpack_rows(one.packed, self.banks, device) for one in taken]
+        further = reduce(lambda one, other: concat_rows(one, other, self.pad_id), parts)
+        dead = [group for group, alive in enumerate(live) if not alive]
+        pairs = list(zip(dead, range(len(taken)), strict=False))
+        return replace_groups(batch, further, pairs, self.generations, self.pad_id)
+
+    def _log(self, groups: int, ages: list[int]) -> None:
+        """Also tells every rank whether any has new images: all must take part in the same vision passes."""
+        own = torch.tensor([[len(ages), sum(ages), groups]], device=self.accelerator.device)
+        replayed, age, all_groups = self.accelerator.gather(own).sum(dim=0).tolist()
+        if replayed:
+            self.banks.more()
+            self.log("adora/replay_age", age / replayed)
+        self.log("adora/replayed_groups", replayed / all_groups)
+
+    def save(self, folder: Path) -> None:
+        """Write the kept groups of this rank into a checkpoint."""
+        if self.kept:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save([dict(vars(one)) for one in self.kept], file_of(folder, self.accelerator.process_index))
+
+    def load(self, checkpoint: Path) -> None:
+        """Read what `save` wrote; nothing where it wrote nothing, as for a rank that the earlier run did not have."""
+        file = file_of(checkpoint, self.accelerator.process_index)
+        own: list[dict[str, Any]] = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else []
+        renamed = [{"packed" if key == "parcel" else key: one[key] for key in one} for one in own]  # as it was called
+        self.kept = [Kept(**one) for one in renamed][-self.capacity :]

@@ -1,0 +1,193 @@
+"""The families of models: what is special in each, and the parts of a model by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EMBEDDINGS, DEEPSTACK = "pooler_output", "deepstack_features"
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How a family sees.
+
+    `unit`: pixels of an image token's side (patch times merged patches), of which both sides of a resized image are
+    multiples. `min_pixels`, `max_pixels`: of the published image processor. `features`: the fields of the vision
+    output that enter the language model, at the image tokens: `EMBEDDINGS` is a tensor per image and takes the place
+    of the token embeddings; `DEEPSTACK` is a tensor per layer for all images, added to the hidden states behind each
+    of the first layers. `projector`: parts of a parameter's name by which it belongs to the projector; the first one is
+    of what makes the embeddings. All other parameters whose names have `tower` in them belong to the vision tower.
+    `swiglu`: blocks with a gated MLP and RMS norms, else with two products around a GELU and layer norms, which keep
+    less for the backward pass.
+    """
+
+    image_token: str
+    unit: int
+    min_pixels: int
+    max_pixels: int
+    features: tuple[str, ...] = (EMBEDDINGS,)
+    tower: str = "visual."
+    projector: tuple[str, ...] = ("visual.merger.",)
+    swiglu: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture. `vision` is None for a family that reads text only.
+
+    `sharable`: the kinds of layers (`layer_types` of its config; a config without them has full attention alone) in
+    which the rollouts of a group can share their prompt. `head_norms`: the language model's attention normalises
+    queries and keys, which keeps more for the backward pass. `interleaved`: the rotary embedding interleaves the three
+    kinds of positions, in Transformers always and in vLLM only where the config has `mrope_interleaved`. `note`: what a
+    user should know before a run.
+    """
+
+    name: str
+    vision: Vision | None
+    sharable: frozenset[str]
+    source: str
+    head_norms: bool = False
+    interleaved: bool = False
+    note: str = ""
+
+
+FULL = frozenset({"full_attention"})
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family("Qwen2 and Qwen2.5", None, FULL, "models/qwen2/modeling_qwen2.py"),
+    "qwen2_vl": Family(
+        "Qwen2-VL",
+        Vision("<|image_pad|>", unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28),
+        FULL,
+        "models/qwen2_vl/modeling_qwen2_vl.py; pixels: image_processing_qwen2_vl.py and the published processor",
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2.5-VL",
+        Vision("<|image_pad|>", unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, swiglu=True),
+        FULL,
+        "models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
+    ),
+    "qwen3_vl": Family(
+        "Qwen3-VL",
+        Vision(
+            "<|image_pad|>",
+            unit=32,
+            min_pixels=256 * 256,
+            max_pixels=4096 * 4096,
+            features=(EMBEDDINGS, DEEPSTACK),
+            projector=("visual.merger.", "visual.deepstack_merger_list."),
+        ),
+        FULL,
+        "models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the published "
+        "preprocessor_config.json",
+        head_norms=True,
+        interleaved=True,
+    ),
+    "qwen3_5": Family(
+        "Qwen3.5",
+        Vision("<|image_pad|>", unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096),
+        FULL,
+        "models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
+        head_norms=True,
+        interleaved=True,
+        note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group cannot share: "
+        "adora_share_prompt is off by itself, everything else is shared",
+    ),
+}
+
+
+def family_of(config: Any) -> Family | None:
+    """The family of a Transformers config, None where the table does not have it."""
+    return FAMILIES.get(str(getattr(config, "model_type", "")))
+
+
+def seeing_families() -> dict[str, Vision]:
+    """The families with images, by `model_type`."""
+    return {kind: family.vision for kind, family in FAMILIES.items() if family.vision is not None}
+
+
+def known() -> str:
+    """The families as a message names them."""
+    return ", ".join(FAMILIES)
+
+
+def sees_images(config: Any) -> bool:
+    """Whether a model of this Transformers config takes images, of whatever family; else it is a language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def shares_prompts(config: Any) -> bool:
+    """Whether every layer of this model can let the rollouts of a group share their prompt."""
+    family = family_of(config)
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
+    return family is not None and set(kinds) <= family.sharable
+
+
+def misplaced_by_vllm(config: Any) -> str:
+    """Why vLLM would give this model's images other positions than Transformers, with the remedy; else empty."""
+    family, rotary = family_of(config), getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if family is None or not family.interleaved or rotary.get("mrope_interleaved"):
+        return ""
+    return (
+        "has no mrope_interleaved in the rope_parameters of its text_config; set it to true: Transformers interleaves "
+        "the positions of images either way, vLLM only then"
+    )
+
+
+def has_linear_attention(config: Any) -> bool:
+    """Whether some layers of this model carry one state along the sequence."""
+    return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = "vision_tower", "projector", "language_model"
+COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
+
+
+@cache
+def _marks() -> tuple[frozenset[str], frozenset[str]]:
+    """What the names of a vision tower and of a projector contain, in any family of the table."""
+    known = seeing_families().values()
+    return frozenset(v.tower for v in known), frozenset(mark for v in known for mark in v.projector)
+
+
+def component_of(parameter_name: str) -> str:
+    """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not matter).
+
+    The names are those of `FAMILIES`: no family uses another one's mark for another part. A text-only model is
+    all language model.
+    """
+    tower, projector = _marks()
+    if any(mark in parameter_name for mark in projector):
+        return PROJECTOR
+    return VISION_TOWER if any(mark in parameter_name for mark in tower) else LANGUAGE_MODEL
+
+
+def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
+    """Set `requires_grad=False` on every parameter of `components`. Returns the number of parameters of each.
+
+    Raises `UserError` where a component names no parameter of this model, instead of silently freezing nothing.
+    """
+    frozen: dict[str, int] = {}
+    for component in components:
+        parameters = [p for name, p in model.named_parameters() if component_of(name) == component]
+        if not parameters:
+            raise UserError(
+                f"adora_freeze_{component}: true, but {type(model).__name__} has no parameter in its {component}; "
+                "remove the key"
+            )
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        frozen[component] = len(parameters)
+    return frozen
+
+
+def trainable_components(model: nn.Module) -> frozenset[str]:
+    """The parts with at least one trainable parameter; an adapter counts for the part that it sits in."""
+    return frozenset(component_of(name) for name, p in model.named_parameters() if p.requires_grad)

@@ -1,0 +1,211 @@
+"""The sizes of a model that memory depends on, from its config; no weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.integrations import deepspeed
+
+from adora_vl.models.families import COMPONENTS, Family, component_of, family_of, freeze
+from adora_vl.models.load import auto_class, load_config
+from adora_vl.utils import compat
+from adora_vl.utils.errors import UserError, did_you_mean
+
+SHAPES = Path(__file__).with_name("shapes")  # the public config.json of the models in our recipes, for planning offline
+
+# Of a pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once took 14 GiB (128
+# rollouts with an image of 1,280 tokens each, for the 7B model).
+PATCHES_A_PASS = 16_000
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One stack of transformer blocks. In the vision tower a token is a patch."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp_width: int
+    window_only_layers: int = 0  # blocks of the vision tower that attend within windows
+    swiglu: bool = True  # with RMS norms; else two products around a GELU, with layer norms
+    head_norms: bool = False  # queries and keys are normalised head by head
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Numbers of parameters by component, and the two towers (`vision` is None for a text-only model)."""
+
+    parameters: dict[str, int]
+    trainable: dict[str, int]
+    text: Tower
+    vision: Tower | None
+    vocabulary: int
+    tied: bool
+    weight_bytes: int  # per parameter, in the model's own dtype
+    largest_tensor: int  # parameters of the largest one: what is gathered whole while weights are synced
+    head_is_trained: bool
+    adapters: bool = False
+    patch: int = 14  # pixels of a patch's side
+    merge: int = 2  # patches of an image token's side
+    deepstack: int = 0  # layers of the language model behind which vision features enter once more
+    patch_values: int = 1176  # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
+
+    @property
+    def total(self) -> int:
+        return sum(self.parameters.values())
+
+    @property
+    def trained(self) -> int:
+        return sum(self.trainable.values())
+
+    @property
+    def image_token_pixels(self) -> int:
+        return (self.patch * self.merge) ** 2
+
+
+def config_for_planning(name: str, revision: str | None = None) -> tuple[PretrainedConfig, str | None]:
+    """The config of a model folder or hub id, and a note if it is the one that ships with this package.
+
+    Raises `UserError` as `load_config` does, where the hub cannot be reached and no config of that name ships.
+    """
+    try:
+        return load_config(name, revision), None
+    except UserError:
+        shipped = SHAPES / name.rpartition("/")[2]
+        if Path(name).is_dir() or not (shipped / "config.json").is_file():
+            raise
+        return load_config(str(shipped)), f"the config of {name} is the one that ships here; the hub was not reached"
+
+
+def describe(
+    config: PretrainedConfig, *, dtype: str | None = None, frozen: Sequence[str] = (), peft_config: Any = None
+) -> ModelShape:
+    """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`.
+
+    The modules are built on torch's meta device, so names and numbers are the real ones and nothing is allocated. A
+    family that is not in the table has no vision tower here: all of its parameters are in the language model.
+    """
+    model = _on_meta(config)
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        _check_names(model, peft_config)
+        with torch.device("meta"):
+            model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+        refuse_tied_adapters(model)
+    freeze(model, frozen)
+    counts, trained = (dict.fromkeys(COMPONENTS, 0) for _ in range(2))
+    for name, parameter in model.named_parameters():
+        counts[component_of(name)] += parameter.numel()
+        trained[component_of(name)] += parameter.numel() * parameter.requires_grad
+    head = model.get_output_embeddings().weight
+    family = family_of(config)
+    vision = getattr(config, "vision_config", None) if family is not None else None  # else its fields are not known
+    return ModelShape(
+        parameters=counts,
+        trainable=trained,
+        text=_text_tower(config.get_text_config(), family),
+        vision=None if vision is None else _vision_tower(vision, family),
+        vocabulary=config.get_text_config().vocab_size,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        weight_bytes=_dtype(dtype, config).itemsize,
+        largest_tensor=max(p.numel() for p in model.parameters()),
+        head_is_trained=bool(head.requires_grad),
+        adapters=peft_config is not None,
+        **_patches(vision),
+    )
+
+
+def _on_meta(config: PretrainedConfig) -> Any:
+    with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
+        return auto_class(config).from_config(config)
+
+
+def _check_names(model: Any, peft_config: Any) -> None:
+    """Raise `UserError` for a name in LoRA's lists that no module has. PEFT passes over it where another one fits."""
+    names = [name for name, _ in model.named_modules()]
+    for key, wanted in (
+        ("lora_target_modules", peft_config.target_modules), ("lora_modules_to_save", peft_config.modules_to_save),
+    ):  # fmt: skip
+        for one in sorted(wanted) if isinstance(wanted, list | tuple | set) else ():
+            if not any(name == one or name.endswith(f".{one}") for name in names):
+                close = did_you_mean(one, {name.rpartition(".")[2] for name in names})
+                raise UserError(f"{key}: {one!r} is no module of this model{close}")
+
+
+def refuse_tied_adapters(model: Any) -> None:
+    """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings.
+
+    vLLM and a saved model have one matrix for both uses, so the adapter could be merged into neither: the engine would
+    sample from another model than the one that learns.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    base = model.get_base_model()
+    if not getattr(base.config, "tie_word_embeddings", False):
+        return
+    for embedding in (base.get_input_embeddings(), base.get_output_embeddings()):
+        if isinstance(embedding, BaseTunerLayer | ModulesToSaveWrapper):
+            name = next(name for name, module in base.named_modules() if module is embedding).rpartition(".")[2]
+            key = "lora_target_modules" if isinstance(embedding, BaseTunerLayer) else "lora_modules_to_save"
+            raise UserError(
+                f"{key}: {name!r} shares its weight with the other embedding (tie_word_embeddings: true), so what it "
+                "learns can be merged neither for the engine nor for a saved model; leave it out"
+            )
+
+
+def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
+    """The dtype by name. `auto` and None mean the dtype in the model's config, as in Transformers 5."""
+    named = config.dtype if name in (None, "auto") else name
+    found = getattr(torch, str(named or "float32").removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"dtype: {name!r} is no dtype of torch; use bfloat16, float16, float32 or auto")
+    return found
+
+
+def _text_tower(config: Any, family: Family | None) -> Tower:
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Tower(
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=head_size,
+        mlp_width=config.intermediate_size,
+        head_norms=family is not None and family.head_norms,
+    )
+
+
+def _vision_tower(config: Any, family: Family | None) -> Tower:
+    """In Qwen2-VL `hidden_size` is what leaves the tower, and `embed_dim` its own width."""
+    width = getattr(config, "embed_dim", None) or config.hidden_size
+    return Tower(
+        layers=config.depth,
+        width=width,
+        heads=config.num_heads,
+        kv_heads=config.num_heads,
+        head_size=width // config.num_heads,
+        mlp_width=getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
+        swiglu=family is None or family.vision is None or family.vision.swiglu,
+        window_only_layers=config.depth - len(getattr(config, "fullatt_block_indexes", range(config.depth))),
+    )
+
+
+def _patches(config: Any) -> dict[str, int]:
+    if config is None:
+        return {}
+    channels = getattr(config, "in_channels", 3)
+    return {
+        "patch": config.patch_size,
+        "merge": config.spatial_merge_size,
+        "deepstack": len(getattr(config, "deepstack_visual_indexes", ())),
+        "patch_values": channels * config.temporal_patch_size * config.patch_size**2,
+    }

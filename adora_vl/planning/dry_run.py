@@ -1,0 +1,516 @@
+"""`python -m adora_vl.train --config FILE --dry-run`: what a run will do and whether it fits, without weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import MISSING, Field, asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from adora_vl.builtin.assets import data_folders, resolve_model
+from adora_vl.config.batch_plan import unit_size
+from adora_vl.config.checks import is_curve, schedule_of
+from adora_vl.config.command_line import given_keys
+from adora_vl.data.dataset import example_row
+from adora_vl.data.prompt_lengths import LengthCheck
+from adora_vl.data.prompts import Message, as_text, conversation_with_images, template
+from adora_vl.models.load import load_processor
+from adora_vl.planning.memory import (
+    Sharing,
+    cache_bytes_per_token,
+    checkpoint_bytes,
+    fits,
+    largest_batch,
+    largest_image_tokens,
+    predict,
+    proposed_utilization,
+    replay_bytes,
+    run_bytes,
+)
+from adora_vl.planning.options import DryRunOptions, take_options
+from adora_vl.planning.plan import Plan, make_plan
+from adora_vl.utils.cli import amount, quantile
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
+from adora_vl.utils.launch import prepare_engine_environment
+from data_prep.survey import shown_lines
+
+_ROOMY = 0.25  # of the card: below it the parts of the memory are not listed (--json has them)
+_ANY_LENGTH = 1000  # where the number of updates is not known; without a warmup in steps the curve is the same
+
+
+def learning_rates(config: Any, updates: int | None) -> dict[str, float] | None:
+    """The rate at the first, the middle and the last update; None for a schedule that depends on the training."""
+    total = updates or _ANY_LENGTH
+    schedule = schedule_of(config, total)
+    if not is_curve(schedule):
+        return None
+    places = {"first": 0, "middle": total // 2, "last": total - 1}
+    return {name: config.learning_rate * schedule.lr_lambdas[0](step) for name, step in places.items()}
+
+
+def schedule_name(config: Any) -> str:
+    """The name of the schedule as the config spells it."""
+    return str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
+
+
+def learning_rate_line(config: Any, updates: int | None) -> str:
+    """The name of the schedule and its curve, in words."""
+    rates = learning_rates(config, updates)
+    if rates is None:
+        return f"Learning rate: {schedule_name(config)} from {config.learning_rate:g} on, as the training goes."
+    return (
+        f"Learning rate: {schedule_name(config)}, {rates['first']:.3g} at the first update, {rates['middle']:.3g} "
+        f"half-way, {rates['last']:.3g} at the last."
+    )
+
+
+def prompt_lines(plan: Plan) -> list[str]:
+    """The prompt of a row, with choices if there is one; no line where a data set is not here."""
+    if not plan.lengths.rows:
+        return []
+    script = plan.script
+    folders = [Path(folder) for folder in data_folders(script)]
+    rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
+    row = next((row for row in rows if row.get("choices")), rows[0])
+    problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
+    text = _rendered(plan, conversation_with_images(problem, len(row["images"] or []), script.adora_system_prompt))
+    return section(f"One whole prompt, of {row['id']}", shown_lines(text))
+
+
+def _rendered(plan: Plan, messages: list[Message]) -> str:
+    """By the model's own chat template; by roles where the processor is not here."""
+    try:
+        processor = load_processor(resolve_model(str(plan.model.model_name_or_path)), plan.model.model_revision)
+        return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except (OSError, ValueError):
+        return as_text(messages)
+
+
+def section(title: str, lines: Sequence[str]) -> list[str]:
+    """The lines below their underlined title."""
+    return ["", title, "-" * len(title), *lines]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
+
+
+def _number(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
+
+
+def memory_lines(plan: Plan) -> list[str]:
+    """Predicted memory by component and phase, and the verdict."""
+    setup, card = plan.setup, plan.card
+    prediction = predict(setup, card)
+    names = list(prediction.phases)
+    parts = list(dict.fromkeys(part for phase in prediction.phases.values() for part in phase))
+    lines = [
+        f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
+        f"{setup.sharding.describe()}.",
+        f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + {setup.batch.completion_tokens}) "
+        f"tokens, {setup.batch.image_tokens} of each an image.",
+    ]
+    if prediction.peak < _ROOMY * card:  # nobody asks which part takes how much
+        return section(f"Memory, predicted, on {plan.card_name}", [*lines, *verdict_lines(plan)])
+    lines += ["", f"{'GiB per card':24}" + "".join(f"{name:>24}" for name in names)]
+    for part in parts:
+        cells = [_gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-" for name in names]
+        lines.append(f"{part:24}" + "".join(f"{cell:>24}" for cell in cells))
+    sums = [_gib(sum(prediction.phases[name].values())) for name in names]
+    lines.append(f"{'together':24}" + "".join(f"{cell:>24}" for cell in sums))
+    if prediction.states.host_optimizer:
+        host = prediction.states.host_optimizer * setup.sharding.local_processes
+        whose = "all processes on one host" if setup.sharding.machines == 1 else "the processes of one machine"
+        lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {whose}.")
+    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), _honesty(setup.accelerator)]
+    return section(f"Memory, predicted, on {plan.card_name}", lines)
+
+
+def sharing_lines(plan: Plan) -> list[str]:
+    """What the rollouts of a group share in a micro-batch, and how much that saves."""
+    setup, phase = plan.setup, "forward and backward"
+    batch, group = setup.micro_batch, setup.generations
+    if not (setup.sharing.vision or setup.sharing.prompts):
+        return []
+    ours, alone = (
+        sum(predict(one, plan.card).phases[phase].values()) for one in (setup, replace(setup, sharing=Sharing()))
+    )
+    shared = ["the image"] if batch.image_tokens and setup.sharing.images and batch.unit > 1 else []
+    shared += ["the prompt"] if batch.packed else []
+    lines = []
+    if shared:
+        lines = [
+            f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. With one for each "
+            f"{phase} would take {alone / GIB:.3g} GiB instead of {ours / GIB:.3g}."
+        ]
+    unit = unit_size(batch.sequences, group)
+    if unit < group:
+        lines.append(
+            f"per_device_train_batch_size: {batch.sequences} splits a group into {group // unit} parts, and each "
+            f"computes image and prompt anew; a multiple of num_generations: {group} does not."
+        )
+    return lines
+
+
+def _honesty(accelerator: bool) -> str:
+    if accelerator:
+        return (
+            "These are formulas, checked against torch's accounting on a CPU; no GPU has confirmed them yet. CUDA's "
+            "context, fragmentation and the engine's workspace are assumptions: docs/hardware.md."
+        )
+    return "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
+
+
+def engine_lines(plan: Plan) -> list[str]:
+    """How many rollouts the engine has room for."""
+    engine, setup = predict(plan.setup, plan.card).engine, plan.setup
+    if engine is None or setup.engine is None or not setup.accelerator:
+        return []
+    per_token = cache_bytes_per_token(setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel)
+    return [
+        f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of {setup.engine.max_sequences} rollouts "
+        f"{engine.concurrent} run at once if all reach {setup.engine.max_length} tokens, more if they end earlier.",
+        *share_lines(plan, engine.concurrent),
+    ]
+
+
+def share_lines(plan: Plan, concurrent: int) -> list[str]:
+    """The share of the GPU with which more rollouts than `concurrent` would run at once, or the run would fit."""
+    engine, share = plan.setup.engine, proposed_utilization(plan.setup, plan.card)
+    if engine is None or share is None:
+        return []
+    proposed = predict(replace(plan.setup, engine=replace(engine, utilization=share)), plan.card)
+    more = proposed.engine.concurrent if proposed.engine else 0
+    if more <= concurrent and fits(plan.setup, plan.card):
+        return []
+    return [
+        f"vllm_gpu_memory_utilization: {share:g} instead of {engine.utilization:g} lets {more} run at once, and leaves "
+        f"{1 - proposed.peak / plan.card:.0%} of the card free."
+    ]
+
+
+def verdict_lines(plan: Plan) -> list[str]:
+    """Whether it fits, and what would."""
+    setup, card = plan.setup, plan.card
+    prediction = predict(setup, card)
+    good = fits(setup, card)
+    peak, share = prediction.peak / GIB, prediction.peak / card
+    taken = f"{peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB"
+    if good and plan.refusing:
+        lines = [f"The memory would suffice ({taken}), but the run does not start: some prompts are too long (above)."]
+    elif good:
+        lines = [f"It fits: {taken}."]
+    elif prediction.peak > card:
+        parts = prediction.phases[prediction.peak_phase]
+        largest = max(parts, key=lambda name: parts[name])
+        lines = [
+            f"It does NOT fit: {prediction.peak_phase} would take {peak:.3g} GiB of {card / GIB:.3g}; the largest part "
+            f"is {largest} ({parts[largest] / GIB:.3g} GiB). {remedy(plan)}"
+        ]
+    else:
+        lines = [
+            "It does NOT fit: the engine's share has no room for one rollout of full length; raise "
+            "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
+        ]
+    batch = largest_batch(setup, card)
+    most = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
+    lines.append(
+        f"Largest per_device_train_batch_size that fits, of those that keep groups of {setup.generations} whole or "
+        f"split them evenly: {most} (keep its product with gradient_accumulation_steps and processes)."
+    )
+    return [*lines, largest_image_line(plan)] if setup.shape.vision is not None else lines
+
+
+def largest_image_line(plan: Plan) -> str:
+    """The largest `max_pixels`, or what leaves no room for any image."""
+    if plan.limit is not None and plan.image_room < 1:
+        return (
+            f"No max_pixels leaves room for a whole answer: text of up to {plan.lengths.longest_text} tokens and "
+            f"max_completion_length: {plan.limit.completion} together exceed {plan.limit.name}."
+        )
+    tokens = largest_image_tokens(plan.setup, plan.card, plan.image_room)
+    pixels = tokens * plan.setup.shape.image_token_pixels
+    return f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)." if tokens else "No max_pixels fits."
+
+
+def remedy(plan: Plan) -> str:
+    """What to change first, for the settings at hand."""
+    setup = plan.setup
+    wishes = []
+    share = proposed_utilization(setup, plan.card)
+    if share is not None:  # with which it fits; how many rollouts run at once then, `share_lines` says
+        wishes.append(f"vllm_gpu_memory_utilization: {share:g}")
+    if setup.engine and not setup.engine.sleep and setup.accelerator:
+        wishes.append("vllm_enable_sleep_mode: true")
+    if not setup.checkpointing:
+        wishes.append("gradient_checkpointing: true")
+    if setup.sharding.processes > 1 and setup.sharding.stage != 3:
+        wishes.append("ZeRO-3 (configs/accelerate/zero3.yaml)")
+    elif setup.sharding.stage == 3 and not setup.sharding.offload_optimizer:
+        wishes.append("the optimizer in host memory (configs/accelerate/zero3_offload.yaml)")
+    if setup.reference and not setup.shape.adapters:
+        wishes.append("beta: 0.0 (no reference model)")
+    if not setup.shape.adapters and setup.sharding.stage is None:
+        wishes.append("use_peft: true")
+    if setup.engine and share is None:
+        wishes.append("a lower vllm_gpu_memory_utilization")
+    if setup.sharding.stage == 3:
+        wishes.append("more machines (--machines N; docs/hardware.md)")
+    if predict(setup, plan.card).peak_phase == "forward and backward":
+        wishes.append("a smaller per_device_train_batch_size or max_pixels")
+    return f"Try, in this order: {'; '.join(wishes)}."
+
+
+def default_of(field: Field[Any]) -> Any:
+    """The default of a dataclass field."""
+    if field.default is not MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not MISSING else None
+
+
+def changed_keys(plan: Plan, given: Collection[str]) -> dict[str, Any]:
+    """What the user set to something else than the default, in the order of the dataclasses."""
+    changed = {}
+    for dataclass in (plan.script, plan.config, plan.model):
+        for field in fields(dataclass):
+            value = getattr(dataclass, field.name)
+            if field.name in given and value != default_of(field):
+                changed[field.name] = getattr(value, "value", value)
+    return changed
+
+
+def config_lines(plan: Plan, given: Collection[str]) -> list[str]:
+    """`key: value` of what differs from the defaults."""
+    changed = changed_keys(plan, given)
+    width = max(map(len, changed), default=0) + 2
+    lines = [f"{key + ':':{width}} {value}" for key, value in changed.items()]
+    return section("Config, where it differs from the defaults (--write-config FILE: all of it)", lines)
+
+
+def steps_of(plan: Plan) -> tuple[int | None, int | None]:
+    """Optimizer steps of an epoch and of the run; None where the number of rows is not known."""
+    batches, config = plan.batches, plan.config
+    fixed = config.max_steps if config.max_steps > 0 else None
+    if plan.lengths.rows is None:
+        return None, fixed
+    generations = plan.lengths.rows // batches.prompts_per_generation
+    epoch = max(1, generations * batches.cycle_micro_batches // batches.gradient_accumulation_steps)
+    return epoch, fixed or math.ceil(config.num_train_epochs * epoch)
+
+
+def batch_lines(plan: Plan) -> list[str]:
+    """Prompts, groups, micro-batches, optimizer steps and epochs."""
+    batches, config, processes = plan.batches, plan.config, plan.setup.sharding.processes
+    local, prompts = config.per_device_train_batch_size, batches.prompts_per_generation
+    lines = [
+        f"{amount(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} sampled together, {config.num_generations} "
+        f"rollouts of each: {batches.generation_batch} rollouts per generation.",
+        f"They are learned from in micro-batches of {local} sequences on each of {processes} "
+        f"process{'' if processes == 1 else 'es'} ({batches.global_batch} over all).",
+        f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are {batches.optimizer_batch} "
+        f"sequences. Optimizer steps a generation: {batches.updates_per_generation:g}.",
+        *([] if plan.config.use_cpu and processes == 1 else [other_processes_line(plan)]),  # such a recipe starts one
+    ]
+    epoch, total = steps_of(plan)
+    rows = plan.lengths.rows
+    if epoch is None:
+        known = f"max_steps says {total}." if total else "The length of the run is not known."
+        lines.append(f"The number of rows is not known, nor is the length of an epoch. {known}")
+    else:
+        left = (rows or 0) % batches.prompts_per_generation
+        dropped = f"; {left} rows wait for another epoch's order" if left else ""
+        make = "makes" if rows == 1 else "make"
+        lines.append(f"{amount(rows or 0, 'row')} {make} {amount(epoch, 'optimizer step')} an epoch{dropped}.")
+        lines.append(f"The run takes {amount(total or 0, 'optimizer step')}, {(total or 0) / epoch:.3g} epochs.")
+    lines.append(learning_rate_line(config, total))
+    if config.save_strategy == "steps":
+        lines.append(f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}.")
+    return section("Batches", lines)
+
+
+def other_processes_line(plan: Plan) -> str:
+    """What the same keys make of the batches on another number of processes."""
+    batches, own = plan.batches, plan.setup.sharding.processes
+    sizes = [
+        f"{count}: {batches.generation_batch * count // own} rollouts and {batches.optimizer_batch * count // own}"
+        for count in (1, 2, 4, 8)
+        if count != own
+    ]
+    return f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}."
+
+
+def _spread(name: str, values: Sequence[int]) -> str:
+    figures = (min(values), quantile(values, 0.5), quantile(values, 0.95), max(values))
+    return f"{name:14}" + "".join(f"{figure:>9}" for figure in figures)
+
+
+def length_lines(plan: Plan) -> list[str]:
+    """The spread of prompt lengths, and what becomes of those that meet a limit."""
+    lengths, config = plan.lengths, plan.config
+    lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
+    lines += [_spread("prompt", lengths.prompt), _spread("image", lengths.image), *limit_lines(plan)]
+    budget = config.adora_vllm_max_num_batched_tokens
+    above = sum(length > budget for length in lengths.prompt)
+    if config.use_vllm and above:
+        lines.append(
+            f"{above} prompts exceed adora_vllm_max_num_batched_tokens: {budget}; raise it to {max(lengths.prompt)}."
+        )
+    return section(f"Prompts ({amount(len(lengths.prompt), 'row')})" if lengths.rows else "Prompts (assumed)", lines)
+
+
+def limit_lines(plan: Plan) -> list[str]:
+    """Which prompts leave no room for an answer, or too little."""
+    limit, longest = plan.limit, plan.lengths.longest[0]
+    if limit is None:
+        return ["Whether they leave room for an answer is not known for this model."]
+    if plan.lengths.rows is None:
+        return [f"{limit.name} leaves such a prompt {max(0, limit.tokens - longest)} tokens for its answer."]
+    return [f"{line}." for check in plan.checks for line in _check_lines(check, refusing=plan.refusing)]
+
+
+def _check_lines(check: LengthCheck, *, refusing: bool) -> list[str]:
+    if refusing and check.refused:
+        return [f"The run does not start: {check.refusal()}"]
+    total = amount(len(check.measured.prompt), "prompt")
+    enough = f"{check.limit.name} leaves all of {total}{check.of} room for max_completion_length: "
+    return check.notes() or [f"{enough}{check.limit.completion}"]
+
+
+def disk_lines(plan: Plan) -> list[str]:
+    """What the checkpoints will take."""
+    setup, config = plan.setup, plan.config
+    one = checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed)
+    one += replay_bytes(config.adora_replay_groups, setup.sharding.processes, setup.batch.image_tokens, setup.shape)
+    kept = config.save_total_limit
+    _, total = steps_of(plan)
+    if config.save_strategy != "steps":
+        lines = ["No checkpoints on the way (save_strategy)."]
+    elif kept is None and total is None:
+        lines = [f"{one / GIB:.3g} GiB per checkpoint, without a limit to their number (save_total_limit)."]
+    else:
+        number = kept if kept is not None else math.ceil((total or 0) / int(config.save_steps))
+        folder = run_bytes(one, setup.shape.total * setup.shape.weight_bytes, number)
+        lines = [f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at most."]
+    return section("Disk", lines)
+
+
+def machine_lines(plan: Plan) -> list[str]:
+    """What several machines need to start."""
+    sharding = plan.setup.sharding
+    if sharding.machines == 1:
+        return []
+    lines = [
+        f"{sharding.machines} machines with {sharding.local_processes} processes each, started by "
+        "setup/slurm/train.sbatch or setup/ssh/train.sh (docs/hardware.md).",
+        "output_dir must be on a disk that all of them share; the run does not start without one.",
+    ]
+    return section("Machines", lines)
+
+
+def report(plan: Plan, given: Collection[str]) -> str:
+    """The report of the whole dry run."""
+    notes = section("Not known here", [f"- {note}" for note in plan.notes]) if plan.notes else []
+    sections = (
+        config_lines(plan, given), machine_lines(plan), batch_lines(plan), length_lines(plan), memory_lines(plan),
+        disk_lines(plan),
+    )  # fmt: skip
+    return "\n".join([line for section in sections for line in section] + notes)
+
+
+def dry_run(arguments: Sequence[str]) -> int:
+    """Print what the command would do. Returns 0 if it would run, 1 if not; raises `UserError` as a run would."""
+    options, rest = take_options(arguments)
+    _check_outputs(options)
+    prepare_engine_environment()
+    plan = make_plan(rest, options)
+    if os.environ.get("RANK", "0") != "0":  # only the first process prints
+        return 0
+    given = given_keys(rest)
+    print("\n".join([report(plan, given), *prompt_lines(plan)]), flush=True)
+    if options.write_config is not None:
+        _write("--write-config", options.write_config, yaml.safe_dump(resolved(plan, given), sort_keys=False))
+    if options.json is not None:
+        _write("--json", options.json, json.dumps(figures(plan, given), indent=2, default=str) + "\n")
+    return 0 if _would_run(plan) else 1
+
+
+def _would_run(plan: Plan) -> bool:
+    """Whether the memory suffices and no prompt is too long."""
+    return fits(plan.setup, plan.card) and not plan.refusing
+
+
+def _check_outputs(options: DryRunOptions) -> None:
+    if options.json is not None:
+        check_json("--json", options.json, "the figures of a dry run", lambda figures: "peak_bytes" in figures)
+    config = options.write_config
+    if config is not None:
+        check_folder("--write-config", config.parent)
+        if config.is_file() or config.is_dir():
+            raise UserError(f"--write-config: {str(config)!r} is there already; choose another name")
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    with written_to(option, path):
+        replace_file(path, text)
+
+
+def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:
+    """Every key with its value, in a form that `--config` reads; what differs from the defaults comes first.
+
+    Keys that Transformers or TRL derive from others, and would not accept as given, are left out.
+    """
+    changed = changed_keys(plan, given)
+    everything = dict(changed)
+    for dataclass in (plan.script, plan.config, plan.model):
+        for field in fields(dataclass):
+            value = getattr(dataclass, field.name)
+            if field.init and field.name not in everything and value == default_of(field):
+                everything[field.name] = getattr(value, "value", value)
+    # A key that is not set has no line, unless null is what the user set it to.
+    return {key: value for key, value in everything.items() if _is_plain(value) and (value is not None or key in given)}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        yaml.safe_dump(value)
+    except yaml.YAMLError:
+        return False
+    return True
+
+
+def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
+    """The same as the report, for a program."""
+    prediction = predict(plan.setup, plan.card)
+    epoch, total = steps_of(plan)
+    return {
+        "changed": changed_keys(plan, given),
+        "batches": asdict(plan.batches),
+        "updates": {"a_generation": plan.batches.updates_per_generation, "an_epoch": epoch, "total": total},
+        "learning_rate": {"schedule": schedule_name(plan.config), **(learning_rates(plan.config, total) or {})},
+        "rows": plan.lengths.rows,
+        "prompt_tokens": _spread_of(plan.lengths.prompt),
+        "image_tokens": _spread_of(plan.lengths.image),
+        "overlong_prompts": sum(len(check.refused) for check in plan.checks),
+        "card_bytes": plan.card,
+        "phases": prediction.phases,
+        "peak_bytes": prediction.peak,
+        "fits": _would_run(plan),
+        "proposed_vllm_gpu_memory_utilization": proposed_utilization(plan.setup, plan.card),
+        "largest_per_device_train_batch_size": largest_batch(plan.setup, plan.card),
+        "largest_max_pixels": largest_image_tokens(plan.setup, plan.card, max(0, plan.image_room))
+        * plan.setup.shape.image_token_pixels,
+        "notes": plan.notes,
+    }
+
+
+def _spread_of(values: Sequence[int]) -> dict[str, int]:
+    return {
+        "min": min(values), "median": quantile(values, 0.5), "p95": quantile(values, 0.95), "max": max(values)
+    }  # fmt: skip

@@ -1,0 +1,542 @@
+"""How much memory and disk space a run will need, computed from shapes alone: pure formulas, each with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from adora_vl.config.batch_plan import unit_size
+from adora_vl.dedup.shared_prompt import sharing_pays
+from adora_vl.models.shape import PATCHES_A_PASS, ModelShape, Tower
+from adora_vl.planning.sharding import Sharding
+from adora_vl.utils.files import GIB
+
+BUCKET = 500_000_000  # reduce_bucket_size, in parameters: allocated whole, however small the model is
+LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
+SUB_GROUP = 1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
+_FLOAT, _ADAM = 4, 2  # Adam keeps two moments
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one card. `host_optimizer` is in the memory of the host, for this card."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    gathered: int  # of other ranks' weights, while layers are at work (ZeRO-3)
+    step: int  # in addition, while the optimizer steps
+    host_optimizer: int
+
+
+def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
+    """`mixed`: DeepSpeed computes in bfloat16 or float16, and then keeps float32 master weights.
+
+    Without DeepSpeed gradients and moments have the dtype of the weights, and LoRA's own weights are float32 (peft's
+    default). The reference model is whole on each card but for ZeRO-3, and LoRA needs none (TRL).
+    """
+    if sharding.stage is None:
+        return _plain(shape, sharding.processes, reference)
+    byte = 2 if mixed else shape.weight_bytes
+    ranks = sharding.processes
+    everything, trained = shape.total * byte, shape.trained
+    over = {level: ranks if sharding.stage >= level else 1 for level in (1, 2, 3)}
+    optimizer = trained * (_ADAM * _FLOAT + (_FLOAT if mixed else 0)) // over[1]
+    # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever the model has
+    on_host = trained * ((_ADAM + 2) * _FLOAT + byte) // over[1]
+    gradients = trained * byte // over[2]
+    bucket = BUCKET * byte if sharding.stage >= 2 else 0
+    part = trained // over[1]
+    return States(
+        weights=0 if sharding.offload_parameters else everything // over[3],
+        gradients=bucket + (0 if sharding.offload_optimizer else gradients),
+        optimizer=0 if sharding.offload_optimizer else optimizer,
+        reference=everything // over[3] if reference and not shape.adapters else 0,
+        gathered=min(shape.total, LIVE_PARAMETERS) * byte if sharding.stage == 3 and ranks > 1 else 0,
+        step=0 if sharding.offload_optimizer or not mixed else _FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
+        host_optimizer=on_host if sharding.offload_optimizer else 0,
+    )
+
+
+def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
+    byte = _FLOAT if shape.adapters else shape.weight_bytes
+    base = (shape.total - shape.trained) if shape.adapters else shape.total
+    weights = base * shape.weight_bytes + (shape.trained * byte if shape.adapters else 0)
+    copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy of the gradients
+    return States(
+        weights=weights,
+        gradients=shape.trained * byte * copies,
+        optimizer=_ADAM * shape.trained * byte,
+        reference=shape.total * shape.weight_bytes if reference and not shape.adapters else 0,
+        gathered=0,
+        step=0,
+        host_optimizer=0,
+    )
+
+
+TILE_TOKENS, TILE_VOCABULARY = 4096, 32768  # TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's LM head
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Bytes of a number: `compute` in matrix products (autocast), `stream` in the residual stream and the weights."""
+
+    compute: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass sees; every sequence as long as the longest, since they are padded."""
+
+    sequences: int
+    prompt_tokens: int  # with the image tokens
+    completion_tokens: int
+    image_tokens: int = 0  # per sequence
+    unit: int = 1  # sequences of one problem, for which its image is looked at once
+    packed: bool = False  # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
+
+    @property
+    def rows(self) -> int:
+        return self.sequences // self.unit if self.packed else self.sequences
+
+    @property
+    def length(self) -> int:
+        if self.packed:
+            return self.prompt_tokens + self.unit * (self.completion_tokens - 1)
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    def patches(self, merge: int) -> int:
+        return self.sequences // self.unit * self.image_tokens * merge**2
+
+
+def _norms(width: int, dtypes: Dtypes) -> int:
+    """Two RMS norms, in bytes per token: the input in float32, the normalised one, what the next product reads."""
+    return 2 * width * (_FLOAT + dtypes.stream + dtypes.compute)
+
+
+def _layer_norms(width: int, dtypes: Dtypes) -> int:
+    """Two layer norms, in bytes per token: the input, its mean and deviation, what the next product reads."""
+    return 2 * (width * (dtypes.stream + dtypes.compute) + 2 * _FLOAT)
+
+
+def _mlp(tower: Tower, dtypes: Dtypes) -> int:
+    """In bytes per token. SwiGLU: gate, its activation, up, and their product; else the GELU's input and its output."""
+    return (4 if tower.swiglu else 2) * tower.mlp_width * dtypes.compute
+
+
+def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
+    """What one decoder layer saves, in bytes.
+
+    `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (not where there is one head of
+    them: that is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
+    """
+    queries = tower.heads * tower.head_size
+    keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
+    attention = 2 * (queries + keys) * dtypes.compute + tower.heads * _FLOAT  # q, out, k, v, logsumexp
+    if tower.head_norms:  # their input in float32 and the normalised one; the queries may be fewer than repeated keys
+        attention += (tower.heads + tower.kv_heads) * (tower.head_size * (_FLOAT + dtypes.stream) + _FLOAT)
+    mask = batch.rows * batch.length**2 * dtypes.compute if masked else 0
+    # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated, and its own
+    repeated = batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
+    joined = repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
+    return batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)) + mask + joined
+
+
+def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
+    """A padding mask beside what the layers save of it: the boolean one, which lasts as long as the pass, and on a GPU
+    the numbers of the present layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
+    """
+    pairs = batch.rows * batch.length**2
+    aligned = batch.rows * batch.length * (-(-batch.length // 16) * 16)
+    return pairs + (aligned * dtypes.compute if accelerator else 0)
+
+
+def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
+    """What one block of the vision tower saves, in bytes.
+
+    Attention keeps the whole fused q/k/v (v is a view into it), rotated q and k, the output of each window and all of
+    them joined.
+    """
+    return patches * (
+        (_norms if tower.swiglu else _layer_norms)(tower.width, dtypes) + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
+        + tower.heads * _FLOAT + _mlp(tower, dtypes)
+    )  # fmt: skip
+
+
+def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
+    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU between them. The
+    mergers of deepstack features save the same, but for the input of their norm, which the next block keeps.
+    """
+    norm = (_FLOAT if tower.swiglu else 0) + dtypes.stream
+    return patches * tower.width * (norm + 3 * (1 + deepstack) * dtypes.compute)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that stay from the forward to the backward pass, and the most that one layer adds while it goes back."""
+
+    text: int
+    vision: int
+    recomputed: int  # one layer's own, where gradient checkpointing recomputes it; else 0
+    layer_gradients: int  # of one layer's inner values, while they are alive
+
+
+def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing: bool, masked: bool = True) -> Saved:
+    """What is kept of one micro-batch. A frozen vision tower keeps nothing, unless gradient checkpointing is on."""
+    text, eye = shape.text, shape.vision
+    one_text = text_layer(text, batch, dtypes, masked=masked)
+    inputs = batch.tokens * text.width * dtypes.stream
+    final_norm = batch.tokens * text.width * (_FLOAT + dtypes.stream)
+    text_bytes = text.layers * (inputs if checkpointing else one_text) + final_norm
+    # The backward of SwiGLU holds the gradients of its product, of gate and of up, and that of the residual stream.
+    gradients = batch.tokens * (3 * text.mlp_width + text.width) * dtypes.compute
+    vision_bytes, one_block = 0, 0
+    patches = batch.patches(shape.merge)
+    if eye is not None and patches:
+        trained = shape.trainable["vision_tower"] > 0
+        # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or not
+        reached = trained or checkpointing
+        if reached:
+            one_block = vision_layer(eye, patches, dtypes)
+            vision_bytes = eye.layers * (patches * eye.width * dtypes.stream if checkpointing else one_block)
+        if trained:  # the pixels themselves are an input; a copy in another dtype is not
+            vision_bytes += patches * shape.patch_values * (dtypes.compute if dtypes.compute != _FLOAT else 0)
+        if shape.trainable["projector"]:
+            vision_bytes += merger(eye, patches, dtypes, shape.deepstack)
+            if not reached:  # then no block keeps what the norms of the deepstack features read
+                vision_bytes += shape.deepstack * patches * eye.width * dtypes.stream
+        elif reached:  # the norm's input and the GELU's
+            vision_bytes += patches * eye.width * (_FLOAT + dtypes.compute)
+    return Saved(text_bytes, vision_bytes, max(one_text, one_block) if checkpointing else 0, gradients)
+
+
+def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
+    """Kept by TRL's fused LM head: the hidden states of the tokens it scores, never the logits."""
+    return _scored(batch, compact) * (shape.text.width * dtypes.stream + 8 + 2 * _FLOAT)
+
+
+def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
+    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients of hidden states
+    and, where the head is trained, of its weight, with their copies in the model's dtype.
+
+    `compact`: on a GPU only completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens
+    are, and torch's own operations hold eight float32 values of the tile at once.
+    """
+    tokens, width = _scored(batch, compact), shape.text.width
+    rows = min(tokens, TILE_TOKENS)
+    tile = rows * TILE_VOCABULARY * dtypes.compute
+    if not compact:
+        tile += 8 * rows * min(shape.vocabulary, TILE_VOCABULARY) * _FLOAT
+    hidden = tokens * width * (_FLOAT + (dtypes.stream if dtypes.stream != _FLOAT else 0))
+    weight = shape.vocabulary * width * (_FLOAT + (dtypes.stream if dtypes.stream != _FLOAT else 0))
+    return tile + hidden + (weight if shape.head_is_trained else 0)
+
+
+def _scored(batch: MicroBatch, compact: bool) -> int:
+    return batch.sequences * batch.completion_tokens if compact else batch.rows * (batch.length - 1)
+
+
+WORKSPACE = (
+    2 * 2**30
+)  # assumed: activations of a prefill step, CUDA graphs, the encoder cache. vLLM measures it itself.
+CPU_WORKSPACE = 2**29  # assumed likewise for vLLM's CPU build
+ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Settings of a colocated engine."""
+
+    utilization: float  # share of the GPU's memory
+    dtype_bytes: int
+    max_length: int
+    max_sequences: int
+    tensor_parallel: int = 1
+    sleep: bool = False
+    cpu_cache: int | None = None  # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on one card, awake."""
+
+    weights: int
+    workspace: int
+    cache: int  # keys and values; negative where the weights alone exceed the engine's share
+    concurrent: int  # rollouts of full length that fit into the cache together, at most `max_sequences`
+
+
+def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
+    """Keys and values of all layers for one token."""
+    text = shape.text
+    heads = max(1, text.kv_heads // tensor_parallel)
+    return 2 * text.layers * heads * text.head_size * dtype_bytes
+
+
+def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
+    """How vLLM divides its share of a card of `card` bytes."""
+    weights = (shape.total - (shape.trained if shape.adapters else 0)) * engine.dtype_bytes // engine.tensor_parallel
+    workspace = WORKSPACE if engine.cpu_cache is None else CPU_WORKSPACE
+    cache = int(engine.utilization * card) - weights - workspace if engine.cpu_cache is None else engine.cpu_cache
+    tokens = max(cache, 0) // cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
+    return EngineMemory(weights, workspace, cache, min(tokens // max(engine.max_length, 1), engine.max_sequences))
+
+
+_SMALL = 2 * 2**20  # scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
+
+
+def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, processor: int = 0) -> int:
+    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, processor.
+
+    DeepSpeed writes, beside the model for `from_pretrained`, its own float32 master weights, the moments and, for
+    ZeRO-2 and below, the module's weights once more.
+    """
+    if sharding.stage is None:
+        byte = _FLOAT if shape.adapters else shape.weight_bytes
+        model = shape.trained * byte if shape.adapters else shape.total * byte
+        return model + _ADAM * shape.trained * byte + processor + _SMALL
+    byte = 2 if mixed else shape.weight_bytes
+    model = (shape.trained if shape.adapters else shape.total) * byte
+    optimizer = shape.trained * (_ADAM + 1) * _FLOAT
+    module = shape.total * byte if sharding.stage < 3 else (shape.total - shape.trained) * byte
+    return model + optimizer + module + processor + _SMALL
+
+
+def replay_bytes(groups: int, processes: int, image_tokens: int, shape: ModelShape) -> int:
+    """The images of `adora_replay_groups` in a checkpoint, of all processes. Their tokens are small beside them."""
+    return groups * processes * image_tokens * shape.merge**2 * shape.patch_values * _FLOAT
+
+
+def run_bytes(checkpoint: int, model: int, kept: int) -> int:
+    """The largest size of a run's folder: `kept` checkpoints, the one that is written before the oldest is deleted, and
+    the final model."""
+    return checkpoint * (kept + 1) + model
+
+
+CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
+FRAGMENTS = 0.05  # assumed: share of all else that the allocator cannot use
+MOST_IMAGE_TOKENS = 16384  # of the published processors
+_ENGINE = ("engine weights", "engine workspace", "engine asleep", "KV cache")  # vLLM stays within its share
+_PIXEL = 4  # pixel_values are float32
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a step does only once for all rollouts of a group (docs/speed.md)."""
+
+    images: bool = False  # the pixels of their image are held once
+    vision: bool = False  # the vision tower sees their image once
+    prompts: bool = False  # their prompt is computed once, where that is less work
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything about a run that its memory depends on."""
+
+    shape: ModelShape
+    sharding: Sharding
+    batch: MicroBatch  # as if every sequence had an image and a prompt of its own
+    generation: int  # sequences of one rank in one generation: their pixels stay on the GPU until all are learned from
+    generations: int = 1  # sequences of a group
+    sharing: Sharing = Sharing()
+    compute_bytes: int = 2
+    mixed: bool = True  # bf16 or fp16
+    checkpointing: bool = True
+    masked: bool = True  # attention with a padding mask (SDPA), not flash attention
+    reference: bool = False
+    engine: Engine | None = None
+    accelerator: bool = True  # a GPU: its context, its kernels
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The batch as it is computed: what belongs to one problem counts once, by the trainer's own rules."""
+        batch = self.batch
+        unit = unit_size(batch.sequences, self.generations)
+        completions = [[batch.completion_tokens] * unit] * (batch.sequences // unit)
+        prompts = [batch.prompt_tokens] * len(completions)
+        packed = self.sharing.prompts and unit > 1 and sharing_pays(prompts, completions)
+        return replace(batch, unit=unit if self.sharing.vision or packed else 1, packed=packed)
+
+    @property
+    def images(self) -> int:
+        """The number of images of one rank in one generation."""
+        return -(-self.generation // self.generations) if self.sharing.images else self.generation
+
+    @property
+    def dtypes(self) -> Dtypes:
+        # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
+        cast = self.sharding.stage is not None and self.mixed
+        return Dtypes(self.compute_bytes, 2 if cast else self.shape.weight_bytes)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes by component for each phase of a step on one card; the engine as it divides its share."""
+
+    phases: dict[str, dict[str, int]]
+    engine: EngineMemory | None
+    states: States
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.phases[self.peak_phase].values())
+
+
+def predict(setup: Setup, card: int) -> Prediction:
+    """What a card of `card` bytes would hold in the rollouts, in forward and backward, and in the optimizer step."""
+    held = states(setup.shape, setup.sharding, reference=setup.reference, mixed=setup.mixed)
+    engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
+    features, passing = frozen_tower(setup)
+    resident = {"weights": held.weights, "optimizer": held.optimizer, "reference model": held.reference}
+    awake, asleep = _engine_parts(setup, engine)
+    pixels = setup.images * setup.batch.image_tokens * setup.shape.merge**2 * setup.shape.patch_values * _PIXEL
+    synced = setup.shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
+    # DeepSpeed allocates its gradients once; torch gives them back after each step
+    standing = held.gradients if setup.sharding.stage is not None else 0
+    phases = {
+        "rollouts": {**resident, "gradients": standing, **awake, "weights on their way": synced},
+        "forward and backward": {
+            **resident, **asleep, "gradients": held.gradients, "gathered weights": held.gathered,
+            "pixels": pixels, "image features": features, **_learning(setup),
+        },
+        "frozen vision tower": {
+            **resident, **asleep, "gradients": held.gradients, "gathered weights": held.gathered,
+            "pixels": pixels, "image features": features, "vision": passing,
+        } if passing else {},
+        "optimizer step": {
+            **resident, **asleep, "gradients": held.gradients, "pixels": pixels, "step": held.step,
+        },
+    }  # fmt: skip
+    return Prediction({name: _with_overhead(parts, setup) for name, parts in phases.items() if parts}, engine, held)
+
+
+def frozen_tower(setup: Setup) -> tuple[int, int]:
+    """Of a frozen vision tower that sees each image of a generation once: the features, which are kept for the
+    generation, and the most that a pass over `PATCHES_A_PASS` holds, both in bytes. A tower that is trained, or sees
+    the images of one micro-batch at a time, has neither.
+
+    A pass without gradients holds less than what a block would save for its backward: 0.7 of it for the 7B model.
+    """
+    shape, eye = setup.shape, setup.shape.vision
+    if eye is None or not setup.sharing.vision or shape.trainable["vision_tower"] or shape.trainable["projector"]:
+        return 0, 0
+    tokens, layers = setup.images * setup.batch.image_tokens, 1 + shape.deepstack
+    own = setup.batch.image_tokens * shape.merge**2
+    patches = min(setup.images * own, max(PATCHES_A_PASS, own))
+    inputs = patches * shape.patch_values * (_PIXEL + setup.compute_bytes)
+    return tokens * shape.text.width * layers * setup.compute_bytes, inputs + vision_layer(eye, patches, setup.dtypes)
+
+
+def _learning(setup: Setup) -> dict[str, int]:
+    """Activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
+    shape, batch, dtypes = setup.shape, setup.micro_batch, setup.dtypes
+    kept = saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=setup.masked and not batch.packed)
+    head = head_transient(shape, batch, dtypes, compact=setup.accelerator)
+    layer = kept.recomputed + kept.layer_gradients
+    return {
+        "activations": kept.text + head_saved(shape, batch, dtypes, compact=setup.accelerator),
+        "attention mask": mask_bytes(batch, dtypes, accelerator=setup.accelerator)
+        if setup.masked and not batch.packed
+        else 0,
+        "vision": 0 if frozen_tower(setup)[1] else kept.vision,
+        "logits": head if head >= layer else 0,
+        "one layer going back": layer if layer > head else 0,
+    }
+
+
+def _engine_parts(setup: Setup, engine: EngineMemory | None) -> tuple[dict[str, int], dict[str, int]]:
+    if engine is None or setup.engine is None:
+        return {}, {}
+    awake = {
+        "engine weights": engine.weights,
+        "engine workspace": engine.workspace,
+        "KV cache": max(engine.cache, 0),
+    }
+    return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
+
+
+def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
+    if not setup.accelerator:
+        return {name: size for name, size in parts.items() if size}
+    lost = int(FRAGMENTS * sum(size for name, size in parts.items() if name not in _ENGINE))
+    return {name: size for name, size in {**parts, "CUDA context": CONTEXT, "fragmentation": lost}.items() if size}
+
+
+def fits(setup: Setup, card: int) -> bool:
+    """Whether every phase fits into the GPU, and the engine has room for at least one rollout of full length."""
+    prediction = predict(setup, card)
+    return prediction.peak <= card and (prediction.engine is None or prediction.engine.concurrent >= 1)
+
+
+HEADROOM = 0.05  # of the card: left free by a share that is proposed, since no GPU has confirmed the prediction
+
+
+def proposed_utilization(setup: Setup, card: int) -> float | None:
+    """The `vllm_gpu_memory_utilization`, in hundredths, with which the most rollouts of full length run at once while
+    every phase leaves `HEADROOM` of the card free: the smallest such share. None without a colocated engine on a GPU,
+    and where no share fits.
+    """
+    engine = setup.engine
+    if engine is None or not setup.accelerator:
+        return None
+    found: tuple[int, float] | None = None
+    for hundredths in range(1, 100):
+        share = replace(setup, engine=replace(engine, utilization=hundredths / 100))
+        prediction = predict(share, card)
+        concurrent = prediction.engine.concurrent if prediction.engine else 0
+        if prediction.peak <= (1 - HEADROOM) * card and concurrent > (found[0] if found else 0):
+            found = concurrent, hundredths / 100
+    return found[1] if found else None
+
+
+def batch_sizes(setup: Setup) -> list[int]:
+    """Values of per_device_train_batch_size that keep groups whole, or split them evenly, and divide a generation."""
+    group, generation = setup.generations, setup.generation
+    sizes = [size for size in range(1, generation + 1) if generation % size == 0]
+    return [size for size in sizes if size % group == 0 or group % size == 0]
+
+
+def largest_batch(setup: Setup, card: int) -> int:
+    """The largest of `batch_sizes` that fits, 0 if none does. The number of rollouts per generation stays the same."""
+    sizes = batch_sizes(setup)
+
+    def good(number: int) -> bool:
+        return fits(replace(setup, batch=replace(setup.batch, sequences=sizes[number - 1])), card)
+
+    number = _largest(good, len(sizes))
+    return sizes[number - 1] if number else 0
+
+
+def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS) -> int:
+    """The largest number of image tokens per prompt that fits, with the same text; 0 if not even one fits.
+
+    `room`: how many there may be at most.
+    """
+    limit = min(room, MOST_IMAGE_TOKENS)
+    text = setup.batch.prompt_tokens - setup.batch.image_tokens
+
+    def with_image(tokens: int) -> Setup:
+        return replace(setup, batch=replace(setup.batch, image_tokens=tokens, prompt_tokens=text + tokens))
+
+    if setup.engine is not None:  # a prompt has to leave the engine room for its completion
+        limit = min(limit, setup.engine.max_length - setup.batch.completion_tokens - text)
+    return _largest(lambda tokens: fits(with_image(tokens), card), max(limit, 0))
+
+
+def _largest(good: Callable[[int], bool], limit: int) -> int:
+    """The largest number from 1 to `limit` that is good, or 0. If a number is good, all smaller ones are."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,146 @@
+"""How a run is spread over GPUs: from an accelerate config, or from the environment of `accelerate launch`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adora_vl.utils.cli import read_mapping
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.launch import SEVERAL
+
+_FSDP = (
+    "its memory is not predicted, and neither its checkpoints nor its weights in the engine have been tested here; use "
+    "DeepSpeed (configs/accelerate/zero3.yaml)"
+)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """`stage` is DeepSpeed's: 0 nothing, 1 optimizer, 2 and gradients, 3 and weights; `None` is no DeepSpeed at all.
+    `processes` are those of all machines together.
+    """
+
+    processes: int = 1
+    stage: int | None = None
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    machines: int = 1
+
+    @property
+    def local_processes(self) -> int:
+        """The processes of one machine."""
+        return self.processes // self.machines
+
+    def describe(self) -> str:
+        """The sharding in words, for a report."""
+        cards = "one process" if self.processes == 1 else f"{self.processes} processes"
+        if self.machines > 1:
+            cards += f" on {self.machines} machines"
+        if self.stage is None:
+            copies = "" if self.processes == 1 else ", each with a whole copy (DDP)"
+            return f"{cards}, no sharding{copies}"
+        moved = [
+            name
+            for name, there in (("optimizer", self.offload_optimizer), ("weights", self.offload_parameters))
+            if there
+        ]
+        return f"{cards}, DeepSpeed ZeRO-{self.stage}" + (f", {' and '.join(moved)} in host memory" if moved else "")
+
+
+def from_file(path: str | Path, processes: int | None = None, machines: int | None = None) -> Sharding:
+    """The sharding of an accelerate config. With another number of `machines` each has as many processes as in the
+    file, unless `processes` says how many there are on all of them.
+
+    Raises `UserError` for a file that is none, for FSDP, and for one that several machines cannot start from.
+    """
+    content = read_mapping("--accelerate-config", Path(path))
+    if "num_processes" not in content:
+        raise UserError(f"--accelerate-config: {str(path)!r} is no accelerate config (no num_processes)")
+    in_file = _whole("num_machines", content.get("num_machines") or 1, 1, path)
+    machines = machines or in_file
+    number = processes or _whole("num_processes", content["num_processes"], 1, path) // in_file * machines
+    spread_over(number, machines)
+    kind = str(content.get("distributed_type", "NO")).upper()
+    if kind == "FSDP":
+        raise UserError(f"--accelerate-config: {str(path)!r} asks for FSDP; {_FSDP}")
+    if kind == "NO" and number > 1:
+        raise UserError(
+            f"--accelerate-config: {str(path)!r} has distributed_type: 'NO', with which accelerate starts one process, "
+            f"and not {number}; {SEVERAL}"
+        )
+    deepspeed = content.get("deepspeed_config") or {}
+    if not isinstance(deepspeed, dict):
+        raise UserError(f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a mapping")
+    if in_file > 1:
+        _check_start(path, content, kind, deepspeed)
+    if kind != "DEEPSPEED":
+        return Sharding(number, machines=machines)
+    if "deepspeed_config_file" in deepspeed:
+        raise UserError(
+            f"--accelerate-config: {str(path)!r} names a DeepSpeed file; write zero_stage and the offload keys into "
+            "the accelerate config"
+        )
+    stage = _whole("zero_stage", deepspeed.get("zero_stage", 2), 0, path)
+    return _deepspeed(number, machines, {**deepspeed, "zero_stage": stage})
+
+
+def _whole(key: str, value: object, least: int, path: str | Path) -> int:
+    if isinstance(value, bool) or not str(value).isdecimal() or not least <= int(str(value)):
+        raise UserError(
+            f"--accelerate-config: {key}: {value!r:.60} in {str(path)!r} is not a whole number of at least {least}"
+        )
+    return int(str(value))
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
+    """The sharding that `accelerate launch` has told its children. Raises `UserError` for FSDP."""
+    processes = int(environment.get("WORLD_SIZE", "1"))
+    machines = machines_of(environment)
+    if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise UserError(f"--dry-run: accelerate's config asks for FSDP; {_FSDP}")
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return Sharding(processes, machines=machines)
+    names = ("zero_stage", "offload_optimizer_device", "offload_param_device")
+    values = {name: environment.get(f"ACCELERATE_DEEPSPEED_{name.upper()}") for name in names}
+    return _deepspeed(processes, machines, values)
+
+
+def machines_of(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of machines that `accelerate launch` or `torchrun` has started processes on."""
+    processes = int(environment.get("WORLD_SIZE", "1"))
+    return max(1, processes // int(environment.get("LOCAL_WORLD_SIZE") or processes))
+
+
+def spread_over(processes: int, machines: int) -> None:
+    """Raise `UserError` unless every machine gets the same number of processes, as accelerate starts them."""
+    if processes % machines or processes < machines:
+        raise UserError(
+            f"--machines: {processes} processes cannot be spread evenly over {machines} machines; num_processes (here "
+            "--processes) is the number on all of them together"
+        )
+
+
+def _check_start(path: str | Path, content: Mapping[str, Any], kind: str, deepspeed: Mapping[str, Any]) -> None:
+    """Raise `UserError` for what several machines would wait for in vain, or fail on after minutes."""
+    where, remedy = f"--accelerate-config: {str(path)!r}", "see configs/accelerate/zero3_nodes.yaml"
+    if content.get("main_process_port") == 0:
+        raise UserError(
+            f"{where} has main_process_port: 0, which becomes another port on each machine, so that they never meet; "
+            f"choose one port for all, {remedy}"
+        )
+    if kind == "DEEPSPEED" and deepspeed.get("deepspeed_multinode_launcher") != "standard":
+        raise UserError(
+            f"{where} would start the machines with DeepSpeed's launcher, which needs pdsh and a hostfile; set "
+            f"deepspeed_multinode_launcher: standard, {remedy}"
+        )
+
+
+def _deepspeed(processes: int, machines: int, values: Mapping[str, Any]) -> Sharding:
+    devices = [str(values.get(f"offload_{part}_device") or "none").lower() for part in ("optimizer", "param")]
+    stage = values.get("zero_stage")
+    stage = 2 if stage is None else int(stage)
+    return Sharding(processes, stage, devices[0] != "none", devices[1] != "none", machines)

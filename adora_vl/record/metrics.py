@@ -1,0 +1,349 @@
+"""Figures of a run: `metrics.jsonl`, the seconds of each phase, the progress line, and ADORA's shares."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import TrainerCallback
+
+from adora_vl.advantage import METHODS, AdoraOptions, AdoraWeighting, Groups
+from adora_vl.training.advantages import Advantages
+from adora_vl.training.scores import Scores
+from adora_vl.utils.files import replace_file
+
+METRICS = "metrics.jsonl"
+Line = dict[str, Any]
+
+
+def kind_of(logs: Mapping[str, Any]) -> str:
+    """`end` for the run's last entry, `eval` for an evaluation, else `train`, also where nothing was sampled."""
+    if "train_runtime" in logs:
+        return "end"
+    return "eval" if any(key.startswith("eval_") for key in logs) else "train"
+
+
+def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
+    """The object of one log entry."""
+    figures = {key: _finite(value) for key, value in logs.items() if key != "step"}
+    return {"step": step, "kind": kind_of(logs), "time": now, **figures}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):  # the user's own callbacks may log anything
+        return str(value)
+    return number if math.isfinite(number) else None
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """The lines of the file, none if it is missing. A last line that a crash has cut off is left out."""
+    lines = []
+    for text in path.read_bytes().split(b"\n") if path.is_file() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
+            lines.append(line)
+    return lines
+
+
+def resumed_lines(found: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int) -> list[Line]:
+    """What the file has to hold when a run resumes after `step`: no later line, and also the lines of the checkpoint's
+    history that the file lacks (the checkpoint may come from another folder).
+    """
+    lines = [*found, *(as_line(entry, int(entry["step"]), None) for entry in history)]
+    kept: dict[tuple[Any, ...], Line] = {}
+    for line in lines:
+        if line["step"] <= step and line["kind"] != "end":
+            kept.setdefault(_identity(line), line)
+    return sorted(kept.values(), key=lambda line: (line["step"], line["kind"] != "eval"))
+
+
+def _identity(line: Line) -> tuple[Any, ...]:
+    """What a line is known by: a step has one line for its training, and one for each evaluation."""
+    return line["step"], line["kind"], min((key for key in line if key.startswith("eval_")), default="")
+
+
+class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Writes the file in `output_dir`, on the first rank."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir) / METRICS
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = resumed_lines(read_metrics(path), state.log_history, state.global_step) if state.global_step else []
+        replace_file(path, _as_text(lines))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            with (Path(args.output_dir) / METRICS).open("a", encoding="utf-8") as stream:
+                stream.write(_as_text([as_line(logs, state.global_step, now)]))
+                stream.flush()
+                os.fsync(stream.fileno())
+
+
+def _as_text(lines: Iterable[Line]) -> str:
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+
+
+PHASES = ("rollout", "grading", "policy", "sync", "other")
+
+
+def settle() -> None:
+    """Wait for the GPU, so that each phase is charged for the work that it started. This costs little: the next phase
+    would soon have to wait anyway, because it needs the tokens, the rewards or the weights.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+class PhaseClock:
+    """Divides the time among phases. A phase inside another one pauses it. The time outside all phases is `other`."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter, settle: Callable[[], None] = settle) -> None:
+        self._now, self._settle = now, settle
+        self._open: list[str] = []
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._mark = now()
+
+    def enter(self, phase: str) -> None:
+        assert phase in PHASES, phase
+        self._count()
+        self._open.append(phase)
+
+    def leave(self) -> None:
+        self._count()
+        self._open.pop()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of a step. Outside of steps it counts as `other`: an evaluation also syncs and samples."""
+        if not self._open:
+            yield
+            return
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def take(self) -> dict[str, float]:
+        """The seconds of every phase since the last call. Their sum is the time that has passed."""
+        self._count()
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+    def _count(self) -> None:
+        self._settle()
+        now = self._now()
+        self._seconds[self._open[-1] if self._open else "other"] += now - self._mark
+        self._mark = now
+
+
+class StepClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Puts the seconds of each step into the log. Inside a step, time that is in no other phase counts as `policy`.
+
+    The time between two steps (loading data, saving, evaluating) counts as `other` of the later step.
+    """
+
+    def __init__(self, clock: PhaseClock, log: Callable[[str, float], None]) -> None:
+        self.clock, self.log = clock, log
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.take()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.enter("policy")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.leave()
+        for phase, seconds in self.clock.take().items():
+            self.log(f"seconds/{phase}", seconds)
+
+
+PASS, ACCURACY = "adora/pass_rate", "grading/correct"  # rewards above adora_correct_above, and right answers
+# Title, key of the log, format, factor
+_FIGURES = (
+    ("reward", "reward", "{:.3f}", 1),
+    ("without reward", "rewards/missing", "{:.1f}%", 100),
+    ("pass", PASS, "{:.0f}%", 100),
+    ("accuracy", ACCURACY, "{:.0f}%", 100),
+    ("TDS", "adora/tds_share", "{:.0f}%", 100),
+    ("length", "completions/mean_length", "{:.0f}", 1),
+    ("drift", "adora/drift", "{:.1g}", 1),
+)
+_WINDOW = 20  # the remaining time is estimated from this many steps
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `3m05s`, `2h07m`, `1d03h`."""
+    whole = round(seconds)
+    for big, small, long, short in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
+        if whole >= big:
+            return f"{whole // big}{long}{whole % big // small:02}{short}"
+    return f"{whole}s"
+
+
+def differs_from_pass(logs: Mapping[str, Any]) -> bool:
+    """Whether accuracy is to stand beside the share that passes: several functions are summed, or the two differ."""
+    functions = [key for key in logs if key.startswith("rewards/") and key.endswith("/mean")]
+    accuracy, passed = logs.get(ACCURACY), logs.get(PASS)
+    return len(functions) > 1 or passed is None or accuracy is None or not math.isclose(accuracy, passed, abs_tol=1e-4)
+
+
+def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float | None) -> str:
+    """One line with the figures that are known. Seconds are per step: means since the last line."""
+    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    for title, key, form, factor in _FIGURES:
+        if key == ACCURACY and not differs_from_pass(logs):
+            continue
+        if logs.get(key) is not None and (logs[key] or key != "rewards/missing"):
+            parts.append(f"{title} {form.format(factor * logs[key])}")
+    seconds = {phase: logs.get(f"seconds/{phase}") for phase in PHASES}
+    known = {phase: value for phase, value in seconds.items() if value is not None}
+    line = "  ".join(parts)
+    if known:
+        line += f" | {_short(sum(known.values()))} s: "
+        line += " ".join(f"{phase} {_short(value)}" for phase, value in known.items())
+    return line if left_s is None else f"{line} | {duration(left_s)} left"
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Replaces Transformers' progress bar and printed dictionaries. Only the first rank prints."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._ends.clear()
+        self._ends.append((state.global_step, time.monotonic()))
+        silent = args.disable_tqdm or not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=state.max_steps, initial=state.global_step, disable=silent, unit="step", dynamic_ncols=True
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._bar is not None:
+            self._ends.append((state.global_step, time.monotonic()))
+            self._bar.update(1)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self._bar is not None and logs and ("reward" in logs or "rewards/missing" in logs):
+            self._bar.write(progress_line(logs, state.global_step, state.max_steps, self._left(state)))
+            sys.stdout.flush()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _left(self, state: Any) -> float | None:
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        return (ended - began) / (last - first) * (state.max_steps - last) if last > first else None
+
+
+def _mean_where(values: Tensor, chosen: Tensor) -> float:
+    """The mean of the chosen values. It is NaN if none is chosen; TRL's log leaves such figures out."""
+    return values[chosen].mean().item() if bool(chosen.any()) else float("nan")
+
+
+def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
+    """Shares of prompts are between 0 and 1. Lengths are in tokens, as means over rollouts. A group without any
+    reward counts nowhere.
+    """
+    facts = weighting.facts
+    judged_P = facts.any_scored_P
+    wrong_all_truncated_P = facts.wrong_PG.any(dim=1) & ~facts.any_finished_wrong_P
+    all_correct_P = facts.any_correct_P & ~facts.wrong_PG.any(dim=1)
+    return {
+        "tds_share": _mean_where(weighting.tds_P.float(), judged_P),
+        "weight_mean": _mean_where(weighting.weights_P, judged_P),
+        "no_correct_share": _mean_where((~facts.any_correct_P).float(), judged_P),
+        "all_correct_share": _mean_where(all_correct_P.float(), judged_P),
+        "wrong_all_truncated_share": _mean_where(wrong_all_truncated_P.float(), judged_P),
+        "length_correct": _mean_where(facts.lengths_PG, facts.correct_PG),
+        "length_wrong": _mean_where(facts.lengths_PG, facts.wrong_PG),
+        "pass_rate": _mean_where(facts.pass_rate_P, judged_P),
+        "ties": _mean_where(weighting.ties_P.float(), _comparable(weighting)),
+    }
+
+
+def _comparable(weighting: AdoraWeighting) -> Tensor:
+    """TDS groups that have both right and wrong rollouts, bool, (P,)."""
+    facts = weighting.facts
+    return weighting.tds_P & facts.any_correct_P & facts.wrong_PG.any(dim=1)
+
+
+class TieNotice:
+    """Says once in a run, on the first rank, that many of the attenuated groups are ties of length."""
+
+    SHARE, GROUPS = 0.1, 50  # nothing is said below either
+
+    def __init__(self, options: AdoraOptions, *, speaks: bool) -> None:
+        """`options`: of the run's ADORA, with the mode `off` where it has none."""
+        self._silent = not speaks or options.mode != "attenuation" or METHODS["adora"].plain(options)
+        self._marked = self._ties = 0
+
+    def count(self, weighting: AdoraWeighting) -> None:
+        """Called with every generation that is learned from."""
+        if self._silent:
+            return
+        self._marked += int(_comparable(weighting).sum())
+        self._ties += int(weighting.ties_P.sum())
+        if self._marked >= self.GROUPS and self._ties > self.SHARE * self._marked:
+            self._silent = True
+            tqdm.write(
+                f"{self._ties} of {self._marked} attenuated groups are ties: their longest right answer is exactly as "
+                "long as the mean of the wrong ones, so length says nothing there. The reference attenuates them too; "
+                "adora_ties: keep leaves them their weight",
+                file=sys.stderr,
+            )
+
+
+def add_weighed_figures(metrics: Mapping[str, list[float]], weighed: Advantages, scores: Scores) -> None:
+    """Add the figures of a generation to those of the next log, and correct TRL's. `metrics`: makes missing lists."""
+    for name, value in weighed_figures(weighed, scores).items():
+        metrics[name].append(value)
+    leave_out_dissolved(metrics, weighed.groups)
+
+
+def weighed_figures(weighed: Advantages, scores: Scores) -> dict[str, float]:
+    """The figures of ADORA, of the run's methods, of the texts and of the rewards, by their names in the log."""
+    figures = {**adora_metrics(weighed.weighting), **weighed.figures}
+    figures["reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
+    named = {f"adora/{name}": value for name, value in figures.items()}
+    return {**named, "rewards/missing": scores.rewards.missing_share}
+
+
+def leave_out_dissolved(metrics: Mapping[str, list[float]], groups: Groups) -> None:
+    """Correct TRL's share of groups with equal rewards: it also counts groups without any reward."""
+    judged_P = groups.scored_PG.any(dim=1)
+    if bool(judged_P.any()) and not bool(judged_P.all()):
+        shares = metrics["frac_reward_zero_std"]
+        shares[-1] = min(1.0, shares[-1] / judged_P.float().mean().item())

@@ -1,0 +1,207 @@
+"""Puts each rollout of a generation into the record, with its grades, its advantages and their reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import TrainerCallback
+
+from adora_vl.config.batch_plan import Shape
+from adora_vl.record.rollouts import Columns, Record, criteria_columns
+from adora_vl.rewards.completion import completion_text
+from adora_vl.rollout.importance import rollout_drift
+from adora_vl.training.advantages import Advantages
+from adora_vl.training.generation import Generation
+from adora_vl.training.scores import Scores
+from adora_vl.types import Batch, Row, StepContext, compared_mask
+
+
+class RolloutNumbers:
+    """Numbers the rollouts of a rank in the current optimizer step, counting over its generations. Every rank knows a
+    rollout by the same number.
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._drift: list[float] = []
+        self._of_others: list[tuple[int, float]] = []
+
+    def numbers(self, rows: int, device: torch.device) -> Tensor:
+        """The numbers of the next `rows` rollouts, (rows,)."""
+        first = len(self._drift)
+        self._drift += [torch.nan] * rows
+        return torch.arange(first, first + rows, device=device) * self._ranks + self._rank
+
+    def measured(self, numbers_B: Tensor, drift_B: Tensor) -> None:
+        """Note the drift of these rollouts, of any rank, in nats per token."""
+        for number, drift in zip(numbers_B.tolist(), drift_B.tolist(), strict=True):
+            if number % self._ranks == self._rank:
+                self._drift[number // self._ranks] = drift
+            else:
+                self._of_others.append((number, drift))
+
+    def take_of_others(self) -> list[tuple[int, float]]:
+        """Numbers and drift of the other ranks' rollouts that this rank has measured since the last call."""
+        taken, self._of_others = self._of_others, []
+        return taken
+
+    def add_remote(self, found: list[tuple[int, float]]) -> None:
+        """Take what all ranks have measured for others, and keep what concerns this rank."""
+        for number, drift in found:
+            if number % self._ranks == self._rank:
+                self._drift[number // self._ranks] = drift
+
+    def take(self) -> list[float]:
+        """The drift of all rollouts since the last call; NaN where the policy's forward pass did not measure it."""
+        taken, self._drift = self._drift, []
+        return taken
+
+
+# The reward functions' columns of TRL's completions table
+_EXTRA = ("verdict", "extracted", "reason")
+_RECORDED_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")  # beside our own keys
+# Columns of a batch, (B,), that only some runs have
+_OPTIONAL = ("distorted", "visual_dependency", "visual_scale", "segments", "age")
+
+
+class Recorder:
+    """Keeps what a step did until the step ends, then writes it. All ranks call every method; the first one writes."""
+
+    def __init__(self, context: StepContext) -> None:
+        config, accelerator = context.config, context.accelerator
+        self.accelerator = accelerator
+        self.every = config.adora_record_every  # the rollouts of every n-th generation are recorded; 0: of none
+        # optimizer steps that learn from one generation
+        self.cycle_steps = max(1, Shape.of(config).cycle // config.gradient_accumulation_steps)
+        self.numbers = RolloutNumbers(accelerator.process_index, accelerator.num_processes)
+        self._counted = 0  # this rank's rollouts in the present step
+        self._spans: list[slice] = []  # the recorded ones, one entry per generation
+        own = [each.name for each in fields(config) if each.name.startswith("adora_")]
+        settings = {name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)}
+        settings["truncated_at"] = config.truncated_at
+        self.record = Record(Path(config.output_dir), config.adora_record_gb, settings, accelerator.num_processes)
+
+    def number(self, rows: int) -> Tensor:
+        """The numbers of this rank's next `rows` rollouts, valid on every rank, (rows,)."""
+        return self.numbers.numbers(rows, self.accelerator.device)
+
+    def records(self, step: int) -> bool:
+        """Whether the generation of this step is to be recorded."""
+        return self.every > 0 and step // self.cycle_steps % self.every == 0
+
+    def add(self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]) -> None:
+        """Add a generation whose advantages are final. `table`: TRL's completions table. `functions`: the names of the
+        reward functions.
+        """
+        rows, batch, step = generation.rows, generation.batch, generation.step
+        scores, weighed = generation.scores, generation.advantages
+        assert scores is not None and weighed is not None
+        self._counted += len(rows)
+        if not self.records(step):
+            return
+        self._spans.append(slice(self._counted - len(rows), self._counted))
+        drift_B = self.accelerator.gather(self._drift(batch, len(rows)))
+        optional = {
+            name: self.accelerator.gather(batch[name]).tolist()  # type: ignore[literal-required]
+            for name in _OPTIONAL
+            if name in batch
+        }
+        facts = gather_object([self._of_row(row) for row in rows])
+        if self.accelerator.is_main_process and not self.record.failed:
+            columns = _columns(scores, weighed, table, functions)
+            columns["step"] = [step + 1] * len(facts)
+            columns["drift"] = drift_B.tolist()
+            columns |= optional
+            columns |= {name: [row[name] for row in facts] for name in facts[0]}
+            self.record.add(columns, weighed.groups.rewards_PG.shape[1])
+
+    def measured(self, micro: Batch, logps_BC: Tensor) -> None:
+        """Add the drift of rollouts for which it is only known after the policy's own forward pass."""
+        drift_B = rollout_drift(logps_BC, micro["sampling_per_token_logps"], compared_mask(micro))
+        self.numbers.measured(micro["rollout_number"], drift_B)
+
+    def complete(self, *, moved: bool) -> None:
+        """Called at the end of a step. `moved`: whether any rollout was learned from on another rank than its own."""
+        if moved:
+            self.numbers.add_remote(gather_object(self.numbers.take_of_others()))
+        late, spans = self.numbers.take(), self._spans
+        self._counted, self._spans = 0, []
+        if not late or not spans:
+            return
+        drift_RB = self.accelerator.gather(torch.tensor(late, device=self.accelerator.device)[None])
+        if self.accelerator.is_main_process:
+            self.record.set_drift([drift_RB[:, span].flatten().tolist() for span in spans])
+
+    def _drift(self, batch: Batch, rows: int) -> Tensor:
+        """The drift of each rollout in nats per token, (rows,); NaN if only the policy's forward pass will tell."""
+        if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
+            return rollout_drift(batch["old_per_token_logps"], batch["sampling_per_token_logps"], compared_mask(batch))
+        return torch.full((rows,), torch.nan, device=self.accelerator.device)
+
+    def _of_row(self, row: Row) -> dict[str, Any]:
+        """The columns of a rollout that come from the dataset."""
+        name = None if row.get("id") is None else str(row["id"])
+        try:
+            images = self.record.diagrams.keep(name, _images_of(row))
+        except OSError:  # if the disk is full, this diagram is left out of the record
+            images = []
+        problem, answer = row.get("problem") or completion_text(row["prompt"]), row.get("answer")
+        return {
+            "id": name,
+            "problem": str(problem),
+            "choices": [str(choice) for choice in row.get("choices") or ()] or None,
+            "answer": None if answer is None else str(answer),
+            "images": images,
+        }
+
+
+def _images_of(row: Row) -> list[Any]:
+    """The images of a row, in either of TRL's columns."""
+    one = row.get("image")
+    return list(row.get("images") or ([] if one is None else [one]))
+
+
+def _columns(scores: Scores, weighed: Advantages, table: Mapping[str, Any], functions: Sequence[str]) -> Columns:
+    """The columns that come from grading and weighing, for the rollouts of all ranks."""
+    groups, weighting = weighed.groups, weighed.weighting
+    rewards_BF = scores.rewards.all_BF
+    count, generations = len(rewards_BF), groups.rewards_PG.shape[1]
+    extra = {name: list(table["extra"].get(name, ()))[-count:] for name in _EXTRA}
+    parts = {f"reward/{name}": rewards_BF[:, i].tolist() for i, name in enumerate(functions)}
+    return {
+        "completion": [completion_text(one) for one in list(table["completion"])[-count:]],
+        "reward": groups.rewards_PG.flatten().tolist(),
+        **parts,
+        "missing": scores.rewards.why_left,
+        **extra,
+        "advantage_raw": weighed.raw_PG.flatten().tolist(),
+        "advantage": weighed.advantages_PG.flatten().tolist(),
+        "weight": weighting.weights_P.repeat_interleave(generations).tolist(),
+        "tds": weighting.tds_P.repeat_interleave(generations).tolist(),
+        **criteria_columns(weighting.facts),
+        "length": [int(length) for length in scores.lengths_B.tolist()],
+        "truncated": groups.truncated_PG.flatten().tolist(),
+    }
+
+
+class KeepRecord(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """The first rank writes a step's rollouts at its end, before anything is saved."""
+
+    def __init__(self, recorder: Recorder, moved: Callable[[], bool]) -> None:
+        """`moved()`: whether rollouts of the step were learned from on another rank than their own, asked once."""
+        self.recorder, self.moved = recorder, moved
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.recorder.record.diagrams.forget()
+        if state.is_world_process_zero:
+            self.recorder.record.start(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.recorder.complete(moved=self.moved())
+        self.recorder.record.flush(state.global_step)

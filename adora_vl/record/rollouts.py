@@ -1,0 +1,256 @@
+"""The record of rollouts: Parquet files in `output_dir/rollouts`, with each diagram stored once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+
+from adora_vl.advantage.adora import GroupFacts
+from adora_vl.utils.files import remove_partial, replacing
+
+ROLLOUTS, IMAGES = "rollouts", "_images"
+_NAME = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
+_MERGE_COUNT, _MERGE_BYTES = 32, 8_000_000  # when this many consecutive files are below this size, they are merged
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of the record and the first and last step in it."""
+
+    path: Path
+    first: int
+    last: int
+
+    def covers(self, other: Part) -> bool:
+        return self != other and self.first <= other.first and other.last <= self.last
+
+
+def parts(folder: Path) -> list[Part]:
+    """The files that count, in the order of their steps."""
+    every = [] if not folder.is_dir() else [_part(path) for path in folder.iterdir()]
+    found = [part for part in every if part is not None]
+    return sorted((p for p in found if not any(other.covers(p) for other in found)), key=lambda part: part.first)
+
+
+def _part(path: Path) -> Part | None:
+    match = _NAME.fullmatch(path.name)
+    return Part(path, int(match[1]), int(match[2])) if match else None
+
+
+def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
+    """Write the rows of the steps `first` to `last`. The data are on the disk before the file gets its name."""
+    part = Part(folder / f"rollouts-{first:08}-{last:08}.parquet", first, last)
+    with replacing(part.path) as stream:
+        pq.write_table(table, stream, compression="zstd")
+    return part
+
+
+def merge_small(folder: Path) -> None:
+    """Merge the newest files if they are many and small: a long run must not leave 100,000 files."""
+    newest = parts(folder)[-_MERGE_COUNT:]
+    if len(newest) < _MERGE_COUNT or any(part.path.stat().st_size > _MERGE_BYTES for part in newest):
+        return
+    write_part(folder, read_parts(newest), newest[0].first, newest[-1].last)
+    for part in newest:
+        part.path.unlink()
+
+
+def rotate(folder: Path, limit_bytes: float) -> None:
+    """Delete the oldest files until the rest is within the limit. The newest file always stays."""
+    sizes = {part: part.path.stat().st_size for part in parts(folder)}
+    total = sum(sizes.values())
+    for part in list(sizes)[:-1]:
+        if total <= limit_bytes:
+            return
+        total -= sizes[part]
+        part.path.unlink()
+
+
+def cut_after(folder: Path, step: int) -> None:
+    """Delete everything after `step`, because the run resumes there; 0 deletes all. Other files are not touched."""
+    folder.mkdir(parents=True, exist_ok=True)
+    counted = parts(folder)
+    remove_partial(folder)
+    remove_partial(folder / IMAGES)
+    for path in folder.glob("rollouts-*"):
+        if _part(path) is not None and path not in [part.path for part in counted]:
+            path.unlink()
+    for part in counted:
+        if part.first <= step < part.last:
+            table = pq.read_table(part.path)
+            write_part(folder, table.filter(pc.field("step") <= step), part.first, step)
+        if part.last > step:
+            part.path.unlink()
+    if step == 0:
+        shutil.rmtree(folder / IMAGES, ignore_errors=True)
+
+
+def read_parts(chosen: list[Part], columns: list[str] | None = None) -> pa.Table:
+    """The rows of several files in one table. A column that a file lacks is null in its rows."""
+    tables = [pq.read_table(part.path, columns=columns) for part in chosen]
+    return pa.concat_tables(tables, promote_options="default")
+
+
+_SIDE = 512  # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
+
+
+class Diagrams:
+    """Writes into `folder` until it holds `limit_bytes`. Every rank may write: equal content has an equal name."""
+
+    def __init__(self, folder: Path, limit_bytes: float) -> None:
+        self.folder, self.limit_bytes = folder, limit_bytes
+        self._names: dict[str, list[str]] = {}
+        self._bytes: int | None = None
+
+    def forget(self) -> None:
+        """Forget what was stored, because the folder may have been emptied."""
+        self._names.clear()
+        self._bytes = None
+
+    def keep(self, row: str | None, images: Sequence[Any]) -> list[str]:
+        """Store those images of a row that are new, and return all their file names. `row` is the row's id."""
+        if row is not None and row in self._names:
+            return self._names[row]
+        names = [self._keep(image) for image in images if isinstance(image, Image.Image)]
+        if row is not None:
+            self._names[row] = names
+        return names
+
+    def _keep(self, image: Image.Image) -> str:
+        digest = hashlib.sha256(f"{image.mode} {image.size} ".encode())
+        digest.update(image.tobytes())
+        path = self.folder / f"{digest.hexdigest()[:16]}.png"
+        if not path.exists() and self._used() < self.limit_bytes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            small = image.convert("RGB")
+            small.thumbnail((_SIDE, _SIDE))
+            before = self._used()
+            with replacing(path, durable=False) as stream:
+                small.save(stream, "PNG")
+            self._bytes = before + path.stat().st_size
+        return path.name
+
+    def _used(self) -> int:
+        if self._bytes is None:
+            self._bytes = sum(path.stat().st_size for path in self.folder.glob("*"))
+        return self._bytes
+
+
+SETTINGS = b"adora_vl"  # key of the run's settings in every file's metadata
+_TYPES: dict[str, pa.DataType] = {
+    "step": pa.int32(),  # the first optimizer step that learns from it, as in metrics.jsonl
+    "group": pa.int32(),  # number of the group in its step
+    "rollout": pa.int16(),  # number of the rollout in its group
+    "id": pa.string(),
+    "problem": pa.string(),
+    "choices": pa.list_(pa.string()),  # null where the problem is open
+    "answer": pa.string(),
+    "images": pa.list_(pa.string()),  # file names in rollouts/_images
+    "completion": pa.string(),
+    "verdict": pa.string(),
+    "extracted": pa.string(),
+    "reason": pa.string(),  # the rule that decided, from the grader
+    "reward": pa.float32(),  # the weighted sum of the parts, which are reward/<function>; null without one
+    "missing": pa.string(),  # why the rollout has left its group; null where it has not
+    "advantage_raw": pa.float32(),
+    "advantage": pa.float32(),  # as the loss gets it
+    "weight": pa.float32(),
+    "tds": pa.bool_(),
+    "pass_rate": pa.float32(),
+    "longest_right": pa.float32(),  # tokens; null where none is right
+    "mean_wrong": pa.float32(),  # tokens, of the untruncated wrong ones; null where there is none
+    "length": pa.int32(),
+    "truncated": pa.bool_(),
+    "distorted": pa.bool_(),  # sampled on a distorted image (adora_noisy_rollouts); its drift is unknown
+    "visual_dependency": pa.float32(),  # nats per token (adora_visual_tokens); null without an image
+    "visual_scale": pa.float32(),  # the factor of the advantage on those tokens that are learned from
+    "segments": pa.int16(),  # in how many parts it was sampled (adora_rollout_budget)
+    "age": pa.int16(),  # generations since its group began
+    "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
+}
+Columns = dict[str, list[Any]]
+
+
+def criteria_columns(facts: GroupFacts) -> Columns:
+    """What the criteria look at, for each rollout of each group: lists of P x G values."""
+    nothing = torch.tensor(math.nan, device=facts.lengths_PG.device)
+    columns_P = {
+        "pass_rate": facts.pass_rate_P,
+        "longest_right": torch.where(facts.any_correct_P, facts.longest_correct_P, nothing),
+        "mean_wrong": facts.mean_finished_wrong_P,  # NaN becomes null
+    }
+    group = facts.lengths_PG.shape[1]
+    return {name: column_P.repeat_interleave(group).tolist() for name, column_P in columns_P.items()}
+
+
+def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:
+    """The rows with the types of the record. A figure that is missing or not finite is null."""
+    count = len(columns["step"])
+    types = {**_TYPES, **{name: pa.float32() for name in columns if name not in _TYPES}}
+    arrays = []
+    for name, kind in types.items():
+        values = columns.get(name) or [None] * count
+        if pa.types.is_floating(kind):
+            values = [value if value is not None and math.isfinite(value) else None for value in values]
+        arrays.append(pa.array(values, kind))
+    schema = pa.schema(list(types.items()), metadata={SETTINGS: json.dumps(settings, sort_keys=True, default=str)})
+    return pa.table(arrays, schema=schema)
+
+
+class Record:
+    """The record of one run: rows are kept until their step ends, and written then. One process writes."""
+
+    def __init__(self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1) -> None:
+        self.folder = output_dir / ROLLOUTS
+        self._limit_bytes = limit_gb * 1e9 / 2  # the other half is for the diagrams
+        self._settings = settings
+        self._waiting: list[Columns] = []
+        self.diagrams = Diagrams(self.folder / IMAGES, self._limit_bytes / ranks)
+        self.failed: str | None = None
+
+    def start(self, step: int) -> None:
+        """Start recording after `step`. The records of later steps are deleted."""
+        self._waiting.clear()
+        cut_after(self.folder, step)
+
+    def add(self, columns: Columns, generations: int) -> None:
+        """Add the rows of one generation, of all ranks, group by group."""
+        before = sum(len(waiting["step"]) for waiting in self._waiting) // generations
+        count = len(columns["step"])
+        columns["group"] = [before + row // generations for row in range(count)]
+        columns["rollout"] = [row % generations for row in range(count)]
+        self._waiting.append(columns)
+
+    def set_drift(self, generations: Sequence[Sequence[float]]) -> None:
+        """Fill in the drift of the waiting generations, where it is known (not NaN)."""
+        for columns, late in zip(self._waiting, generations, strict=False):
+            both = zip(columns["drift"], late, strict=True)
+            columns["drift"] = [before if math.isnan(now) else now for before, now in both]
+
+    def flush(self, step: int) -> None:
+        """Write the waiting rows. If the disk refuses, one line says so and recording ends, but the run goes on."""
+        if not self._waiting:
+            return
+        tables = [as_table(columns, self._settings) for columns in self._waiting]
+        self._waiting.clear()
+        try:
+            write_part(self.folder, pa.concat_tables(tables, promote_options="default"), step, step)
+            merge_small(self.folder)
+            rotate(self.folder, self._limit_bytes)
+        except OSError as error:
+            self.failed = str(error)
+            print(f"step {step}: the rollouts are no longer recorded ({error})", file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""The last lines of a run: its figures before and after, and the commands that come next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from adora_vl.checkpoint.store import checkpoints
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.models.load import ADAPTER, MERGED
+from adora_vl.record.manifest import interpreter
+from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of
+from adora_vl.record.rollouts import ROLLOUTS
+from adora_vl.utils.cli import amount
+from eval.benchmark import for_data
+
+
+def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str | None:
+    """The command that evaluates `model` on the held-out split of `data`; None if there is no such split."""
+    if not list(Path(data).glob("data/test-*.parquet")):
+        return None
+    words = ["--model", str(model), "--data", data, "--output", str(output), "--max-tokens", str(max_tokens)]
+    return shlex.join([interpreter(), "-m", f"eval.{for_data(Path(data))}", "run", *words])
+
+
+def evaluate_any_command(model: Path, output: Path) -> str:
+    """The command that evaluates `model`, with a placeholder for the dataset."""
+    words = ["--model", str(model), "--data", "DATA", "--output", str(output)]
+    return shlex.join([interpreter(), "-m", "eval.geometry3k", "run", *words])
+
+
+def merge_command(run: Path) -> str | None:
+    """The command that merges a run's LoRA adapter, to where the evaluators look for it; None for a whole model."""
+    if not (run / ADAPTER).is_file() or (run / "config.json").is_file():
+        return None
+    return shlex.join([interpreter(), "-m", "adora_vl.export", str(run), str(run / MERGED)])
+
+
+def view_command(*runs: Path) -> str:
+    return shlex.join([interpreter(), "-m", "adora_vl.report", *map(str, runs)])
+
+
+# Title, key of the log history, format
+FIGURES = (
+    ("reward", "reward", "{:.3f}"),
+    ("pass rate", PASS, "{:.3f}"),
+    ("accuracy", ACCURACY, "{:.3f}"),
+    ("TDS share", "adora/tds_share", "{:.3f}"),
+    ("mean weight", "adora/weight_mean", "{:.3f}"),
+    ("length, correct", "adora/length_correct", "{:.1f}"),
+    ("length, wrong", "adora/length_wrong", "{:.1f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("engine drift, nats", "adora/drift", "{:.2g}"),
+    ("seconds per step", "step_time", "{:.2f}"),
+)
+
+
+def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """For each figure its title and its means over the first and the last fifth of the logged steps, as text."""
+    # The run's last entry holds the figures of the steps since the log before it.
+    entries = [entry for entry in history if kind_of(entry) != "eval"]
+    rows = []
+    for title, key, form in FIGURES:
+        if key == ACCURACY and not any(map(differs_from_pass, entries)):
+            continue
+        values = [entry[key] for entry in entries if entry.get(key) is not None]
+        fifth = max(1, len(values) // 5)
+        if values:
+            rows.append((title, form.format(fmean(values[:fifth])), form.format(fmean(values[-fifth:]))))
+    return rows
+
+
+def summary_lines(
+    history: Sequence[Mapping[str, Any]],
+    config: AdoraGRPOConfig,
+    model: Path,
+    seconds: float,
+    *,
+    data: str = "DATA",
+    command: str = "",
+) -> list[str]:
+    """The lines of the summary; the table compares the first and the last fifth of the logged steps.
+
+    `model` is a folder that transformers and vLLM can load, or a LoRA adapter that is to be merged first. `data` is the
+    dataset's folder, and `command` is the command that started the run.
+    """
+    steps_taken = max((entry.get("step", 0) for entry in history), default=0)
+    lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
+    rows = figure_rows(history)
+    if rows:
+        lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}"]
+        lines += [f"{title:20}{first:>12}{last:>12}" for title, first, last in rows]
+    folder = Path(config.output_dir)
+    lines += ["", f"Model         {model}  (README.md: how to load it)"]
+    lines.append(f"Metrics       {folder / METRICS}")
+    if config.adora_record_every:
+        lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
+    evaluation = evaluate_command(model, data, folder / "eval", config.max_completion_length)
+    steps = {
+        "View it": view_command(folder),
+        "Merge it": merge_command(model),  # under ZeRO-3, training leaves that to the user
+        "Evaluate it": evaluation or evaluate_any_command(model, folder / "eval"),
+        "Train longer": _longer(config, command),
+    }
+    return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]
+
+
+def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
+    """The same command with twice as many steps; only if that run would be a continuation of this one."""
+    constant = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type)) == "constant"
+    if not command or not constant or not checkpoints(Path(config.output_dir)):
+        return None
+    if config.max_steps > 0:
+        return f"{command} --max_steps {2 * config.max_steps}"
+    return f"{command} --num_train_epochs {2 * config.num_train_epochs:g}"
+
+
+def print_summary(*arguments: Any, **named: Any) -> None:
+    """Print `summary_lines`."""
+    print("\n".join(summary_lines(*arguments, **named)), flush=True)

@@ -1,0 +1,171 @@
+"""What trackers get: texts from all ranks, and the table of completions with the groups' weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from trl.trainer.utils import strip_images_from_messages
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.training.advantages import Advantages
+from adora_vl.training.scores import Rewards
+from adora_vl.utils.errors import UserError
+
+
+def gather_texts(values: list[Any]) -> list[Any]:
+    """Like accelerate's `gather_object`, but images in conversations are replaced by `{"type": "image"}`."""
+    gathered: list[Any] = gather_object([strip_images_from_messages(v) if is_conversation(v) else v for v in values])
+    return gathered
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether this is a list of messages."""
+    return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)
+
+
+# The packages that Transformers' trackers need, one of each; it says so only after the weights are loaded.
+_PACKAGES = {
+    "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",), "dvclive": ("dvclive",), "flyte": ("flytekit",), "mlflow": ("mlflow",),
+    "neptune": ("neptune",), "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",), "wandb": ("wandb",),
+}  # fmt: skip
+
+
+def prepare_trackers(
+    report_to: Sequence[str], output_dir: str, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Raise `UserError` for a tracker that is not installed. wandb writes into `output_dir` without a network, unless
+    WANDB_MODE is set; tensorboard and trackio are local by themselves (trackio_space_id sends it elsewhere).
+    """
+    for name in report_to:
+        packages = _PACKAGES.get(name, ())
+        if packages and not any(find_spec(package) for package in packages):
+            raise UserError(
+                f"report_to: '{name}' is not installed; pip install {packages[0]}, or leave it out (metrics.jsonl is "
+                "always written)"
+            )
+    if "wandb" in report_to:
+        environment.setdefault("WANDB_MODE", "offline")
+        environment.setdefault("WANDB_DIR", output_dir)
+        # what it keeps to be sent later, such as the images of tables; in the home folder by default
+        environment.setdefault("WANDB_DATA_DIR", str(Path(output_dir, "wandb").absolute()))
+
+
+_COLUMNS = ("prompt", "completion", "advantages")  # one deque each in TRL's `_logs`
+_GROUPS = ("rewards", "extra")  # a deque per reward function, per column of the user's
+
+
+def add_weighed(table: Mapping[str, Any], weighed: Advantages, *, texts: bool = False) -> None:
+    """Put the advantages as the loss gets them into `table`, which is the trainer's `_logs`. `texts`: also turn its
+    prompts into plain texts, because wandb refuses messages that mix text and images.
+
+    TRL has filled in its own advantages, which become the column `advantage_raw`. The table keeps the rollouts of the
+    newest generation batch alone, so it may have fewer rows than this generation.
+    """
+    advantages_B, generations = weighed.advantages_PG.flatten(), weighed.raw_PG.shape[1]
+    in_one_form(table["prompt"])
+    shown, extra = table["advantages"], table["extra"]
+    count = min(len(advantages_B), len(shown))
+    extra["advantage_raw"].extend([shown.pop() for _ in range(count)][::-1])
+    shown.extend(advantages_B[-count:].tolist())
+    weights_B = weighed.weighting.weights_P.repeat_interleave(generations)
+    tds_B = weighed.weighting.tds_P.repeat_interleave(generations)
+    columns = {"adora_weight": weights_B, "adora_tds": tds_B, "adora_length": weighed.groups.lengths_PG.flatten()}
+    for name, column_B in columns.items():
+        extra[name].extend(column_B[-count:].tolist())
+    if texts:
+        prompts = [conversation_text(prompt) for prompt in table["prompt"]]
+        table["prompt"].clear()
+        table["prompt"].extend(prompts)
+
+
+def show_all(shown: Mapping[str, Any], rewards: Rewards, names: Sequence[str]) -> None:
+    """Put back what each function said about the rollouts that have left their group. `shown`: the columns of the table
+    by function.
+    """
+    for number, name in enumerate(names):
+        values = rewards.all_BF[:, number].tolist()
+        for _ in range(min(len(shown[name]), len(values))):
+            shown[name].pop()
+        shown[name].extend(values)  # of which the table keeps the newest
+
+
+def conversation_text(messages: Any) -> str:
+    """A prompt as one text, with the role before each message and `<image>` for an image; a text stays as it is."""
+    if isinstance(messages, str):
+        return messages
+    return "\n\n".join(f"{message['role']}: {_content(message.get('content'))}" for message in messages)
+
+
+def _content(content: Any) -> str:
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join("<image>" if part.get("type") == "image" else part.get("text") or "" for part in content)
+
+
+def in_one_form(prompts: Any) -> None:
+    """Give the texts of all prompts one form, since a column of a table has one type.
+
+    TRL splits them into parts on a rank whose batch has an image, and on no other rank.
+    """
+    conversations = [prompt for prompt in prompts if is_conversation(prompt)]
+    if not any(isinstance(message.get("content"), list) for prompt in conversations for message in prompt):
+        return
+    alike = [[_with_parts(message) for message in prompt] if is_conversation(prompt) else prompt for prompt in prompts]
+    prompts.clear()
+    prompts.extend(alike)
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def to_json(logs: Mapping[str, Any]) -> str:
+    """The rows of the newest generation. Images are left out; what JSON does not know becomes its text."""
+    kept: dict[str, Any] = {name: list(logs[name]) for name in _COLUMNS}
+    kept |= {group: {name: list(values) for name, values in logs[group].items()} for group in _GROUPS}
+    return json.dumps(kept, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy or torch as Python's, anything else as its text."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def from_json(text: str, logs: Mapping[str, Any]) -> None:
+    """Put the rows of `to_json` into `logs`, TRL's `_logs`, in place of what is there. Empty text: nothing was kept."""
+    if not text:
+        return
+    kept = json.loads(text)
+    pairs = [(logs[name], kept[name]) for name in _COLUMNS]
+    pairs += [(logs[group][name], values) for group in _GROUPS for name, values in kept[group].items()]
+    for column, values in pairs:
+        column.clear()
+        column.extend(values)
+
+
+def empty(logs: Mapping[str, Any]) -> None:
+    """Drop all rows. TRL keeps as many as a full generation has, so behind a smaller one older rows would stand."""
+    for column in logs.values():
+        for rows in column.values() if isinstance(column, dict) else [column]:
+            rows.clear()
+
+
+def logs_tables(args: AdoraGRPOConfig) -> bool:
+    """Whether a tracker gets TRL's table of completions; tensorboard has no tables."""
+    return bool(args.log_completions and {"wandb", "trackio"} & set(args.report_to))
+
+
+def logs_images(args: AdoraGRPOConfig) -> bool:
+    """TRL's `log_multimodal`, where a tracker has a table for the images: stock TRL gathers all images of a generation
+    on every rank even where there is none.
+    """
+    return bool(args.log_multimodal and logs_tables(args))

@@ -1,0 +1,271 @@
+"""What the page shows of a run: groups and rollouts of chosen steps, with the reason of each weight."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from adora_vl.data.prompts import lettered
+from adora_vl.record.manifest import adora_options, facts_of_run, methods_of, read_manifest, recipe_of
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_parts
+from adora_vl.rewards.grade import comparison
+from adora_vl.utils.errors import UserError
+
+_CONTROLS = {  # `assign`: what decided the weight instead of the criteria
+    "random": "by chance (assign: random)",
+    "reversed": "as the criteria do not say (assign: reversed)",
+    "rate": "with a scaled learning rate instead (assign: rate)",
+}
+
+
+def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Why a group has its weight, in one to three sentences.
+
+    `group`: weight, tds, pass_rate, longest_right and mean_wrong as recorded, `equal`: all rewards are the same, and
+    `left`: how many of its `size` rollouts have no reward. `settings`: the keys of the run, as the files of the record
+    have them.
+    """
+    if group["left"] == group["size"]:
+        return "No rollout of the group has a reward to compare with another, so nothing is learned from it."
+    sentence = _weight(group, settings)
+    if group["left"]:
+        sentence += f" {group['left']} of {group['size']} rollouts have no reward, and count nowhere."
+    if group["equal"] and group["weight"] is not None:
+        sentence += " All rewards are equal, so every advantage is 0 and nothing is learned from it."
+    return sentence
+
+
+def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    weight, options = group["weight"], adora_options(settings)
+    mode = options["mode"]
+    if weight is None:
+        return "No weight is recorded."
+    verdict = _verdict(group, settings)
+    if mode == "off" or "adora" not in methods_of(settings):
+        return f"{recipe_of(settings)}, weight {weight:g}; ADORA's criteria say {verdict}."
+    verb = "Attenuated to" if weight < 1 else "Amplified to" if weight > 1 else "Kept at weight"
+    known = mode in ("attenuation", "amplification")
+    if known and (how := _CONTROLS.get(str(options.get("assign")))):
+        return f"{verb} {weight:g} {how}; ADORA's criteria say {verdict}."
+    return f"{verb} {weight:g}: {verdict}." if known else f"{verb} {weight:g}."
+
+
+def _verdict(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Whether the criteria call the group TAS or TDS, and why. The page shows the figures beside it, rounded once."""
+    sayings = {"length": _length, "difficulty": _difficulty}
+    criteria = [name for name in settings.get("adora_criteria", ()) if name in sayings]
+    if not group["pass_rate"] and not group["tds"] and not _hard_is_enough(criteria, settings):
+        return "neither TAS nor TDS, since no rollout is right"
+    return ", ".join(["TDS" if group["tds"] else "TAS", *(sayings[name](group, settings) for name in criteria)])
+
+
+def _hard_is_enough(criteria: list[str], settings: Mapping[str, Any]) -> bool:
+    """Whether a group without a right rollout can be TAS, although there is no length to compare."""
+    alone = criteria == ["difficulty"] or settings.get("adora_combine") == "any"
+    return "difficulty" in criteria and alone and not settings.get("adora_difficulty_needs_correct")
+
+
+def _length(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    longest, mean = group["longest_right"], group["mean_wrong"]
+    if longest is None:
+        return "no rollout is right"
+    if mean is None:
+        nothing = "all rollouts are right" if group["pass_rate"] == 1 else "every wrong rollout was cut off"
+        holds = "holding" if settings.get("adora_empty_wrong") == "keep" else "failing"
+        return f"{nothing}, so there is no finished wrong one to compare lengths with, which counts as {holds}"
+    if longest == mean:
+        holds = "holding" if settings.get("adora_ties") == "keep" else "failing"
+        return (
+            "the longest right rollout is exactly as long as the mean of the finished wrong ones, "
+            f"which counts as {holds}"
+        )
+    relation = "longer" if longest > mean else "not longer"
+    return f"the longest right rollout is {relation} than the mean of the finished wrong ones"
+
+
+def _difficulty(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    tau = settings.get("adora_tau", 0.5)
+    if not group["pass_rate"] and settings.get("adora_difficulty_needs_correct"):
+        return "a pass rate of 0 does not count as difficult"
+    relation = "at most" if group["pass_rate"] <= tau else "above"
+    return f"the pass rate is {relation} tau, {100 * tau:g} %"
+
+
+# One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion is last, because the
+# page keeps completions in a separate block.
+ROLLOUT = (
+    "verdict", "extracted", "reason", "reward", "missing", "advantage_raw", "advantage", "length", "truncated", "drift",
+    "segments", "age", "parts", "compared", "completion",
+)  # fmt: skip
+_GROUP = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
+_SHOWN_CHARACTERS = 12_000  # per text
+Json = dict[str, Any]
+
+
+@dataclass
+class RunView:
+    """What the page needs to know about one run. Everything in it can be written as JSON."""
+
+    name: str
+    metrics: list[Json]
+    groups: list[Json] = field(default_factory=list)
+    problems: dict[str, Json] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def images(self) -> list[str]:
+        """The names of all diagrams, in the order in which the groups show them."""
+        return list(dict.fromkeys(name for problem in self.problems.values() for name in problem["images"]))
+
+
+def load_run(folder: Path, max_rollouts: int) -> RunView:
+    """Read a run, also one that is still training. Raises `UserError` if the folder is no run, or cannot be read."""
+    try:
+        try:
+            return _load(folder, max_rollouts)
+        except FileNotFoundError:  # the run has merged or deleted a file since it was listed
+            return _load(folder, max_rollouts)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"RUN: the record in {str(folder / ROLLOUTS)!r} cannot be read ({error})") from error
+
+
+def _load(folder: Path, max_rollouts: int) -> RunView:
+    metrics, found = read_metrics(folder / METRICS), parts(folder / ROLLOUTS)
+    if not metrics and not found:
+        missing = "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
+        raise UserError(f"RUN: {str(folder)!r} {missing}; name the output_dir of a training run")
+    view = RunView(folder.resolve().name, metrics, facts=facts_of_run(read_manifest(folder)))
+    if found:
+        _add_groups(view, found, max_rollouts)
+    else:
+        view.notes.append("No rollouts were recorded.")
+    return view
+
+
+def _add_groups(view: RunView, found: list[Part], max_rollouts: int) -> None:
+    steps, total = _chosen_steps(found, max_rollouts)
+    for part in found:
+        wanted = [step for step in steps if part.first <= step <= part.last]
+        if not wanted:
+            continue
+        table = read_parts([part]).filter(pc.field("step").isin(wanted))
+        settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
+        for rows in _grouped(table):
+            view.groups.append(_group(rows, settings, view.problems))
+    shown = sum(len(group["rollouts"]) for group in view.groups)
+    if shown < total:
+        view.notes.append(f"{shown:,} of {total:,} recorded rollouts are shown, those of {len(steps)} steps.")
+
+
+def _chosen_steps(found: list[Part], max_rollouts: int) -> tuple[list[int], int]:
+    """Evenly spread steps with at most `max_rollouts` together (one step at least), and how many rollouts there are."""
+    counts: dict[int, int] = {}
+    for part in found:
+        for entry in pc.value_counts(pq.read_table(part.path, columns=["step"])["step"]).to_pylist():
+            counts[entry["values"]] = counts.get(entry["values"], 0) + entry["counts"]
+    steps, total = sorted(counts), sum(counts.values())
+    keep = max(1, min(len(steps), int(len(steps) * max_rollouts / total)))
+    chosen = [steps[round(i * (len(steps) - 1) / max(1, keep - 1))] for i in range(keep)]
+    return sorted(set(chosen)), total
+
+
+def _grouped(table: pa.Table) -> Iterator[list[Json]]:
+    """The rows, group by group. In the record the rows of a group follow one another."""
+    group: list[Json] = []
+    for row in table.to_pylist():
+        if group and (row["step"], row["group"]) != (group[0]["step"], group[0]["group"]):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
+    first = rows[0]
+    row_id = str(first["id"])
+    problems.setdefault(
+        row_id,
+        {
+            "problem": _cut(first["problem"]),
+            "choices": [_cut(choice) for choice in lettered(first.get("choices") or ())],  # earlier records have none
+            "answer": _cut(first["answer"]),
+            "images": first["images"] or [],
+        },
+    )
+    group = {name: first[name] for name in _GROUP} | {"id": row_id}
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    group["equal"] = len(set(rewards)) <= 1
+    group |= {"left": len(rows) - len(rewards), "size": len(rows)}
+    return {
+        **{name: _rounded(value) for name, value in group.items()},
+        "why": weight_reason(group, settings),
+        "rollouts": [_rollout(row) for row in rows],
+    }
+
+
+def _rollout(row: Json) -> list[Any]:
+    reward_parts = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
+    values = {
+        **dict.fromkeys(("missing", "segments", "age")),  # in a record of before there were these columns
+        **row,
+        "completion": _cut(row["completion"]),
+        "extracted": _cut(row["extracted"]),
+        "compared": _compared(row),
+        "parts": {name: _rounded(value) for name, value in reward_parts.items()} if len(reward_parts) > 1 else None,
+    }
+    return [_rounded(values[name]) for name in ROLLOUT]
+
+
+def _compared(row: Json) -> list[tuple[str, str, str]] | None:
+    """The parts of an answer with those of the reference answer; None for one number, or where the grade was another.
+
+    The record does not say how the run read its answers, so each way is tried until one has the recorded reason.
+    """
+    response, gold = row["completion"], row["answer"]
+    if row["verdict"] is None or not isinstance(gold, str) or row.get("choices"):
+        return None
+    for answer_tags in (False, True):
+        for rounding in (False, True):
+            found = comparison(response or "", gold, rounding=rounding, answer_tags=answer_tags)
+            if found and (found.verdict, found.reason) == (row["verdict"], row["reason"]):
+                return [(pair.answer, pair.reference, pair.reason) for pair in found.pairs] or None
+    return None
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits are more than anybody reads, and half of what a float takes."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _cut(text: str | None) -> str | None:
+    if text is None or len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_SHOWN_CHARACTERS]}… ({len(text) - _SHOWN_CHARACTERS:,} more characters)"
+
+
+def image_uris(folders: list[Path], views: list[RunView], max_bytes: int) -> tuple[dict[str, str], int]:
+    """The diagrams as data URIs by name, up to `max_bytes` in total, and the number of those left out."""
+    uris: dict[str, str] = {}
+    used = left_out = 0
+    for folder, view in zip(folders, views, strict=True):
+        for name in view.images:
+            path = folder / ROLLOUTS / IMAGES / Path(name).name
+            if name in uris or not path.is_file():
+                continue
+            used += path.stat().st_size
+            if used > max_bytes:
+                left_out += 1
+            else:
+                uris[name] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return uris, left_out

@@ -1,0 +1,321 @@
+"""The reward functions of a run: presets, the judge, and functions of the user's; and which sums they can reach."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from adora_vl.rewards import judge
+from adora_vl.rewards.knights import COMPLETE, LOGIC_RL, NOTHING, RIGHT, WRONG_FORM
+from adora_vl.rewards.presets import OTHERS, PRESETS, reward_functions
+from adora_vl.rewards.safe_call import LOAD_TIMEOUT_S, OverdueError, RewardFailure, deadline, is_async, safe_call
+from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+
+# What TRL gives beside the columns of the data set.
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# The least and the most that a function gives. What a judge or a function of the user's gives is not known.
+_RANGES: dict[str, tuple[float, float]] = {
+    **{name: (min(values), max(values)) for name, values in PRESETS.items()},
+    "knights": (min(RIGHT, COMPLETE, NOTHING), max(RIGHT, COMPLETE, NOTHING)),
+    "knights_logic_rl": (min(WRONG_FORM, *LOGIC_RL.values()), max(WRONG_FORM, *LOGIC_RL.values())),
+    "think_format": (0.0, 1.0),
+    "think_answer_format": (0.0, 1.0),
+}
+
+
+def is_own(entry: str) -> bool:
+    """Whether an entry of `adora_reward` names a file, and not a preset."""
+    return ".py:" in entry or entry.endswith(".py")
+
+
+def own_name(entry: str) -> str:
+    """The function's name in an entry: `brevity` of `my_rewards.py:brevity`."""
+    return entry.rpartition(":")[2]
+
+
+def find_file(entry: str, folders: Sequence[Path]) -> Path:
+    """The file of an entry, looked for in `folders` in order. Raises `UserError`."""
+    name, colon, function = entry.rpartition(":")
+    if not colon or not function.isidentifier():
+        raise UserError(f"adora_reward: {entry!r} names no function; write FILE.py:FUNCTION, as in {_example(entry)}")
+    for folder in dict.fromkeys(folders):
+        path = (folder / Path(name).expanduser()).resolve()
+        if path.is_file():
+            return path
+    places = " or in ".join(repr(str(folder)) for folder in dict.fromkeys(folder.resolve() for folder in folders))
+    raise UserError(f"adora_reward: {entry!r}: there is no file {name!r} in {places}")
+
+
+def load(entry: str, path: Path) -> Callable[..., Any]:
+    """The function of an entry. Raises `UserError` where the file fails, with the line, or has no such function."""
+    module, name = _module(entry, path), own_name(entry)
+    found = getattr(module, name, None)
+    if callable(found) and not inspect.isclass(found):
+        return found  # type: ignore[no-any-return]
+    functions = [key for key, value in vars(module).items() if _is_function_of(module, value)]
+    if found is not None:
+        raise UserError(f"adora_reward: {entry!r}: {name} is no function (it is of type {type(found).__name__})")
+    there = f"it has {', '.join(functions)}" if functions else "it has no function"
+    raise UserError(f"adora_reward: {entry!r}: no function {name!r} there; {there}{did_you_mean(name, functions)}")
+
+
+def with_options(entry: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function with its options filled in. Raises `UserError` for an option that it does not take."""
+    if not options:
+        return function
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    named = [each.name for each in parameters.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    for option in options:
+        if option in GIVEN:
+            raise UserError(f"adora_reward_options: {entry}: {option!r} is given by the trainer; choose another name")
+        if option not in named and not takes_any:
+            raise UserError(f"adora_reward_options: {entry}: no argument {option!r} there{did_you_mean(option, named)}")
+    filled = partial(function, **options)
+    filled.__name__ = own_name(entry)  # type: ignore[attr-defined]  # TRL names the reward in the log by it
+    return filled
+
+
+def check_columns(entry: str, function: Callable[..., Any], columns: Collection[str]) -> None:
+    """Raise `UserError` where a call with these columns of the data set cannot work."""
+    options = set(function.keywords) if isinstance(function, partial) else set()
+    taken = sorted(options & set(columns))
+    if taken:
+        raise UserError(f"adora_reward_options: {entry}: {taken[0]!r} is a column of the data set; rename the argument")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin may not say what it takes
+        return
+    given = {*GIVEN, *columns} - {"prompt", "completion"}
+    for parameter in signature.parameters.values():
+        needed = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL,
+        )  # fmt: skip
+        if parameter.kind is parameter.POSITIONAL_ONLY and needed:
+            raise UserError(f"adora_reward: {entry!r} takes {parameter.name!r} by position; TRL gives it by name")
+        if needed and parameter.name not in given:
+            raise UserError(
+                f"adora_reward: {entry!r} needs {parameter.name!r}, which is no column of the data set (it has "
+                f"{', '.join(sorted(columns))}){did_you_mean(parameter.name, given)}; or set it in adora_reward_options"
+            )
+    if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+        raise UserError(f"adora_reward: {entry!r} must end with **kwargs, which take the columns that it does not name")
+
+
+def file_hash(path: Path) -> str:
+    """The first 16 digits of the file's SHA-256."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _module(entry: str, path: Path) -> ModuleType:
+    name = f"adora_own_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:  # so that two functions of one file share its globals
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(
+            str(path.parent)
+        )  # at the end, so that the files beside it can be imported but hide nothing installed
+    sys.modules[name] = module
+    try:
+        with deadline(LOAD_TIMEOUT_S):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit, OverdueError) as error:
+        del sys.modules[name]
+        _refuse(entry, path, error)
+    return module
+
+
+def _refuse(entry: str, path: Path, error: BaseException) -> NoReturn:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else lines[-1:]
+    at = f"line {line[0] if isinstance(line, list) else line}: " if line else ""
+    raise UserError(f"adora_reward: {entry!r} cannot be loaded: {at}{in_one_line(error)}") from None
+
+
+def _is_function_of(module: ModuleType, value: object) -> bool:
+    return inspect.isfunction(value) and value.__module__ == module.__name__ and not value.__name__.startswith("_")
+
+
+def _example(entry: str) -> str:
+    return f"{entry.partition(':')[0] or 'my_rewards.py'}:brevity"
+
+
+_NAMES = (*PRESETS, *OTHERS, judge.NAME)
+
+
+@dataclass(frozen=True)
+class ChosenRewards:
+    """The reward functions of a run in the order of `adora_reward`, and the hash of each file that they come from."""
+
+    entries: tuple[str, ...]
+    functions: tuple[Callable[..., Any], ...]
+    hashes: Mapping[str, str]
+
+    @property
+    def own(self) -> list[tuple[str, Callable[..., Any]]]:
+        """The entries that name files, with their functions."""
+        pairs = zip(self.entries, self.functions, strict=True)
+        return [(entry, function) for entry, function in pairs if is_own(entry)]
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise `UserError` for a function that needs what the data set does not have."""
+        for entry, function in self.own:
+            check_columns(entry, function, columns)
+
+
+def choose_rewards(
+    entries: Sequence[str],
+    options: object = None,
+    *,
+    rounding: bool = False,
+    answer_tags: bool = False,
+    folders: Sequence[Path] = (),
+    output_dir: Path | None = None,
+) -> ChosenRewards:
+    """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION` with the file in one of `folders`.
+
+    `rounding`, `answer_tags`: what the presets accept, see `grade`. `output_dir`: where the judge keeps its answers.
+
+    Raises `UserError` for an entry that does not exist, a name given twice, and options for no entry.
+    """
+    options_by_entry = _options(options, entries)
+    presets = [entry for entry in entries if not is_own(entry) and entry != judge.NAME]
+    for entry in presets:
+        if entry not in _NAMES and ":" in entry:
+            raise UserError(f"adora_reward: {entry!r} is neither a preset nor FILE.py:FUNCTION")
+    functions = reward_functions(presets, rounding, answer_tags) if presets or not entries else []
+    made: dict[str, Callable[..., Any]] = dict(zip(presets, functions, strict=True))
+    if judge.NAME in entries:
+        made[judge.NAME] = judge.JudgeReward(options_by_entry.get(judge.NAME, {}), output_dir or Path.cwd())
+    hashes, found = {}, []
+    for entry in entries:
+        if not is_own(entry):
+            found.append(made[entry])
+            continue
+        path = find_file(entry, folders or [Path.cwd()])
+        found.append(with_options(entry, load(entry, path), options_by_entry.get(entry, {})))
+        hashes[entry.rpartition(":")[0]] = file_hash(path)
+    _check_names(entries, [own_name(entry) if is_own(entry) else made[entry].__name__ for entry in entries])
+    return ChosenRewards(tuple(entries), tuple(found), hashes)
+
+
+def try_rewards(chosen: ChosenRewards, rows: Sequence[Mapping[str, Any]], timeout: float | None, state: Any) -> None:
+    """Call each of the user's functions once before the run, as TRL would, and the judge with a question of ours.
+
+    `rows` have a `prompt`; each gets a short answer. The rewards are thrown away. Raises `UserError` for a function
+    that fails or returns nonsense.
+    """
+    for function in chosen.functions:
+        if isinstance(function, judge.JudgeReward):
+            function.try_once()
+    if not rows:
+        return
+    columns = {key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")}
+    words = [rf"The answer is \boxed{{{row.get('answer', '')}}}." for row in rows]
+    arguments: dict[str, Any] = {
+        "prompts": [row["prompt"] for row in rows],
+        "completions": [[{"role": "assistant", "content": text}] for text in words],
+        "completion_ids": [[0]] * len(rows),
+        **columns,
+        "trainer_state": state,
+        "log_extra": lambda *_: None,
+        "log_metric": lambda *_: None,
+    }
+    for entry, function in chosen.own:
+        call_once(entry, function, arguments, timeout)
+
+
+def call_once(
+    entry: str,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    timeout: float | None,
+    unscored: dict[int, str] | None = None,
+) -> list[float | None]:
+    """The rewards of one function for these arguments; `unscored` as in `safe_call`. Raises `UserError` if it fails."""
+    failures: list[RewardFailure] = []
+    call = safe_call(function, own_name(entry), timeout, failures, unscored)
+    found: list[float | None] = asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)
+    if failures and failures[0].mistake:
+        raise UserError(failures[0].reason)
+    if failures:
+        raise UserError(f"adora_reward: {entry!r}, tried before the run: {failures[0].row}: {failures[0].reason}")
+    return found
+
+
+def _options(options: object, entries: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options by entry. A key of the mapping is an entry, or the name of its function."""
+    key = "adora_reward_options"
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except ValueError as error:
+            raise UserError(f"{key}: {options!r:.80} is not JSON ({error})") from None
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise UserError(f"{key}: {options!r:.80} is not a mapping of rewards to their arguments")
+    able = {name: entry for entry in entries if is_own(entry) for name in (entry, own_name(entry))}
+    able |= {judge.NAME: judge.NAME} if judge.NAME in entries else {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, arguments in options.items():
+        if name not in able:
+            there = f"rewards with options: {', '.join(dict.fromkeys(able.values()))}" if able else "no reward has any"
+            raise UserError(f"{key}: {name!r} is no entry of adora_reward ({there}){did_you_mean(str(name), able)}")
+        if not isinstance(arguments, Mapping):
+            raise UserError(f"{key}: {name}: {arguments!r:.80} is not a mapping, such as {{target: 50}}")
+        found[able[name]] = {str(argument): value for argument, value in arguments.items()}
+    return found
+
+
+def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
+    """Raise `UserError` for a name given twice: the log and the record tell rewards apart by it."""
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            first = entries[names.index(name)]
+            same = "is given twice" if first == entries[index] else f"and {first!r} have the same name {name!r}"
+            remedy = "weigh it with reward_weights instead" if first == entries[index] else "rename one of them"
+            raise UserError(f"adora_reward: {entries[index]!r} {same}; {remedy}")
+
+
+def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
+    """The least and the largest weighted sum of the functions of `adora_reward`; None where that is not known."""
+    ends = [
+        sorted(weight * value for value in _RANGES[entry]) if entry in _RANGES else None
+        for entry, weight in zip(entries, weights, strict=True)
+        if weight
+    ]
+    known = [each for each in ends if each is not None]
+    return (sum(low for low, _ in known), sum(high for _, high in known)) if len(known) == len(ends) else None
+
+
+def check_sums(entries: Sequence[str], weights: Sequence[float] | None, correct_above: float) -> None:
+    """Raise `UserError` where every rollout would have the same reward, or none could be correct, or wrong."""
+    weights = [1.0] * len(entries) if weights is None else weights
+    if len(weights) != len(entries):
+        raise UserError(f"reward_weights: {weights} has {len(weights)} values for adora_reward: {list(entries)}")
+    if not any(weights):
+        raise UserError(f"reward_weights: {weights} makes every reward 0; give a weight other than 0 to one of them")
+    sums = reachable(entries, weights)
+    if sums is None or sums[0] <= correct_above < sums[1]:
+        return
+    which = "no rollout" if correct_above >= sums[1] else "every rollout"
+    raise UserError(
+        f"adora_correct_above: {correct_above:g} makes {which} correct, because the sum of the rewards is from "
+        f"{sums[0]:g} to {sums[1]:g}; set it between the sum of a wrong answer and that of a right one, for example to "
+        f"{sum(sums) / 2:g}. The log of every method goes by it, also that of plain GRPO"
+    )

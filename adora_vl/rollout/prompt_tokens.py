@@ -1,0 +1,89 @@
+"""From rows to prompts, and image tokens: collapsed in prompts for the engine, checked in what the engine read, and
+never sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from trl.data_utils import prepare_multimodal_messages
+
+from adora_vl.utils.errors import RolloutError
+
+# If one of these is sampled, there is no image for it, and the training's forward pass raises (trl issue 3847).
+NEVER_SAMPLED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+
+
+class PromptMismatchError(RolloutError):
+    """The engine's prompt differs from the trainer's. `row` is its index in the local batch."""
+
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(message)
+        self.row = row
+
+
+def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The prompts of a batch as TRL hands them to `_generate`: with their images inside, if any row has one."""
+    images = [row.get("images") or ([row["image"]] if row.get("image") is not None else []) for row in rows]
+    if not any(images):
+        return [row["prompt"] for row in rows]
+    return [prepare_multimodal_messages(row["prompt"], images=own) for row, own in zip(rows, images, strict=True)]
+
+
+def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of `NEVER_SAMPLED` that this tokenizer has; empty for a text-only one."""
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[token] for token in NEVER_SAMPLED if token in vocabulary]
+
+
+def never_sample(ids: Sequence[int], settings: dict[str, Any], config: GenerationConfig) -> None:
+    """Ban these tokens where `transformers` generates, in both places that TRL reads: its `generation_kwargs`
+    (`settings`) and its generation config. Stock TRL bans the image token alone; the others have no features either.
+    """
+    banned = sorted({*(settings.get("suppress_tokens") or []), *ids})
+    if banned:
+        settings["suppress_tokens"] = banned
+        config.suppress_tokens = banned
+
+
+def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
+    """Replaces each run of image tokens by one image token, which the engine expands itself.
+
+    The runs of two images never touch, because each stands between a vision-start and a vision-end token.
+    """
+    return [
+        token
+        for position, token in enumerate(ids)
+        if token != image_token_id or position == 0 or ids[position - 1] != image_token_id
+    ]
+
+
+def check_prompts(expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int) -> None:
+    """Raise `PromptMismatchError` for the first row where the engine read other token ids than the trainer sent."""
+    for row, (ours, theirs) in enumerate(zip(expected, engine, strict=True)):
+        if list(ours) == list(theirs):
+            continue
+        counts = [sum(token == image_token_id for token in ids) for ids in (ours, theirs)]
+        if counts[0] != counts[1]:
+            why = (
+                f"image tokens: trainer {counts[0]}, engine {counts[1]}. Give both the same limits: set min_pixels and "
+                "max_pixels in the config rather than in one processor"
+            )
+        else:
+            why = "the text differs: is the tokenizer in the model folder the one that the trainer uses?"
+        raise PromptMismatchError(
+            row, f"the engine's prompt has {len(theirs)} tokens, the trainer's {len(ours)}; {why}"
+        )
+
+
+@contextmanager
+def mismatch_named(rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """A `PromptMismatchError` inside the block becomes a `RolloutError` that names the row. `rows`: the local batch."""
+    try:
+        yield
+    except PromptMismatchError as error:
+        row = rows[error.row].get("id", f"#{error.row} of this rank's batch")
+        raise RolloutError(f"row {row}: {error}") from error

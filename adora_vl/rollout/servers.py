@@ -1,0 +1,288 @@
+"""vLLM servers that sample for the trainer: asked group by group, given weights, left out where they fail.
+
+Everything here is HTTP, and runs on the first rank alone. What all ranks do together is in `served.py`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import requests
+from requests.adapters import HTTPAdapter
+from tqdm import tqdm
+from trl.generation.vllm_client import VLLMClient
+from urllib3.connection import HTTPConnection
+from urllib3.util.retry import Retry
+
+from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, in_one_line
+
+DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1"
+_CONNECT_S = 10.0
+_LIVING_S, _GONE_S = (_CONNECT_S, 60.0), (1.0, 10.0)  # to connect, and to answer a short question
+_READING_S = 1800.0  # for all weights, from a shared disk
+_BETWEEN_LOOKS_S = 2.0
+_REFUSED = "Request failed: 4"  # TRL's words for an HTTP status of the 400s
+_AT_A_TIME = 64  # requests that a server has at a time
+# A machine that has lost its power closes no connection: after 2 minutes of silence the kernel does.
+_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+]
+_T = TypeVar("_T")
+PlaceFeatures = Callable[[dict[str, Any] | None, list[int]], dict[str, Any] | None]
+
+
+class UnusableServerError(RuntimeError):
+    """A server does not do what it is asked for; others may."""
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One prompt, and how it is sampled."""
+
+    prompt_ids: list[int]  # with the image tokens expanded
+    images: list[Any]
+    sampling: dict[str, Any]  # arguments of `VLLMClient.generate`; `n` is the number of rollouts
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The rollouts of one request, as TRL takes them."""
+
+    tokens: list[list[int]]  # one list per rollout
+    logps: list[list[list[float | None]]]  # and a list per token, the sampled token's alone unless more are asked for
+    logp_ids: list[list[list[int]]]
+
+
+class _Adapter(HTTPAdapter):
+    """Gives up soon on what does not answer at all. TRL's own waits for a minute, and for ever where nobody listens."""
+
+    def __init__(self) -> None:
+        retry = Retry(total=3, backoff_factor=0.2, status_forcelist=[502, 503], allowed_methods=["GET", "POST"])
+        super().__init__(max_retries=retry, pool_maxsize=_AT_A_TIME)
+
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        options = [*HTTPConnection.default_socket_options, *_ALIVE]
+        super().init_poolmanager(*args, **kwargs, socket_options=options)
+
+    def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["timeout"] = kwargs.get("timeout") or (_CONNECT_S, None)
+        return super().send(request, *args, **kwargs)
+
+
+class Server:
+    """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
+
+    def __init__(self, client: VLLMClient) -> None:
+        for scheme in ("http://", "https://"):
+            client.session.mount(scheme, _Adapter())
+        self.client = client
+        self.address: str = client.base_url
+        self.life = ""  # which start of the server answers now
+        self.synced_life = ""  # which one has the weights of the last sync
+
+    def look(self, timeout: tuple[float, float] = _LIVING_S) -> None:
+        """See whether it answers, and which start of it does. `timeout`: seconds to connect, and to answer."""
+        found = self._json("GET", "server_info?config_format=json", timeout=timeout)
+        self.life = str(found["vllm_config"]["instance_id"])
+
+    def answer(self, ask: GroupRequest, place: PlaceFeatures) -> Answer:
+        """Sample. `place` points image features at the image tokens of the prompt."""
+        features = None
+        if ask.images:
+            features = [place(self.client.image_features([ask.images])[0], ask.prompt_ids)]
+        given = self.client.generate([ask.prompt_ids], features, **ask.sampling)
+        answer = Answer(given["completion_ids"], given["logprobs"], given["logprob_token_ids"])
+        lengths = [len(tokens) for tokens in answer.tokens]
+        scored = [len(logps) for logps in answer.logps or ()]
+        if len(lengths) != ask.sampling["n"] or not all(lengths) or scored != lengths:
+            raise UnusableServerError(
+                f"asked for {ask.sampling['n']} rollouts it gave {lengths} tokens, {scored} of them scored"
+            )
+        if given["prompt_ids"] != [ask.prompt_ids]:
+            raise UnusableServerError("it read another prompt than the trainer's")
+        return answer
+
+    def read_weights(self, folder: Path) -> None:
+        """Have it read the tensors in `folder`, and forget what it computed with the old ones."""
+        arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._ask("POST", "collective_rpc", json=arguments, timeout=(_CONNECT_S, _READING_S))
+        self.forget()
+        self.synced_life = self.life
+
+    def forget(self) -> None:
+        """Empty the caches of prefixes and image features."""
+        if not self._json("POST", "reset_prefix_cache", timeout=_LIVING_S).get("success", True):
+            raise UnusableServerError("it did not reset its prefix cache: requests of others are running")
+        self._ask("POST", "reset_encoder_cache", timeout=_LIVING_S)
+
+    def _ask(self, method: str, path: str, **kwargs: Any) -> requests.Response:
+        response: requests.Response = self.client.session.request(method, f"{self.address}/{path}", **kwargs)
+        if response.status_code == 404:
+            raise UnusableServerError(f"it has no /{path.partition('?')[0]}; {DEV_MODE}")
+        if response.status_code != 200:
+            raise UnusableServerError(f"it answered {response.status_code} to /{path}: {response.text[:200]}")
+        return response
+
+    def _json(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self._ask(method, path, **kwargs).json()
+        return found
+
+
+class Servers:
+    """All servers of a run, those that fail left out until they are back."""
+
+    def __init__(self, clients: Sequence[VLLMClient], patience_s: float) -> None:
+        """`patience_s`: how long a sync waits for a first server to be there."""
+        self._all = [Server(client) for client in clients]
+        self.living = list(self._all)
+        self._patience_s = patience_s
+
+    def find(self) -> bool:
+        """See which servers are there, for a sync. Returns whether one of them has not the weights of the last one.
+
+        Raises `NoServerError` where none answers in time.
+        """
+        end = time.monotonic() + self._patience_s
+        while True:
+            problems = _together(self._all, self._look)
+            for server, problem in problems.items():
+                if problem is None and server not in self.living:
+                    tqdm.write(f"Server {server.address} is back.")
+                    self.living.append(server)
+                elif problem is not None and server in self.living:
+                    self._leave_out(server, problem)
+            if self.living:
+                return any(server.synced_life != server.life for server in self.living)
+            if time.monotonic() >= end:
+                raise NoServerError(_none_left(next(filter(None, problems.values()))))
+            time.sleep(_BETWEEN_LOOKS_S)
+
+    def _look(self, server: Server) -> None:
+        """One that is left out may be switched off, and must not delay every sync."""
+        server.look(_LIVING_S if server in self.living else _GONE_S)
+
+    def read_weights(self, folder: Path) -> None:
+        """Give all of them the tensors in `folder`. Raises `NoServerError` where none takes them."""
+        self._all_do(lambda server: server.read_weights(folder), f"Does it see {str(folder.parent)!r}? ")
+
+    def forget(self) -> None:
+        """Empty the caches that new weights make stale. Raises `NoServerError` where none does."""
+        self._all_do(Server.forget)
+
+    def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Answer]:
+        """An answer to each request. What a server does not answer is asked of the others.
+
+        Raises `NoServerError` where none is left, and `RolloutError` for what no server would answer.
+        """
+        answers: dict[int, Answer] = {}
+        problem: BaseException | None = None
+        while left := [number for number in range(len(asks)) if number not in answers]:
+            servers = list(self.living)
+            if not servers:
+                raise NoServerError(_none_left(problem))
+            turns = {number: servers[turn % len(servers)] for turn, number in enumerate(left)}
+            work = [partial(turns[number].answer, asks[number], place) for number in left]
+            for number, future in zip(left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True):
+                problem = future.exception()
+                if problem is None:
+                    answers[number] = future.result()
+                elif isinstance(problem, RolloutError) or not isinstance(problem, Exception):
+                    raise problem
+                elif str(problem).startswith(_REFUSED):  # every server would
+                    raise RolloutError(f"a vLLM server refuses what it is asked: {problem}"[:400]) from problem
+                elif turns[number] in self.living:
+                    self._leave_out(turns[number], problem)
+        return [answers[number] for number in range(len(asks))]
+
+    def _all_do(self, do: Callable[[Server], None], hint: str = "") -> None:
+        problems = _together(self.living, do)
+        for server, problem in problems.items():
+            if problem is not None:
+                self._leave_out(server, problem, hint)
+        if not self.living:
+            raise NoServerError(_none_left(next(filter(None, problems.values()))))
+
+    def _leave_out(self, server: Server, problem: Exception, more: str = "") -> None:
+        self.living.remove(server)
+        server.synced_life = ""  # it may have died while it read
+        others = f"{len(self.living)} of {len(self._all)} servers go on" if self.living else "no server is left"
+        reason = in_one_line(problem)[:300]
+        tqdm.write(f"Server {server.address} is left out ({others}): {reason}. {more}".rstrip())
+
+
+def _together(servers: Sequence[Server], do: Callable[[Server], None]) -> dict[Server, Exception | None]:
+    """What went wrong with each, all at the same time."""
+
+    def tried(server: Server) -> Exception | None:
+        try:
+            do(server)
+        except (requests.RequestException, UnusableServerError, ValueError, LookupError) as error:
+            return error
+        return None
+
+    found = _on_threads([partial(tried, server) for server in servers], len(servers))
+    return {server: future.result() for server, future in zip(servers, found, strict=True)}
+
+
+def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future[_T]]:
+    """The result of each, or what it raised. The threads are daemons, so that a process that ends waits for no server,
+    as it would for the threads of an executor.
+    """
+    futures = [Future[_T]() for _ in work]
+    left = deque(zip(work, futures, strict=True))
+
+    def run() -> None:
+        while left:
+            with suppress(IndexError):  # another thread has taken the last one
+                do, future = left.popleft()
+                try:
+                    future.set_result(do())
+                except BaseException as error:
+                    future.set_exception(error)
+
+    threads = [Thread(target=run, name="vllm-servers", daemon=True) for _ in range(min(at_a_time, len(work)))]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        left.clear()
+    return futures
+
+
+def _none_left(problem: BaseException | None, more: str = "") -> str:
+    last = f"; the last one: {in_one_line(problem)[:300]}" if problem is not None else ""
+    return f"no vLLM server is left{more}{last}. Start one again"
+
+
+def connect(addresses: Sequence[str], group_port: int, patience_s: float, logprobs_mode: str) -> list[VLLMClient]:
+    """TRL's clients of the servers, which answer within `patience_s`. Raises `EngineError` where one does not.
+
+    `logprobs_mode`: vLLM's name for the log-probabilities that are the trainer's own. Other ones are said in a line.
+    """
+
+    def client(address: str) -> VLLMClient:
+        try:
+            found = VLLMClient(base_url=address, group_port=group_port, connection_timeout=patience_s)
+            mode = found.get_server_info()["model_config"]["logprobs_mode"]
+        except Exception as error:  # TRL raises `Exception` for a status that it does not expect
+            raise EngineError(f"vllm_server_base_url: {address} cannot be used ({in_one_line(error)})") from error
+        if mode != logprobs_mode:
+            tqdm.write(f"Server {address} was started with --logprobs-mode {mode}; {logprobs_mode} is the trainer's.")
+        return found
+
+    return [future.result() for future in _on_threads([partial(client, one) for one in addresses], len(addresses))]

@@ -1,0 +1,84 @@
+"""The policy's weights as safetensors in a folder that trainer and servers both see."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from adora_vl.utils.files import replacing_folder, unwritable
+
+KEY = "adora_weight_folder"
+_FILE_BYTES = 2 * 2**30  # what is held in memory at a time
+_OURS = re.compile(r"\.?adora-weights-\d{6}(\.partial-[0-9a-f]{16})?")
+
+
+class WeightFiles:
+    """Folders `adora-weights-N`, each there whole or not at all, and only while it is read.
+
+    One process writes. Servers read a folder as they read a checkpoint, so any network and any number of them will do.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: made when it is written to. What a run that was killed has left there is removed now."""
+        self.folder = folder.absolute()
+        self._was_there = self.folder.exists()  # with the rights that its owner gave it, so it stays
+        self._written = 0
+        self._clear()
+
+    @contextmanager
+    def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
+        """Writes named tensors, which are copied one by one, and yields their folder. It is gone after the block.
+
+        All of `tensors` is gone through in any case, since other ranks take part in each. Raises `UserError` where the
+        disk refuses them.
+        """
+        self._written += 1
+        path = self.folder / f"adora-weights-{self._written:06}"  # a new name, which no cache of a shared disk has seen
+        rest = iter(tensors)
+        try:
+            with replacing_folder(path, durable=False) as new:
+                _save(rest, new)
+        except (OSError, SafetensorError) as error:
+            raise unwritable(KEY, self.folder, error) from error
+        finally:
+            for _ in rest:
+                pass
+        try:
+            yield path
+        finally:
+            self._clear()
+
+    def _clear(self) -> None:
+        if not self.folder.is_dir():
+            return
+        for path in self.folder.iterdir():
+            if _OURS.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        if not self._was_there and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """Write them into files of `_FILE_BYTES` and a little more."""
+    held: dict[str, Tensor] = {}
+    files = 0
+
+    def flush() -> None:
+        nonlocal files
+        files += 1
+        save_file(held, folder / f"model-{files:05}.safetensors")
+        held.clear()
+
+    for name, tensor in tensors:
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(one.nbytes for one in held.values()) >= _FILE_BYTES:
+            flush()
+    if held:
+        flush()

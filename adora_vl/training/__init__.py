@@ -1,0 +1,1 @@
+"""From the scores of a generation to advantages and micro-batches, and what stops a run that goes wrong."""

@@ -1,0 +1,181 @@
+"""One step ahead: vLLM servers sample the next generation while the policy learns from the present one.
+
+    generation k:  join its rollouts | weights k to the servers | ask for k+1 | grade and learn from k
+
+So the rollouts of k+1 come from weights k, and are learned from by weights k+1. The ratio to the engine corrects for
+it; the old log-probabilities are the policy's own. Since all of these rollouts are stale, the drift is measured on
+short rollouts of their own, which the present weights sample and score.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from adora_vl.config.batch_plan import Shape
+from adora_vl.config.checks import check_async
+from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest
+from adora_vl.rollout.servers import Answer, GroupRequest
+from adora_vl.training.generation import Extension, Generation
+from adora_vl.types import Row, StepContext
+from adora_vl.utils.files import replace_file
+
+FILE = "rollouts-ahead.json"  # in a checkpoint
+_Found = tuple[list[Answer], float]  # and when they were there
+
+Tokenized = tuple[list[list[int]], list[list[Any] | None] | None, Any]
+NextRows = Callable[[list[int]], list[Row]]
+
+
+@dataclass
+class Pending:
+    """A generation that was asked for."""
+
+    where: str  # its name
+    numbers: list[int]  # of its rows on this rank, in the data set
+    step: int  # optimizer steps of the weights that sample it
+    found: Future[_Found] | None = None  # on the first rank
+
+
+class RolloutsAhead(Extension):
+    """Gives a generation the rollouts that were asked for while the policy learned. All ranks call it together."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        engine: AdoraVLLMGeneration,
+        sync: Callable[[], None],
+        tokenized: Callable[[list[Row]], Tokenized],
+        next_rows: NextRows,
+        check_drift: Callable[[list[Row], int], None],
+    ) -> None:
+        """`sync`: the policy's weights to the servers. `tokenized`: as TRL's `_tokenize_prompts`. `next_rows`: of the
+        generation after the one with these numbers. `check_drift`: of the present weights, on some of these rows.
+        Raises `UserError` for keys that do not go with it.
+        """
+        check_async(context.config)
+        self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
+        self.engine, self.sync, self.tokenized = engine, sync, tokenized
+        self.next_rows, self.check_drift = next_rows, check_drift
+        shape = Shape.of(context.config)
+        self.steps, self.generations = shape.cycle // shape.accumulated, shape.generations
+        self.pending: Pending | None = None
+        self._present: Pending | None = None  # what the last generation took
+
+    # ------------------------------------------------------------------------------------------ a generation
+
+    def before_sampling(self, generation: Generation) -> None:
+        """Join what was asked for, give the servers the present weights, and ask for the next generation."""
+        numbers = _without_numbers(generation.rows)
+        if generation.mode != "train":
+            return
+        asked = self.pending
+        fits = asked is not None and (asked.where, asked.numbers) == (generation.where, numbers)
+        if not all(gather_object([fits])):  # where a run begins
+            self.sync()
+            asked = self._ask(generation.rows, numbers, generation.sampling, generation.where, generation.step)
+        assert asked is not None
+        began = time.perf_counter()
+        found, idle = self._joined(asked)
+        waited = time.perf_counter() - began
+        self._present, self.pending = asked, None
+        stale = generation.step - asked.step
+        self.sync()
+        if stale:  # before the servers have the next generation to work on: these rollouts would wait for it
+            self.check_drift(generation.rows[:: self.generations], generation.step)
+        self._ask_for_next(generation, numbers)
+        tokens, logps, _ = self.engine.served.shared(found, len(numbers))
+        columns = {"stale_tokens": [len(row) if stale else 0 for row in tokens]}
+        generation.sampling.answers = Answers(tokens, [[logp[0] for logp in row] for row in logps], columns)
+        self.log("adora/staleness", stale / self.steps)
+        for name, seconds in (("trainer", waited), ("servers", idle)):
+            self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
+
+    def _ask_for_next(self, generation: Generation, numbers: list[int]) -> None:
+        step = generation.step + self.steps
+        if step >= self.state().max_steps:
+            return
+        rows: list[Row] = []
+        with suppress(Exception):  # an unreadable image: the step that draws the row says so, on all ranks
+            rows = self.next_rows(numbers)
+        if not all(gather_object([bool(rows)])):
+            return
+        following = _without_numbers(rows)
+        where = replace(generation, key=f"{step}/0").where
+        seed = generation.sampling.seed
+        request = replace(generation.sampling, seed=None if seed is None else (seed[0], where))
+        self.pending = self._ask(rows, following, request, where, generation.step)
+
+    def _ask(self, rows: list[Row], numbers: list[int], request: SamplingRequest, where: str, step: int) -> Pending:
+        with self.engine.sampling(request):
+            prompts, images, _ = self.tokenized(rows)
+            requests = self.engine.asks(prompts, images, self.generations)
+        first = self.accelerator.is_main_process
+        return Pending(where, numbers, step, self._on_a_thread(requests) if first else None)
+
+    def _on_a_thread(self, requests: list[GroupRequest]) -> Future[_Found]:
+        """Does HTTP alone, so that no collective of the policy's meets another."""
+        served, future = self.engine.served, Future[_Found]()
+
+        def work() -> None:
+            try:
+                assert served.servers is not None
+                future.set_result((served.servers.sample(requests, served.place), time.perf_counter()))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="rollouts-ahead", daemon=True).start()
+        return future
+
+    def _joined(self, asked: Pending) -> tuple[list[Answer], float]:
+        """The answers, and how long the servers have waited since. Raises what asking raised, on all ranks."""
+        found: _Found = self.engine.served.first_rank(lambda _: asked.found.result() if asked.found else None)
+        return found[0], max(0.0, time.perf_counter() - found[1]) if asked.found else 0.0
+
+    # ------------------------------------------------------------------------------------------ a checkpoint
+
+    def save(self, folder: Path) -> None:
+        """Wait for what was asked for, and write it: the weights that sampled it will be gone. Where nothing was
+        learned from the last generation, what it took is written, since it begins again.
+        """
+        kept = self.pending
+        if self._present is not None and self._present.where.split("/")[1] == str(self.state().global_step):
+            kept = self._present
+        if kept is None:
+            return
+        numbers = gather_object([kept.numbers])
+        if kept.found is None or kept.found.exception() is not None:
+            return
+        answers = [asdict(answer) for answer in kept.found.result()[0]]
+        folder.mkdir(parents=True, exist_ok=True)
+        said = {"where": kept.where, "step": kept.step, "numbers": numbers, "answers": answers}
+        replace_file(folder / FILE, json.dumps(said))
+
+    def load(self, checkpoint: Path) -> None:
+        """Read what `save` wrote."""
+        file = checkpoint / FILE
+        if not file.is_file():
+            return
+        said = json.loads(file.read_text())
+        if len(said["numbers"]) != self.accelerator.num_processes:
+            return  # asked again
+        future = Future[_Found]()
+        future.set_result(([Answer(**answer) for answer in said["answers"]], time.perf_counter()))
+        first = self.accelerator.is_main_process
+        numbers: Sequence[int] = said["numbers"][self.accelerator.process_index]
+        self.pending = Pending(said["where"], list(numbers), said["step"], future if first else None)
+
+
+def _without_numbers(rows: Sequence[Any]) -> list[int]:
+    """Takes the column with the numbers of the rows out of them."""
+    return [row.pop(ROW_NUMBER, -1) for row in rows]

@@ -1,0 +1,153 @@
+"""Rows of a batch, taken, packed, joined and replaced. This file alone knows which columns are as wide as what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from accelerate.utils import recursively_apply, send_to_device
+from torch import Tensor
+from torch.nn.functional import pad
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+from adora_vl.dedup.image_store import ImageBanks, first_patches
+from adora_vl.types import Batch
+
+# The columns of a batch by name, where `pixel_values` is a list with the pixels, or references, of each row.
+SplitBatch = dict[str, Any]
+# The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its first patch.
+PackedRows = dict[str, Any]
+
+
+def split_images(batch: Batch) -> SplitBatch:
+    """The batch with a list of each row's pixels, from which rows can be taken."""
+    split: SplitBatch = split_pixel_values_by_grid(dict(batch))
+    return split
+
+
+def join_images(split: SplitBatch) -> Batch:
+    """The inverse of `split_images`."""
+    return cast("Batch", unsplit_pixel_values_by_grid(split))
+
+
+def pack_rows(rows: SplitBatch, banks: ImageBanks) -> PackedRows:
+    """The rows, copied to the CPU as separate tensors. Each image is included once, in place of references to it."""
+    packed: PackedRows = to_cpu({name: value for name, value in rows.items() if name != "pixel_values"})
+    references = rows.get("pixel_values")
+    if isinstance(references, list):
+        starts = [first_patches(own, grid) for own, grid in zip(references, rows["image_grid_thw"], strict=True)]
+        packed["pixel_values"] = starts
+        packed["images"] = {start: to_cpu(banks.of(start).image(start)) for start in {s for row in starts for s in row}}
+    return packed
+
+
+def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> Batch:
+    """The rows as a batch. Their images are now held in the bank of the training batch."""
+    rows: SplitBatch = send_to_device({k: v for k, v in packed.items() if k != "images"}, device)
+    bank = banks.more()
+    if "images" in packed and bank is not None:
+        held = {
+            start: bank.hold(key, patches.to(device), grid).to(device)
+            for start, (key, patches, grid) in packed["images"].items()
+        }
+        none = torch.zeros(0, 1, dtype=torch.long, device=device)
+        rows["pixel_values"] = [torch.cat([none, *(held[start] for start in row)]) for row in packed["pixel_values"]]
+    return join_images(rows)
+
+
+def to_cpu(values: Any) -> Any:
+    """A copy whose tensors are on the CPU, each with storage of its own."""
+    return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
+
+
+def take_rows(split: SplitBatch, rows: Sequence[int]) -> SplitBatch:
+    """Select these rows from every column. Scalars are kept."""
+    taken: SplitBatch = {}
+    for name, value in split.items():
+        if isinstance(value, list):
+            taken[name] = [value[row] for row in rows]
+        elif isinstance(value, Tensor) and value.dim() > 0:
+            taken[name] = value[torch.as_tensor(rows, device=value.device)]
+        else:
+            taken[name] = value
+    return taken
+
+
+def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """Cut off columns that are padding in every row: on the left of prompts and on the right of completions."""
+    prompt_mask, completion_mask = batch["prompt_mask"], batch["completion_mask"]
+    prompt, completion = prompt_mask.size(1), completion_mask.size(1)
+    first = int(prompt_mask.any(dim=0).int().argmax())
+    used = completion_mask.any(dim=0).nonzero()
+    last = int(used[-1]) + 1 if len(used) else 1
+    if first == 0 and last == completion:
+        return batch
+    trimmed: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() < 2 or name in ("pixel_values", "image_grid_thw"):
+            trimmed[name] = value
+        elif name in ("prompt_ids", "prompt_mask"):
+            trimmed[name] = value[:, first:]
+        elif value.size(1) == prompt + completion:
+            trimmed[name] = value[:, first : prompt + last]
+        elif value.size(1) == completion:
+            trimmed[name] = value[:, :last]
+        else:
+            trimmed[name] = value
+    return trimmed
+
+
+def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
+    """The rows of both batches, padded to the wider of the two. Values without rows are taken from `batch`."""
+    prompt = max(part["prompt_ids"].size(1) for part in (batch, further))
+    completion = max(part["completion_ids"].size(1) for part in (batch, further))
+    both_sequence = all(_sequence_ratio(part) for part in (batch, further))
+    wide = (_widened(part, prompt, completion, pad_id, both_sequence) for part in (batch, further))
+    own, other = map(split_images, wide)
+    both: SplitBatch = {}
+    for name, value in own.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            both[name] = torch.cat([value, other[name]])
+        else:
+            both[name] = value + other[name] if isinstance(value, list) else value
+    return join_images(both)
+
+
+def replace_groups(batch: Batch, further: Batch, pairs: Sequence[tuple[int, int]], size: int, pad_id: int) -> Batch:
+    """`batch` with some groups of `size` rows replaced by groups of `further`, padded to the wider of the two.
+
+    `num_items_in_batch` is left unchanged, because it is a sum over all ranks.
+    """
+    source = list(range(len(batch["prompt_ids"])))
+    for dead, found in pairs:
+        for member in range(size):
+            source[dead * size + member] = len(source) + found * size + member
+    return join_images(take_rows(split_images(concat_rows(batch, further, pad_id)), source))
+
+
+def _sequence_ratio(batch: Batch) -> bool:
+    """Whether the importance ratio to the engine is one number per rollout."""
+    ratio = batch.get("importance_sampling_ratio")
+    return ratio is None or ratio.size(1) == 1
+
+
+def _widened(batch: Batch, prompt: int, completion: int, pad_id: int, sequence_ratio: bool) -> Batch:
+    """Pad prompts on the left, completions on the right, and tensors that span both on both sides."""
+    left, right = prompt - batch["prompt_ids"].size(1), completion - batch["completion_ids"].size(1)
+    wide: dict[str, Any] = {}
+    for name, value in dict[str, Any](batch).items():
+        fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
+        if name == "importance_sampling_ratio":  # TRL's VESPO takes its logarithm without a mask
+            wide[name] = value if sequence_ratio else pad(value, (0, right), value=1)
+        elif not isinstance(value, Tensor) or value.dim() < 2 or name in ("pixel_values", "image_grid_thw"):
+            wide[name] = value
+        elif name in ("prompt_ids", "prompt_mask"):
+            wide[name] = pad(value, (left, 0), value=fill)
+        elif value.size(1) == batch["prompt_ids"].size(1) + batch["completion_ids"].size(1):
+            wide[name] = pad(value, (left, right), value=fill)
+        elif value.size(1) == batch["completion_ids"].size(1):
+            wide[name] = pad(value, (0, right), value=fill)
+        else:
+            wide[name] = value
+    return cast("Batch", wide)

@@ -1,0 +1,244 @@
+"""Ends the run, or skips the step, when something goes wrong: an image that cannot be read, a reward function that
+fails, an engine that drifts from the policy, an importance ratio that explodes, gradients that are not finite. All
+ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from adora_vl.data.loading import unreadable_rows
+from adora_vl.rewards.safe_call import RewardFailure, safe_call
+from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
+from adora_vl.types import Batch, Row, StepContext, compared_mask
+from adora_vl.utils.errors import (
+    DiskFullError,
+    EngineError,
+    NoServerError,
+    RolloutError,
+    RunError,
+    SharedUserError,
+    UserError,
+    in_one_line,
+    lost_contact,
+)
+from adora_vl.utils.files import disk_is_full
+
+
+class RowGuard:
+    """Finds rows whose image cannot be read, where a generation begins: there a checkpoint is exact."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.save = context.save_now
+
+    def check(self, rows: Sequence[Row], step: int) -> None:
+        """Raises `RunError` on all ranks, with the row and the checkpoint to go on from, if any rank has such a row."""
+        found = gather_object(unreadable_rows(rows))
+        if not found:
+            return
+        checkpoint = self.save()
+        (row, reason), more = found[0], len({name for name, _ in found}) - 1
+        raise RunError(
+            f"step {step + 1}: row {row}: an image cannot be read: {reason}"
+            f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. Repair or remove the "
+            f"row, and go on with --resume_from_checkpoint {checkpoint}"
+        )
+
+
+class ServerGuard:
+    """Ends the run with a checkpoint where no vLLM server is left: where a generation is sampled, nothing is lost."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.save, self.state = context.save_now, context.state
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, all ranks ask the servers, or give them weights. Raises `RunError` on all of them together."""
+        try:
+            yield
+        except NoServerError as error:
+            raise RunError(
+                f"step {self.state().global_step + 1}: {error}, and go on with --resume_from_checkpoint {self.save()}"
+            ) from None
+
+
+class RewardGuard:
+    """Ends the run where a reward function fails, hangs or returns nonsense, and knows which of its calls failed."""
+
+    def __init__(self, context: StepContext, figures: dict[str, list[float]]) -> None:
+        """`figures`: the values for the next log. A checkpoint leaves out those of the generation that failed."""
+        self.timeout = context.config.adora_reward_timeout  # seconds for a function; presets have their own
+        self.save, self.figures = context.save_now, figures
+        self.failures: list[RewardFailure] = []  # of this rank, in the present generation
+        self._unscored: list[dict[int, str]] = []  # by function: this rank's completions whose call failed, and why
+        self._counts: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Called where a generation begins."""
+        self._counts = {name: len(values) for name, values in self.figures.items()}
+
+    def around(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """The functions as TRL is to call them. Reward models, which are modules, stay as they are."""
+        self._unscored = [{} for _ in functions]
+        return [
+            function
+            if isinstance(function, torch.nn.Module)
+            else safe_call(function, name, None if _is_bounded(function) else self.timeout, self.failures, unscored)
+            for function, name, unscored in zip(functions, names, self._unscored, strict=True)
+        ]
+
+    def check(self, step: int) -> None:
+        """Raises `RunError` on all ranks, with function, row and the checkpoint to go on from, if any rank failed;
+        `SharedUserError` where the failure is a mistake of the user.
+        """
+        found = [RewardFailure(*each) for each in gather_object(self.failures[:])]
+        self.failures.clear()
+        if not found:
+            return
+        mistake = next((each.reason for each in found if each.mistake), None)
+        if mistake is not None:
+            raise SharedUserError(f"step {step + 1}: {mistake}, and go on with {self._resume()}")
+        failure = found[0]
+        raise RunError(
+            f"step {step + 1}: reward {failure.function}: {failure.row}: {failure.reason}. Nothing of this step was "
+            f"applied. Repair the function, and go on with {self._resume()}"
+        )
+
+    def failed_calls(self, rows: int) -> dict[tuple[int, int], str]:
+        """The rollouts, of all ranks, for which a function returned an exception in the place of a reward.
+
+        Args:
+            rows: rollouts of one rank; every rank has as many.
+
+        Returns:
+            The reason by number of the rollout and of the function.
+        """
+        own = [[(row, number, why) for number, one in enumerate(self._unscored) for row, why in one.items()]]
+        for one in self._unscored:
+            one.clear()
+        ranks = enumerate(gather_object(own))
+        return {(rank * rows + row, number): why for rank, found in ranks for row, number, why in found}
+
+    def check_scored(self, missing: Sequence[str | None], step: int) -> None:
+        """Raises `RunError` if not one rollout has a reward. `missing`: why each has none, of all ranks."""
+        if not all(missing):
+            return
+        raise RunError(
+            f"step {step + 1}: not one of {len(missing)} rollouts has a reward ({missing[0]}). Nothing of this step "
+            f"was applied. Repair the reward, and go on with {self._resume()}"
+        )
+
+    def _resume(self) -> str:
+        """Saves without the figures of the generation that failed, which will be made again. Returns how to go on."""
+        for name, values in list(self.figures.items()):
+            del values[self._counts.get(name, 0) :]
+            if not values:
+                del self.figures[name]  # TRL's log takes the mean of each
+        return f"--resume_from_checkpoint {self.save()}"
+
+
+def _is_bounded(function: Any) -> bool:
+    """Whether a function is one of ours: those bound the work for each answer, or the time for each call of a judge."""
+    return str(getattr(function, "__module__", "")).startswith("adora_vl.rewards.")
+
+
+class DriftGuard:
+    """Stops the run where engine and trainer disagree on the sampled tokens."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.accelerator, self.log, self.save = context.accelerator, context.log, context.save_now
+        self.bound = context.config.adora_max_drift  # nats per token on average; None only logs
+
+    def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
+        """As `check`, for the log-probabilities of a batch. Called in the first pass that scores these rollouts.
+
+        `logps_BC`: the policy's log-probabilities, by default the old ones of the batch. If they or the engine's are
+        missing, nothing is compared.
+        """
+        logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
+        sampling_BC = batch.get("sampling_per_token_logps")
+        if logps_BC is not None and sampling_BC is not None:
+            self.check(logps_BC, sampling_BC, compared_mask(batch), step)
+
+    def check(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, step: int) -> None:
+        """The policy's log-probabilities against the engine's. Raises `RolloutError` on all ranks together."""
+        sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
+        sums_R3 = self.accelerator.gather(sums_3[None])
+        if not sums_R3[:, 1].any():  # nothing that could be compared, as where all rollouts saw distorted images
+            return
+        drift = merge_drift(sums_R3)
+        self.log("adora/drift", drift.mean)
+        if self.bound is not None and not drift.mean <= self.bound:
+            raise RolloutError(drift_message(drift, self.bound, step + 1, str(self.save())))
+
+
+def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
+    """The largest importance ratio of a batch, (), float32, and at least 1; NaN if any ratio is NaN.
+
+    `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's `importance_sampling_level`.
+    """
+    counted_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)  # a padded place may hold anything
+    if level == "sequence":
+        counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(min=1)
+    return counted_BC.max().clamp(min=0.0).exp()
+
+
+class RatioGuard:
+    """Skips an optimizer step with an importance ratio, new policy to old, above a bound."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.accelerator, self.log = context.accelerator, context.log
+        self.bound = context.config.adora_max_ratio  # None only logs
+        self.level = context.config.importance_sampling_level
+        self.exploded: float | None = None  # the ratio above the bound, in this optimizer step
+
+    def loss(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
+        """Returns `loss`, or NaN if the ratio is above the bound. With NaN every backend finds gradients that are not
+        finite on all ranks, and the step is skipped and counted like any such step.
+
+        `logps_BC`: the policy's log-probabilities from its pass for this loss.
+        """
+        old_BC = micro.get("old_per_token_logps")
+        if old_BC is None or logps_BC is None:  # nothing was learned since sampling: every ratio is 1
+            return loss
+        largest = largest_ratio(logps_BC - old_BC, micro["completion_mask"], self.level)
+        worst = self.accelerator.gather(largest[None]).max().item()  # NaN where one is NaN
+        self.log("adora/ratio_max", worst)
+        if self.bound is None or worst <= self.bound:
+            return loss
+        self.exploded = worst
+        return loss * torch.nan
+
+    def take(self) -> float | None:
+        """Returns the ratio that exploded in this step, if any, and forgets it."""
+        taken, self.exploded = self.exploded, None
+        return taken
+
+
+@contextmanager
+def errors_with_step(step: Callable[[], int], where_to_go_on: Callable[[], str]) -> Iterator[None]:
+    """Wraps the training. An error of the engine, or an unexpected one, is raised again with the step at which it
+    happened and the checkpoint that a new start goes on from.
+    """
+    try:
+        yield
+    except EngineError as error:
+        cause: BaseException = error.__cause__ or error
+        raise RunError(f"step {step() + 1}: {error}; {where_to_go_on()}") from cause
+    except (RolloutError, RunError, UserError):
+        raise
+    except Exception as error:
+        if disk_is_full(error):
+            file = getattr(error, "filename", None)
+            raise DiskFullError(
+                f"step {step() + 1}: no space left on the disk{f' of {str(file)!r}' if file else ''}; make room there, "
+                f"and {where_to_go_on()}"
+            ) from None
+        what = lost_contact(error) or in_one_line(error)
+        raise RunError(f"step {step() + 1}: {what}; {where_to_go_on()}") from error

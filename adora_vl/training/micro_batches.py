@@ -1,0 +1,154 @@
+"""Divides a generation into micro-batches. Groups stay together, those without signal are left out, padding is cut.
+
+A unit is the rows that stay together: a group, or as large a part of it as divides a micro-batch (`Shape.unit`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from adora_vl.config.batch_plan import Shape
+from adora_vl.dedup.image_store import ImageBanks
+from adora_vl.training.batch_rows import SplitBatch, join_images, split_images, take_rows, without_padding
+from adora_vl.training.rebalance import RowExchange, movable, plan_moves, rebalanced
+from adora_vl.types import Batch, StepContext
+from adora_vl.utils.seeding import generator_at
+
+# Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
+MEAN_OVER_ROWS = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
+
+
+def live_units(advantages: Tensor, unit: int) -> list[bool]:
+    """For each unit, whether any of its advantages is not 0. `advantages`: (B,) or (B, C)."""
+    return [bool(part.any()) for part in torch.split(advantages, unit)]
+
+
+def chosen_units(live: Sequence[bool], wanted: int, tokens: Sequence[int]) -> list[int]:
+    """All live units, filled up to `wanted` with the shortest of the others, in their original order."""
+    dead = sorted((unit for unit, alive in enumerate(live) if not alive), key=tokens.__getitem__)
+    kept = {unit for unit, alive in enumerate(live) if alive}
+    return sorted(kept | set(dead[: max(0, wanted - len(kept))]))
+
+
+def split_evenly(units: Sequence[int], micro_batches: int) -> list[list[int]]:
+    """Distribute the units as evenly as possible. Neighbours share a micro-batch, and none stays empty."""
+    assert len(units) >= micro_batches, f"{len(units)} units for {micro_batches} micro-batches"
+    share, more = divmod(len(units), micro_batches)
+    sizes = [share + (number < more) for number in range(micro_batches)]
+    bounds = [sum(sizes[:number]) for number in range(micro_batches + 1)]
+    return [list(units[low:high]) for low, high in pairwise(bounds)]
+
+
+def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[list[int]]:
+    """The units of each of `chunks` x `chunk` micro-batches.
+
+    A chunk is the set of micro-batches that one generation contributes to one optimizer step. A chunk uses as few
+    micro-batches as possible, each of up to `full` units. The others are empty and come first. The last one triggers
+    the reduction of gradients, so it must not be empty.
+    """
+    plan: list[list[int]] = []
+    for part in split_evenly(units, chunks):
+        needed = min(chunk, math.ceil(len(part) / full))
+        plan += [[] for _ in range(chunk - needed)] + split_evenly(part, needed)
+    return plan
+
+
+def tokens_of_units(batch: Batch, unit: int, *, shares_prompt: bool) -> list[int]:
+    """How many tokens the policy's pass has for each unit, with its prompt once or once for each row."""
+    prompts_UR, answers_UR = (batch[name].sum(dim=1).view(-1, unit) for name in ("prompt_mask", "completion_mask"))
+    own_U = prompts_UR[:, 0] if shares_prompt else prompts_UR.sum(dim=1)
+    counts: list[int] = (own_U + answers_UR.sum(dim=1)).tolist()
+    return counts
+
+
+def by_length(units: Sequence[int], tokens: Sequence[int], chunks: int, place: str) -> list[int]:
+    """The units in the order in which they are learned from, divided into `chunks` optimizer steps by `split_evenly`.
+
+    Within a step the longest come first. So units of similar length meet, in a micro-batch, where they need little
+    padding, and on ranks, where none waits for another; and a run that does not fit into memory fails at once. Each
+    step should see units of all lengths: which go into which step is drawn by `place`, the same for all ranks.
+    """
+    longest_first = sorted(units, key=lambda number: (-tokens[number], number))
+    if chunks == 1:
+        return longest_first
+    drawn = torch.randperm(len(units), generator=generator_at(place)).tolist()
+    return [longest_first[rank] for part in split_evenly(drawn, chunks) for rank in sorted(part)]
+
+
+class MicroBatcher:
+    """Divides generations. All ranks call every method together and get equally many micro-batches with work."""
+
+    def __init__(self, context: StepContext, banks: ImageBanks, *, every_row_counts: bool) -> None:
+        """`every_row_counts`: whether a row adds to the loss even if its advantage is 0."""
+        self.accelerator, self.log, self.pad_id = context.accelerator, context.log, context.pad_id
+        self.config, self.shape = context.config, Shape.of(context.config)
+        self.banks, self._every_row_counts = banks, every_row_counts
+        self._exchange = RowExchange()
+        self._moved = False
+
+    def split(self, batch: Batch, key: str) -> list[Batch]:
+        """Divide the generation into `steps_per_generation` micro-batches of whole units. An empty one has no work.
+
+        `key`: where the run stands, the same on all ranks.
+        """
+        shape, unit, chunks = self.shape, self.shape.unit, self.shape.steps // self.shape.chunk
+        filled = len(batch["advantages"]) / (shape.rows * shape.steps)  # less where rollouts are unfinished
+        live = live_units(batch["advantages"], unit)
+        count = len(live)
+        if self._every_row_counts or not self.config.adora_skip_zero_signal:
+            live = [True] * count
+        if self.config.adora_spread_signal and self.accelerator.num_processes > 1:
+            batch, live = self._rebalance(batch, live)
+        wanted = self.accelerator.gather(torch.tensor([sum(live)], device=self.accelerator.device)).max().item()
+        tokens = self._tokens(batch)
+        units = chosen_units(live, max(int(wanted), chunks), tokens)
+        self.log("adora/skipped_groups", 1 - len(units) / count)
+        units = by_length(units, tokens, chunks, f"micro-batches/{self.config.seed}/{key}")
+        split = split_images(batch)
+        plan = planned(units, chunks, shape.chunk, shape.rows // unit)
+        return [self._micro_batch(split, part, filled) for part in plan]
+
+    def _tokens(self, batch: Batch) -> list[int]:
+        return tokens_of_units(batch, self.shape.unit, shares_prompt=self.config.adora_share_prompt)
+
+    def _micro_batch(self, split: SplitBatch, units: list[int], filled: float) -> Batch:
+        """`filled`: the share of the generation's places that have rollouts."""
+        if not units:
+            return {}
+        unit = self.shape.unit
+        rows = [unit * number + row for number in units for row in range(unit)]
+        micro = cast("Batch", without_padding(dict(join_images(take_rows(split, rows)))))
+        micro["share_of_rows"] = len(rows) / self.shape.rows / filled
+        return micro
+
+    def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
+        """The loss, weighed by the number of rows. Stock TRL takes a mean over the rows of a micro-batch, so without
+        this the rows of a smaller micro-batch would weigh more.
+        """
+        share = micro.get("share_of_rows", 1.0)
+        return loss * share if share != 1.0 and self.config.loss_type in MEAN_OVER_ROWS else loss
+
+    def take_moved(self) -> bool:
+        """Whether rollouts of this step moved to another rank. Call it once per step, because it resets the answer."""
+        taken, self._moved = self._moved, False
+        return taken
+
+    def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:
+        """Move units between ranks, if one of them would otherwise take longer than the others."""
+        own = {number: tokens for number, tokens in enumerate(self._tokens(batch)) if live[number]}
+        tokens, names = zip(*gather_object([(own, movable(batch))]), strict=True)
+        alike = names[0] and all(those == names[0] for those in names)  # a rank without images lacks their columns
+        plan = plan_moves(tokens, self.shape.steps // self.shape.chunk) if alike else []
+        self.log("adora/moved_groups", len(plan) / max(sum(map(len, tokens)), 1))
+        if not plan:
+            return batch, live
+        self._moved = True
+        rank, unit = self.accelerator.process_index, self.shape.unit
+        return rebalanced(batch, live, unit, plan, rank, self.banks, self.pad_id, self._exchange.exchange)

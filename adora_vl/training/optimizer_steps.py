@@ -1,0 +1,115 @@
+"""The optimizer's steps: bad ones skipped, and the learning rate that a method scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+from adora_vl.training.guards import RatioGuard
+from adora_vl.types import StepContext
+
+
+class DeepSpeedSteps:
+    """What DeepSpeed knows of the step that it has just taken."""
+
+    def __init__(self, engine: Callable[[], Any], accelerator: Accelerator) -> None:
+        """`engine`: the wrapped model, which is there once the training has begun."""
+        self._engine, self._accelerator = engine, accelerator
+
+    def is_bad(self) -> bool:
+        """Whether the gradients' norm, of all ranks, was not finite."""
+        norm = self._engine().get_global_grad_norm()
+        return norm is not None and not math.isfinite(norm)
+
+    def was_skipped(self) -> bool:
+        return bool(self._accelerator.optimizer_step_was_skipped)
+
+
+class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """A NaN in one batch would stay in Adam's moments for good, so such a step leaves weights and optimizer alone.
+
+    After `adora_max_bad_steps` of them in a row the run saves and stops, and `reason` says why. DeepSpeed (0.19.8)
+    finds and skips such a step itself, with ZeRO on all ranks, before a callback sees it: there it is only counted.
+    With float16 DeepSpeed's search for a loss scale consists of such steps and ends with an error of its own, so there
+    they do not stop a run.
+    """
+
+    def __init__(self, context: StepContext, ratios: RatioGuard, deepspeed: DeepSpeedSteps | None) -> None:
+        config = context.config
+        self.patience = math.inf if deepspeed is not None and config.fp16 else config.adora_max_bad_steps
+        self.ratios, self.log, self.deepspeed = ratios, context.log, deepspeed
+        self.in_a_row = 0
+        self.reason: str | None = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """All ranks see the same reduced gradients, and so decide alike."""
+        if self.deepspeed is not None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if parameters else torch.zeros(())
+        bad = not math.isfinite(norm)
+        if bad:
+            for parameter in parameters:
+                parameter.grad = None
+        self._count(bad, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """DeepSpeed's norm is infinite where it has skipped the step."""
+        if self.deepspeed is None:
+            return
+        bad = self.deepspeed.is_bad()
+        if bad and not self.deepspeed.was_skipped():
+            self.reason = (
+                f"the gradients of step {state.global_step} are not finite and DeepSpeed has applied them (its "
+                "check_grad_overflow is off?); go on from the newest checkpoint"
+            )
+            control.should_save, control.should_training_stop = False, True
+            return
+        self._count(bad, control)
+
+    def _count(self, bad: bool, control: Any) -> None:
+        self.log("adora/skipped_steps", float(bad))
+        self.in_a_row = self.in_a_row + 1 if bad else 0
+        ratio = self.ratios.take()
+        if self.in_a_row < self.patience:
+            return
+        if ratio is None:
+            why = "had gradients that are not finite"
+            causes = "a reward that is not finite, float16, or a learning rate that is too high"
+        else:
+            bound = self.ratios.bound
+            why = f"were skipped: the largest importance ratio of the last is {ratio:.3g} (adora_max_ratio: {bound})"
+            causes = "a learning rate that is too high, too many optimizer steps per generation, or old replayed groups"
+        self.reason = f"{self.in_a_row} steps in a row {why}; the weights are those of before. Likely causes: {causes}"
+        control.should_save = control.should_training_stop = True
+
+
+class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Multiplies the rate of every parameter group for the time of one optimizer step, and restores it to the bit.
+
+    Multiplying advantages would not do: Adam divides by the size of the gradient, so a factor that stays the same over
+    the steps changes nothing at all.
+    """
+
+    def __init__(self, factor: Callable[[], float]) -> None:
+        """`factor`: for the step that comes; 1 leaves the rates alone."""
+        self.factor = factor
+        self._before: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        factor = self.factor()
+        self._before = []
+        if factor != 1.0:
+            self._before = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._before, strict=False):
+            group["lr"] = rate
+        self._before = []

@@ -1,0 +1,297 @@
+"""Partial rollouts: a generation stops after a budget of tokens, and what has not ended goes on in the next one.
+
+Sources: Kimi k1.5 (arXiv 2501.12599, section 2.6.2) and APRIL (arXiv 2509.18521), for texts. Ours keeps whole groups,
+takes the images along, and drops nothing: a group is learned from when its last rollout has ended, the oldest groups
+first, and towards the end of the training only as many groups begin as can still be learned from.
+
+All ranks begin, keep and learn from equally many groups, so only the groups themselves have to be remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adora_vl.config.batch_plan import Shape
+from adora_vl.config.checks import check_budget
+from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
+from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest, Segments
+from adora_vl.training.generation import Extension, Generation
+from adora_vl.types import Row, StepContext
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.seeding import rollout_seed
+
+SHARE, REMEMBERED = 0.9, 4  # `auto`: so many answers end within the budget, by those of as many generations
+
+# Samples these rows as the request says: tokens and log-probabilities. All ranks call it together, also without rows.
+Sample = Callable[[list[Row], SamplingRequest], tuple[list[list[int]], list[list[float | None]]]]
+
+
+@dataclass(frozen=True)
+class PartialRollout:
+    """An answer so far."""
+
+    tokens: tuple[int, ...] = ()
+    logps: tuple[float | None, ...] = ()  # of the weights that sampled each token
+    segments: tuple[tuple[int, int], ...] = ()  # optimizer steps that had been made, and the tokens sampled then
+    ended: bool = False
+
+    def extended(
+        self, tokens: Sequence[int], logps: Sequence[float | None], step: int, *, ended: bool
+    ) -> PartialRollout:
+        """With a further segment, sampled by the weights of `step`."""
+        segments = (*self.segments, (step, len(tokens)))
+        return PartialRollout((*self.tokens, *tokens), (*self.logps, *logps), segments, ended)
+
+    def stale(self, step: int) -> int:
+        """How many tokens were sampled by the weights of earlier steps. Those of one step follow all others."""
+        return sum(tokens for sampled_at, tokens in self.segments if sampled_at != step)
+
+
+@dataclass(frozen=True)
+class PartialGroup:
+    """A problem and its answers so far."""
+
+    row: Row
+    number: int  # of the row in the data set
+    began: int  # the generation in which it began
+    where: str  # the name of that generation
+    place: int  # its number there, over all ranks
+    rollouts: tuple[PartialRollout, ...]
+
+    @property
+    def complete(self) -> bool:
+        return all(rollout.ended for rollout in self.rollouts)
+
+    def seed(self, run_seed: int, member: int) -> int:
+        """Of the next segment. With the seed of an earlier one its random numbers would be drawn again."""
+        number = len(self.rollouts[member].segments)
+        return rollout_seed(run_seed, f"{self.where}/segment-{number}" if number else self.where, self.place, member)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What is carried from one generation to the next."""
+
+    groups: tuple[PartialGroup, ...] = ()  # of this rank, the oldest first
+    lengths: tuple[tuple[int, ...], ...] = ()  # tokens of the answers of the last generations, of all ranks
+
+
+def groups_to_begin(waiting: int, places: int, left: int) -> int:
+    """How many groups begin in a generation: as many as it has places, but no more than can be learned from.
+
+    `waiting`: groups of earlier generations. `left`: generations of the training, with the present one.
+    """
+    return max(0, min(places, left * places - waiting))
+
+
+def groups_to_complete(groups: int, places: int, left: int, least: int) -> int:
+    """How many of the present groups have to be complete after a generation, so that all can be learned from in the
+    end, and `least` now.
+    """
+    return min(groups, places, max(least, groups - (left - 1) * places))
+
+
+def automatic_budget(lengths: Sequence[Sequence[int]], least: int) -> int | None:
+    """The length that nine of ten answers had at most, and `least`; None where there are none yet."""
+    known = sorted(length for generation in lengths for length in generation)
+    return max(least, known[math.ceil(SHARE * len(known)) - 1]) if known else None
+
+
+class PartialRollouts(Extension):
+    """Samples a generation up to its budget, and gives it the groups that are complete. All ranks call it together."""
+
+    def __init__(
+        self, context: StepContext, sample: Sample, engine: Callable[[], AdoraVLLMGeneration], dataset: Any
+    ) -> None:
+        """`engine`: which `sample` uses. `dataset`: whose rows are trained on. Raises `UserError` where the run's other
+        keys do not allow a budget.
+        """
+        check_budget(context.config)
+        self.accelerator, self.config = context.accelerator, context.config
+        self.log, self.state = context.log, context.state
+        self.sample, self.engine, self.rows = sample, engine, DistinctRows(dataset)
+        shape = Shape.of(context.config)
+        self.places = shape.rows * shape.steps // shape.generations  # groups of one rank
+        # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
+        self.least = math.ceil(max(self.places / 2, shape.steps // shape.chunk * shape.unit / shape.generations))
+        self.steps = shape.cycle // shape.accumulated  # optimizer steps of a generation
+        self.waiting, self._before = Waiting(), Waiting()  # now, and before the last generation
+        self._sampled_at = -1  # the optimizer steps that had been made then
+        self._figures: dict[str, float] = {}
+
+    # ------------------------------------------------------------------------------------------ a generation
+
+    def before_sampling(self, generation: Generation) -> None:
+        """Sample, and replace the rows of the generation by those of complete groups."""
+        if generation.mode != "train":
+            return
+        present = generation.step // self.steps
+        left = math.ceil((self.state().max_steps - generation.step) / self.steps)
+        groups = [*self.waiting.groups, *self._begun(generation, present, left)]
+        needed = groups_to_complete(len(groups), self.places, left, self.least)
+        budget = self._budget()
+        with self.engine().staying_awake():
+            everything = needed == len(groups)
+            oldest = present - self.config.adora_max_staleness
+            limits = [None if everything or group.began <= oldest else budget for group in groups]
+            groups = self._sampled(groups, dict(enumerate(limits)), generation)
+            short = needed - sum(group.complete for group in groups)
+            if short > 0:  # as where a training begins: the oldest go on to their ends at once
+                behind = [number for number, group in enumerate(groups) if not group.complete][:short]
+                groups = self._sampled(groups, dict.fromkeys(behind), generation)
+        self._give(generation, groups, present, budget)
+
+    def _budget(self) -> int | None:
+        """Of the present generation. With `auto` no answer is so far from the limit when it is sampled to its end that
+        the generation gets longer by it.
+        """
+        given, parts = self.config.adora_rollout_budget, self.config.adora_max_staleness + 1
+        least = math.ceil(self.config.max_completion_length / parts)
+        return given if isinstance(given, int) else automatic_budget(self.waiting.lengths, least)
+
+    def _begun(self, generation: Generation, present: int, left: int) -> list[PartialGroup]:
+        size, first = generation.group_size, self.accelerator.process_index * self.places
+        count = groups_to_begin(len(self.waiting.groups), self.places, left)
+        rows: list[Any] = [dict(row) for row in generation.rows[: count * size : size]]
+        numbers = [row.pop(ROW_NUMBER) for row in rows]
+        return [
+            PartialGroup(row, number, present, generation.where, first + place, (PartialRollout(),) * size)
+            for place, (row, number) in enumerate(zip(rows, numbers, strict=True))
+        ]
+
+    def _sampled(
+        self, groups: list[PartialGroup], limits: dict[int, int | None], generation: Generation
+    ) -> list[PartialGroup]:
+        """The groups after their rollouts have gone on, by so many tokens or (None) to their ends. `limits`: by the
+        number of the group. Those that go on come first: they would be the last to end if the engine had no place.
+        """
+        open_ = [
+            (number, member)
+            for number in limits
+            for member, rollout in enumerate(groups[number].rollouts)
+            if not rollout.ended
+        ]
+        asked = sorted(open_, key=lambda each: not groups[each[0]].rollouts[each[1]].tokens)
+        segments = self._segments(groups, asked, limits, generation)
+        rows = [groups[number].row for number, _ in asked]
+        tokens, logps = self.sample(rows, replace(generation.sampling, segments=segments))
+        found = {number: list(groups[number].rollouts) for number in limits}
+        for row, (number, member) in enumerate(asked):
+            rollout = found[number][member]
+            whole = len(rollout.tokens) + len(tokens[row]) >= self.longest(groups[number], member)
+            ended = whole or not segments.stopped[row]
+            found[number][member] = rollout.extended(tokens[row], logps[row], generation.step, ended=ended)
+        return [
+            replace(group, rollouts=tuple(found[number])) if number in found else group
+            for number, group in enumerate(groups)
+        ]
+
+    def _segments(
+        self,
+        groups: list[PartialGroup],
+        asked: list[tuple[int, int]],
+        limits: dict[int, int | None],
+        generation: Generation,
+    ) -> Segments:
+        """What is asked of the engine. `asked`: number of the group and of the rollout in it."""
+        begun = [list(groups[number].rollouts[member].tokens) for number, member in asked]
+        left = [
+            self.longest(groups[number], member) - len(had) for (number, member), had in zip(asked, begun, strict=True)
+        ]
+        budgets = [limits[number] for number, _ in asked]
+        seed = generation.sampling.seed
+        return Segments(
+            begun=begun,
+            limits=[most if budget is None else min(most, budget) for most, budget in zip(left, budgets, strict=True)],
+            groups=[len(groups) + row if had else asked[row][0] for row, had in enumerate(begun)],
+            seeds=None if seed is None else [groups[number].seed(seed[0], member) for number, member in asked],
+        )
+
+    def longest(self, group: PartialGroup, member: int) -> int:
+        """The tokens at which an answer is cut off."""
+        return int(self.config.max_completion_length)
+
+    def _give(self, generation: Generation, groups: list[PartialGroup], present: int, budget: int | None) -> None:
+        """Give the oldest complete groups to the generation, equally many on every rank, and keep the others."""
+        complete = [number for number, group in enumerate(groups) if group.complete]
+        device, gather = self.accelerator.device, self.accelerator.gather
+        count = int(gather(torch.tensor([min(len(complete), self.places)], device=device)).min())
+        learned = [groups[number] for number in complete[:count]]
+        generation.rows = [Row(**group.row) for group in learned for _ in group.rollouts]
+        rollouts = [rollout for group in learned for rollout in group.rollouts]
+        ages = [present - group.began for group in learned for _ in group.rollouts]
+        generation.sampling.answers = Answers(
+            [list(rollout.tokens) for rollout in rollouts],
+            [list(rollout.logps) for rollout in rollouts],
+            {
+                "stale_tokens": [rollout.stale(generation.step) for rollout in rollouts],
+                "segments": [len(rollout.segments) for rollout in rollouts],
+                "age": ages,
+            },
+        )
+        kept = tuple(group for number, group in enumerate(groups) if number not in complete[:count])
+        self._before, self._sampled_at = self.waiting, generation.step
+        self.waiting = replace(self.waiting, groups=kept)
+        unfinished = sum(not rollout.ended for group in kept for rollout in group.rollouts)
+        sums_R3 = gather(torch.tensor([[sum(ages), max(ages), unfinished]], device=device))
+        self._figures = {
+            "adora/staleness": sums_R3[:, 0].sum().item() / (len(ages) * len(sums_R3)),
+            "adora/staleness_max": sums_R3[:, 1].max().item(),
+            "adora/unfinished": sums_R3[:, 2].sum().item(),
+            "adora/rollout_budget": budget or self.config.max_completion_length,
+        }
+
+    def after_weighing(self, generation: Generation) -> None:
+        """Log the figures, and remember the lengths."""
+        assert generation.scores is not None
+        for name, value in self._figures.items():
+            self.log(name, value)
+        lengths = tuple(int(length) for length in generation.scores.lengths_B.tolist())
+        self.waiting = replace(self.waiting, lengths=(*self.waiting.lengths, lengths)[-REMEMBERED:])
+
+    # ------------------------------------------------------------------------------------------ a checkpoint
+
+    def save(self, folder: Path) -> None:
+        """Write what waits on this rank. Where nothing was learned from the last generation, it is sampled again, so
+        what waited before it is written.
+        """
+        waiting = self._before if self.state().global_step == self._sampled_at else self.waiting
+        groups = [asdict(replace(group, row=Row())) for group in waiting.groups]
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"groups": groups, "lengths": waiting.lengths}, file_of(folder, self.accelerator.process_index))
+
+    def load(self, checkpoint: Path) -> None:
+        """Read what `save` wrote; the problems are read from the data set.
+
+        Raises `UserError` where another number of processes wrote it.
+        """
+        files = sorted(checkpoint.glob("partial-*.pt"))
+        if not files:
+            return
+        found = torch.load(files[0], map_location="cpu", weights_only=True)
+        ranks = self.accelerator.num_processes
+        if found["groups"] and len(files) != ranks:
+            raise UserError(
+                f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollout_budget) of "
+                f"{len(files)} processes, now {ranks}; start as many as before"
+            )
+        own = file_of(checkpoint, self.accelerator.process_index)
+        if own.is_file():
+            found = torch.load(own, map_location="cpu", weights_only=True)
+        rows: list[Any] = self.rows.__getitems__([group["number"] for group in found["groups"]])
+        groups = tuple(
+            PartialGroup(**{**group, "row": row, "rollouts": tuple(PartialRollout(**one) for one in group["rollouts"])})
+            for group, row in zip(found["groups"], rows, strict=True)
+        )
+        self.waiting = Waiting(groups, found["lengths"])
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """The file of a rank in the checkpoint `folder`."""
+    return folder / f"partial-{rank:05}.pt"

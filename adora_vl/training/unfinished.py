@@ -1,0 +1,106 @@
+"""Saves and restores the part of a generation that is still to be learned from. Each rank has a file of its own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+
+from adora_vl.checkpoint.store import facts_of
+from adora_vl.config.batch_plan import Shape
+from adora_vl.dedup.image_store import ImageBanks
+from adora_vl.training.batch_rows import to_cpu
+from adora_vl.types import Batch, StepContext
+from adora_vl.utils.errors import UserError
+
+_FACTS = "unfinished_generation"  # the key in the manifest of such a checkpoint
+# TRL's keys on which the division into micro-batches depends, by their names in `Shape`. They must not change.
+_KEYS = {
+    "rows": "per_device_train_batch_size",
+    "accumulated": "gradient_accumulation_steps",
+    "steps": "steps_per_generation",
+    "iterations": "num_iterations",
+}
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """The file of a rank in the checkpoint `folder`."""
+    return folder / f"generation-{rank:05}.pt"
+
+
+class UnfinishedGeneration:
+    """Lets a run resume within a generation.
+
+    Stock TRL saves neither the rollouts that are left nor the position of the run within them. A run that resumes
+    within a generation then samples a new one, and its steps are out of phase.
+    """
+
+    def __init__(self, context: StepContext, banks: ImageBanks) -> None:
+        self.accelerator, self.banks, self.shape = context.accelerator, banks, Shape.of(context.config)
+
+    def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str) -> dict[str, Any]:
+        """Write the micro-batches that are left and the images that they refer to. Between two generations write
+        nothing.
+
+        `micro_step`: number of micro-batches that the run has processed. `table`: the generation's, for the log. The
+        whole image bank is saved, because some things are computed for all images at once, and a resumed run has to
+        compute them from the same images. Returns the entry for the manifest.
+        """
+        within = micro_step % self.shape.cycle
+        if not within or micro_batches is None:
+            return {}
+        left = micro_batches
+        if self.shape.iterations == 1:
+            left = [{} if number < within else micro for number, micro in enumerate(left)]
+        own: dict[str, Any] = {
+            "micro_batches": to_cpu(left),
+            "first": 0,
+            "images": [],
+            "table": table,
+        }
+        bank = self.banks.of_training()
+        if bank is not None:
+            own["first"] = bank.first
+            own["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(own, file_of(folder, self.accelerator.process_index))
+        return {_FACTS: {"micro_step": micro_step, **self._sizes()}}
+
+    def load(self, checkpoint: Path) -> tuple[int, list[Batch], str] | None:
+        """The `micro_step`, the micro-batches and the table that `save` wrote, or None if it wrote none.
+
+        Raises `UserError` if the sizes of the run have changed since.
+        """
+        facts = facts_of(checkpoint).get(_FACTS)
+        if facts is None:
+            return None
+        for name, now in self._sizes().items():
+            if facts[name] != now:
+                raise UserError(
+                    f"resume_from_checkpoint: {str(checkpoint)!r} was saved in the middle of a generation "
+                    f"with {name}: {facts[name]}, now {now}; set it as before, or name a checkpoint between two "
+                    "generations"
+                )
+        file, device = file_of(checkpoint, self.accelerator.process_index), self.accelerator.device
+        own = torch.load(file, map_location="cpu", weights_only=True)
+        bank = self.banks.new("train")
+        for key, patches, grid in own["images"]:
+            bank.hold(key, patches.to(device), grid)
+        if any("token_weights" in micro for micro in own["micro_batches"]):
+            raise UserError(
+                f"resume_from_checkpoint: {str(checkpoint)!r} was saved by an earlier version in the middle of a "
+                "generation with adora_visual_tokens; name a checkpoint between two generations"
+            )
+        micro_batches: list[Batch] = send_to_device(own["micro_batches"], device)
+        for micro in micro_batches:
+            references = micro.get("pixel_values")
+            if references is not None and not references.is_floating_point():
+                micro["pixel_values"] = references + (bank.first - own["first"])
+        return facts["micro_step"], micro_batches, own.get("table", "")  # older checkpoints have none
+
+    def _sizes(self) -> dict[str, int]:
+        shape = asdict(self.shape)
+        return {"processes": self.accelerator.num_processes, **{key: shape[name] for name, key in _KEYS.items()}}

@@ -1,0 +1,99 @@
+"""What passes between the parts of a training step: a row, a batch, and the context that the parts are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypedDict
+
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from torch import Tensor
+from transformers import TrainerState
+
+from adora_vl.config import AdoraGRPOConfig
+
+
+class Row(TypedDict, total=False):
+    """One example of the data set, as TRL's data loader gives it. Reward functions get every column, also others."""
+
+    id: str
+    prompt: list[dict[str, Any]]  # messages
+    problem: str
+    answer: str
+    choices: list[str] | None
+    images: list[Image.Image]
+    image: Image.Image | None  # TRL's other column for one image
+
+
+class Batch(TypedDict, total=False):
+    """One rank's rollouts: a whole generation, or a micro-batch of it. B rollouts, P prompt and C completion tokens."""
+
+    prompt_ids: Tensor  # (B, P), padded on the left
+    prompt_mask: Tensor
+    completion_ids: Tensor  # (B, C), padded on the right
+    completion_mask: Tensor
+    advantages: Tensor  # (B,), or (B, C) where tokens are weighed
+    num_items_in_batch: Tensor  # (), tokens of the loss, of all ranks
+    old_per_token_logps: Tensor  # (B, C), of the policy that the generation was sampled with
+    sampling_per_token_logps: Tensor  # (B, C), of the engine
+    importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
+    tool_mask: Tensor  # (B, C)
+    mm_token_type_ids: Tensor  # (B, P + C), 1 at the tokens of images
+    pixel_values: Tensor  # patches, or references to them (adora_vl.dedup.image_store)
+    image_grid_thw: Tensor  # (images, 3)
+    num_images: list[int]  # (B,)
+    # added by this package
+    distorted: Tensor  # (B,), bool: sampled on a distorted image (noisy_rollouts); only where some can be
+    visual_dependency: Tensor  # (B,), nats per token, NaN without an image
+    visual_scale: Tensor  # (B,), the factor of the rollout in its advantages
+    stale_tokens: Tensor  # (B,), tokens at the beginning that earlier weights sampled (adora_rollout_budget)
+    segments: Tensor  # (B,), in how many parts the rollout was sampled
+    age: Tensor  # (B,), generations since its group began
+    rollout_number: Tensor  # (B,), adora_vl.record.recorder
+    share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
+
+
+SaveNow = Callable[[], Path]  # the checkpoint of the present step, written by all ranks unless it is there
+LogFigure = Callable[[str, float], None]  # name and value, for the next log; the same on every rank
+
+
+class PolicyLogps(Protocol):
+    """The policy without dropout, on a whole generation."""
+
+    def __call__(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
+        """Log-probabilities of the completions, (B, C), without gradients. `pixels`: in place of the batch's own."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the parts of a training step are built from."""
+
+    accelerator: Accelerator
+    config: AdoraGRPOConfig
+    log: LogFigure
+    pad_id: int
+    state: Callable[[], TrainerState]  # the trainer's, which is made anew when the training begins
+    policy_logps: PolicyLogps
+    save_now: SaveNow
+
+
+def loss_mask(batch: Batch) -> Tensor:
+    """The completion tokens that the loss counts, (B, C)."""
+    mask_BC = batch["completion_mask"]
+    return mask_BC * batch["tool_mask"] if "tool_mask" in batch else mask_BC
+
+
+def compared_mask(batch: Batch) -> Tensor:
+    """The tokens of the loss on which the engine can be compared with the policy, (B, C): both have seen the same
+    prompt, and the present weights have sampled them.
+    """
+    mask_BC = loss_mask(batch)
+    if "distorted" in batch:
+        mask_BC = mask_BC * ~batch["distorted"][:, None]
+    if "stale_tokens" in batch:
+        places_C = torch.arange(mask_BC.size(1), device=mask_BC.device)
+        mask_BC = mask_BC * (places_C >= batch["stale_tokens"][:, None])
+    return mask_BC

@@ -1,0 +1,1 @@
+"""What everything may use and what knows nothing of training: errors, files, the command line, the machine."""

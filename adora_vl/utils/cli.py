@@ -1,0 +1,226 @@
+"""What the commands have in common: exit codes, options, words for nothing, yes and no, and YAML files of options."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from adora_vl.utils.errors import UserError
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+EXIT_UNREAD = 141  # 128 + SIGPIPE
+MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
+_LONGEST = 300  # characters of a complaint about an option
+_NO_VALUE = ("none", "null")
+
+
+class MistakesError(UserError):
+    """Several mistakes of one kind, each with a line of its own."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = list(lines)
+
+
+def exit_code_of(command: Callable[[], None], interrupted: str) -> int:
+    """Run a command: 0 done, 2 the user's input is wrong, 130 Ctrl-C, 141 nobody reads on, as behind `| head`.
+
+    `interrupted`: what became of its work.
+    """
+    try:
+        command()
+        sys.stdout.flush()
+    except UserError as error:
+        lines = error.lines if isinstance(error, MistakesError) else [" ".join(str(error).split())]
+        print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; {interrupted}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return EXIT_UNREAD
+    return 0
+
+
+def amount(count: int, noun: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def quantile(values: Sequence[Any], share: float) -> Any:
+    """The nearest-rank quantile of at least one value: the smallest that this share of them does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def shown(value: object, longest: int = 60) -> str:
+    """A value in one line as a person writes it: null rather than None, a long one cut."""
+    written = "null" if value is None else " ".join(repr(value).splitlines())
+    return written if len(written) <= longest else f"{written[:longest]}..."
+
+
+@contextmanager
+def imports() -> Iterator[None]:
+    """For the imports of a command, which take seconds: Ctrl-C ends them with a line too."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted; nothing was begun", file=sys.stderr)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse prints its usage before an error; one line is the rule of this project. No option may be shortened."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
+
+    def error(self, message: str) -> NoReturn:
+        if len(message) > _LONGEST:  # what was given stands in it
+            message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+# Converters for argparse, which puts the name of the option before their message.
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Whole numbers from `least` to `most`."""
+
+    def convert(text: str) -> int:
+        # The length first: Python refuses to read more than 4,300 digits, with an error of its own.
+        value = int(text) if len(text) < 20 and text.isascii() and text.removeprefix("-").isdecimal() else None
+        if value is None or value < least or (most is not None and value > most):
+            between = f"from {least} on" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number {between}")
+        return value
+
+    return convert
+
+
+def number(least: float, most: float, *, also: float | None = None) -> Callable[[str], float]:
+    """Numbers from `least` to `most`, and `also` one outside; never NaN."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most or value == also):
+            beside = "" if also is None else f"{also:g} or "
+            raise argparse.ArgumentTypeError(f"{text!r:.60} is not {beside}a number from {least:g} to {most:g}")
+        return value
+
+    return convert
+
+
+def text(value: str) -> str:
+    """A text with something in it."""
+    if not value.strip() or "\0" in value:
+        raise argparse.ArgumentTypeError(f"{value!r} is empty or no text; write something, or leave the option out")
+    return value
+
+
+def path(value: str) -> Path:
+    """A path. An empty one would be the folder that the command runs in."""
+    found = Path(text(value))
+    if any(len(part.encode(errors="surrogateescape")) > 255 for part in found.parts):
+        raise argparse.ArgumentTypeError(f"{value!r:.60} has a name of over 255 bytes; shorten it")
+    return found
+
+
+def is_no_value(word: str) -> bool:
+    """Whether a word on the command line is YAML's null, or `none`, which many write for it."""
+    return word.strip().lower() in _NO_VALUE
+
+
+def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """None for `none` and `null`, else what `convert` makes of the word."""
+    return lambda word: None if is_no_value(word) else convert(word)
+
+
+_NULL = ("null", "~")  # as YAML reads them, in any case
+_TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+_PLAIN_LIST = re.compile(r"[\w./:+=-]+(,[\w./:+=-]+)+")  # a lone regular expression, as PEFT takes, is no list
+
+
+def is_null(text: object) -> bool:
+    """Whether `text` is None or the word null. The word `none` is a value of some keys, so it is not."""
+    return text is None or (isinstance(text, str) and text.strip().lower() in _NULL)
+
+
+def truth(value: object) -> bool | None:
+    """`value` as true or false; None where it is neither."""
+    word = str(value).strip().lower()
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+def split_list(words: Sequence[Any]) -> list[Any]:
+    """The entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`. Raises `ValueError` for an open bracket."""
+    import yaml
+
+    texts = [str(word) for word in words]
+    if texts and texts[0].startswith("[") and texts[-1].endswith("]"):
+        try:
+            entries = yaml.safe_load(" ".join(texts))
+        except yaml.YAMLError:
+            entries = None
+        if isinstance(entries, list):
+            return entries
+    if texts and texts[0].startswith("[") and "]" not in "".join(texts):
+        raise ValueError("has an opening bracket only")
+    return [entry for word in words for entry in (word.split(",") if _is_plain_list(word) else [word])]
+
+
+def _is_plain_list(word: Any) -> bool:
+    return isinstance(word, str) and _PLAIN_LIST.fullmatch(word) is not None
+
+
+@cache
+def _loader() -> Any:
+    """PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be given again."""
+    import yaml  # in here, so that an interrupted import of a command ends with a line
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"line {line} gives {key.value!r} a second time"
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def read_mapping(option: str, path: Path) -> dict[str, Any]:
+    """The keys and values in a file. Raises `UserError`, which begins with `option`, in one line."""
+    import yaml
+
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _loader())  # noqa: S506  # a SafeLoader
+    except FileNotFoundError as error:
+        raise UserError(f"{option}: no file {str(path)!r}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option}: {str(path)!r} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{option}: {str(path)!r} cannot be read ({error.strerror}); name a YAML file") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+        raise UserError(f"{option}: {str(path)!r} is not valid YAML ({' '.join(str(error).split()):.300})") from error
+    except RecursionError as error:
+        raise UserError(f"{option}: {str(path)!r} is nested too deeply; name a file of `key: value` lines") from error
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else type(content).__name__
+        raise UserError(f"{option}: {str(path)!r}: expected `key: value` lines, found {found}")
+    return {str(key): value for key, value in content.items()}

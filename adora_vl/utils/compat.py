@@ -1,0 +1,238 @@
+"""All patches of libraries: what the library does, why that is not enough, and when the patch can go.
+
+A `Patch` replaces an attribute of a library, because the library leaves no argument and no method to override for it.
+A `Correction` is code of ours that is right on its own, and that a later version of a library makes superfluous.
+`tests/unit/utils/test_compat.py` holds that the attributes exist in the installed versions, and that nothing is
+replaced past this list. `issue` is the report upstream, "" where we know of none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of a library that is given another value."""
+
+    owner: str  # the module or class that has it
+    name: str
+    upstream: str  # what the library does there, and why that is not enough
+    until: str  # what has to happen for the patch to go
+    issue: str = ""
+
+    @contextmanager
+    def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
+        """Inside the block the attribute of `on`, the owner or an object of that class, is `value`.
+
+        After it, an attribute that `on` has only from its class is deleted from `on`, so that it is not saved with it.
+        """
+        own = self.name in vars(on)
+        original = getattr(on, self.name)
+        setattr(on, self.name, value)
+        try:
+            yield
+        finally:
+            if own:
+                setattr(on, self.name, original)
+            else:
+                delattr(on, self.name)
+
+    def install(self, value: Any, *, on: Any) -> None:
+        """Set the attribute for good: of an object that is ours to change, or of a module in this process."""
+        assert hasattr(on, self.name), f"{type(on).__name__} has no {self.name}"
+        setattr(on, self.name, value)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Code of ours that stands in for what a library does not do, or not well."""
+
+    where: str  # our module, and the name in it
+    library: str
+    upstream: str
+    until: str
+    issue: str = ""
+
+
+GENERATION_CLASS = Patch(
+    owner="trl.trainer.grpo_trainer",
+    name="VLLMGeneration",
+    upstream="GRPOTrainer.__init__ builds this class by name, and takes none as an argument; ours corrects prompts, "
+    "weight sync and caches.",
+    until="GRPOTrainer takes a generation class, or has a method that builds it.",
+)
+ENGINE = Patch(
+    owner="trl.generation.vllm_generation",
+    name="LLM",
+    upstream="VLLMGeneration._init_vllm builds vLLM without dtype, revision, pixel limits or the mode of its "
+    "log-probabilities, and takes no further arguments for it.",
+    until="VLLMGeneration hands arguments of the user's on to LLM.",
+)
+PROMPT_GATHERING = Patch(
+    owner="trl.trainer.grpo_trainer",
+    name="gather_object",
+    upstream="For a table of texts every rank is sent the prompts of all ranks with their images in them.",
+    until="GRPOTrainer strips images from prompts before it gathers them.",
+)
+PROCESSOR = Patch(
+    owner="trl.trainer.grpo_trainer.GRPOTrainer",
+    name="processing_class",
+    upstream="The processor is called with every copy of a prompt and its image, twice per generation. A processor for "
+    "one generation, which processes each once, cannot be handed to _generate_and_score_completions.",
+    until="GRPOTrainer processes each distinct prompt of a generation once.",
+)
+OLD_PASS = Patch(
+    owner="trl.trainer.grpo_trainer.GRPOTrainer",
+    name="vllm_importance_sampling_correction",
+    upstream="Beside vLLM there is always a pass for the old log-probabilities. Where a generation is one optimizer "
+    "step, the policy's own pass gives the same numbers, and ours forms the ratio to the engine there.",
+    until="GRPOTrainer forms that ratio in _compute_loss where the policy has not changed since.",
+)
+IMAGE_PROCESSING = Patch(
+    owner="transformers.models.qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor",
+    name="preprocess",
+    upstream="Trainer and engine both process every copy of an image; the processor has no cache and no place for one. "
+    "It is replaced during a call alone, since the same object is saved with the model.",
+    until="Transformers and vLLM take images that are processed already, in patches.",
+)
+HUB_OFFLINE = Patch(
+    owner="huggingface_hub.constants",
+    name="HF_HUB_OFFLINE",
+    upstream="The hub's library reads the variable when it is imported, before a hub that does not work was noticed. "
+    "TRL, PEFT and vLLM would then each ask it for every file, and wait.",
+    until="The library has a function that switches it offline, or gives a hub up after its first failure.",
+)
+DATASETS_OFFLINE = Patch(
+    owner="datasets.config",
+    name="HF_HUB_OFFLINE",
+    upstream="`datasets` has a copy of the same setting, made when it is imported.",
+    until="`datasets` reads the setting of the hub's library.",
+)
+VISION_FEATURES = Patch(
+    owner="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel",
+    name="get_image_features",
+    upstream="The vision tower sees every copy of an image. Ours takes references to distinct images and runs it once "
+    "for each. TRL loads the model by its registered class, so a subclass would not be taken.",
+    until="The model takes features in place of pixels.",
+)
+VISION_ATTENTION = Patch(
+    owner="transformers.PretrainedConfig",
+    name="_attn_implementation",
+    upstream="Under sdpa the tower calls the attention once per window. One of our own is registered, but "
+    "set_attn_implementation would take its name, which has to contain flash, for a kernel to install.",
+    until="Transformers hands the bounds of windows to sdpa, or batches windows of one size itself.",
+)
+TEXT_ATTENTION = Patch(
+    owner="transformers.PretrainedConfig",
+    name="_attn_implementation",
+    upstream="The attention of a shared prompt is registered on top of the model's own, whatever that is, and has to "
+    "be chosen for a model that is loaded already. set_attn_implementation checks names against those that it knows.",
+    until="set_attn_implementation takes every registered name.",
+)
+SHARDED_BUILD = Patch(
+    owner="transformers.integrations.deepspeed",
+    name="_hf_deepspeed_config_weak_ref",
+    upstream="Under ZeRO-3 every model is built in shards, also one on the meta device, whose parameters then have the "
+    "shape (0,). The public way out, unset_hf_deepspeed_config, cannot be undone without the config object.",
+    until="Transformers leaves models on the meta device whole.",
+)
+
+
+CORRECTIONS = (
+    Correction(
+        where="adora_vl.rollout.engine:AdoraVLLMGeneration.generate",
+        library="trl",
+        upstream="sends image tokens that are expanded already, and vLLM expands them again",
+        until="TRL sends one token per image to a colocated engine",
+        issue="huggingface/trl#6294, huggingface/trl#6401",
+    ),
+    Correction(
+        where="adora_vl.rollout.weight_sync:reset_caches",
+        library="trl",
+        upstream="resets the prefix cache after a sync, and leaves features of the old vision tower in vLLM's encoder "
+        "cache",
+        until="TRL or vLLM resets the encoder cache with the prefix cache",
+        issue="huggingface/trl#7198, vllm-project/vllm#44910",
+    ),
+    Correction(
+        where="adora_vl.rollout.prompt_tokens:never_sampled_ids",
+        library="trl",
+        upstream="lets the engine sample image and video tokens, on which the training forward stops",
+        until="TRL bans them in vLLM's sampling",
+        issue="huggingface/trl#3847",
+    ),
+    Correction(
+        where="adora_vl.rollout.weight_sync:push_weights",
+        library="trl",
+        upstream="loads tensor by tensor, which the repacked layers of vLLM on a CPU refuse",
+        until="load_weights of vLLM on a CPU takes single tensors",
+    ),
+    Correction(
+        where="adora_vl.rollout.engine_settings:refuse_on_cpu",
+        library="vllm",
+        upstream="on a CPU refreshes only one of the two uses of a tied embedding",
+        until="reload_weights on a CPU refreshes both",
+    ),
+    Correction(
+        where="adora_vl.rollout.engine_settings:prefill_options",
+        library="vllm",
+        upstream="cannot rewind a CPU generator where a seeded request's prompt is cut in two",
+        until="vLLM on a CPU cuts the prompts of seeded requests",
+    ),
+    Correction(
+        where="adora_vl.rollout.weight_sync:zero_positions",
+        library="vllm",
+        upstream="model runner V2 allocates the M-RoPE positions with the weights, and does not write them again after "
+        "sleep level 2 has discarded them",
+        until="vLLM makes the state of its requests outside the pool of the weights",
+    ),
+    Correction(
+        where="adora_vl.rollout.llm:LoadLater",
+        library="vllm",
+        upstream="the load format `dummy` gives random values to the constants with which the vision tower normalises "
+        "pixels",
+        until="vLLM's dummy loader leaves buffers that no checkpoint has as they are computed",
+    ),
+    Correction(
+        where="adora_vl.data.dataloader:KeptImage",
+        library="trl",
+        upstream="copies every prompt deeply, its images with it",
+        until="TRL copies messages without their images",
+    ),
+    Correction(
+        where="adora_vl.dedup.split_attention:plan_no_shapes",
+        library="torch",
+        upstream="prefers cuDNN's attention on H100, H200 and B200, which builds a plan for every new shape",
+        until="cuDNN's attention takes a new shape without a new plan, or torch prefers flash attention",
+    ),
+    Correction(
+        where="adora_vl.models.precision:restore_buffers",
+        library="deepspeed",
+        upstream="zero.Init gives computed buffers the training dtype too, which rounds the rotary frequencies",
+        until="zero.Init leaves buffers as they are computed",
+    ),
+    Correction(
+        where="adora_vl.utils.files:usual_modes",
+        library="safetensors",
+        upstream="writes a temporary file of mode 600 and renames it, so nobody else can read a saved model",
+        until="safetensors keeps to the umask",
+        issue="safetensors/safetensors#782",
+    ),
+    Correction(
+        where="adora_vl.models.load:restore_weights",
+        library="transformers",
+        upstream="loads a checkpoint by the names in the file, which are not those of Qwen2.5-VL's modules",
+        until="Trainer._load_from_checkpoint converts names as from_pretrained does",
+    ),
+    Correction(
+        where="adora_vl.checkpoint.universal:_GroupsAsBefore",
+        library="deepspeed",
+        upstream="gives all groups the first one's weight decay, and all parameters one step counter, when ZeRO-3 "
+        "loads a universal checkpoint",
+        until="ZeRO-3 loads the settings of each group, and a counter per parameter",
+    ),
+)

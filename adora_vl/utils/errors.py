@@ -1,0 +1,82 @@
+"""The families of errors: the user's mistakes (exit code 2), and a run that must not or cannot go on (exit code 1)."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class UserError(ValueError):
+    """The input is wrong: one line that names the key or row, its value and what would be right. Exit code 2."""
+
+
+class SharedUserError(UserError):
+    """A `UserError` that all ranks raise together, so that only the first rank prints it."""
+
+
+class RolloutError(RuntimeError):
+    """Engine and trainer do not see the same thing: learning from these rollouts would be learning from noise."""
+
+
+class EngineError(RolloutError):
+    """The engine itself failed; its own error is the cause."""
+
+
+class NoServerError(RolloutError):
+    """No vLLM server is left to ask, or to give weights to. All ranks raise it together."""
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message says why, and from where it can."""
+
+
+class DiskFullError(RunError):
+    """The disk is full. A rank may find that alone, and the traceback of what could not be written says no more."""
+
+
+# What gloo, NCCL and torch's store say in a collective call where a process on the other side is gone. There is no type
+# of its own for it: gloo raises a plain RuntimeError.
+_LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection was likely closed|remote process exit|Application timeout|"
+    r"Timed out waiting \d+ms|Read (error|timeout) \[|failed to (recv|send)|Socket Timeout",
+    re.IGNORECASE,
+)
+
+
+def lost_contact(error: BaseException) -> str:
+    """What to say where a collective call failed because another process is gone; empty for any other error."""
+    if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
+        return ""
+    return (
+        "another process has ended, or its machine cannot be reached; its own last lines say why "
+        f"({in_one_line(error)})"
+    )
+
+
+def in_one_line(error: BaseException) -> str:
+    """Type and first line of an error, as in the last line of a traceback."""
+    lines = str(error).strip().splitlines()
+    if type(error).__name__ == "ValidationError" and hasattr(
+        error, "errors"
+    ):  # pydantic's first line only counts the errors
+        lines = [str(error.errors()[0]["msg"])]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def engine_call(name: str) -> Iterator[None]:
+    """Inside, an error of the engine becomes an `EngineError` of one line. Our own errors stay as they are."""
+    try:
+        yield
+    except (RolloutError, RunError, UserError):
+        raise
+    except Exception as error:
+        raise EngineError(f"the engine failed in {name} ({in_one_line(error)})") from error
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the closest of `known`, or an empty string when nothing is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""

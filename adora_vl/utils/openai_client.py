@@ -1,0 +1,318 @@
+"""One client for OpenAI-compatible endpoints: evaluated models, judges of answers, and judges as rewards.
+
+Concurrent calls, attempts with growing waits, a cache on disk, and a budget. A call that fails raises `EndpointError`;
+it is never taken for an answer, and never stored. The key is read from an environment variable and is shown nowhere.
+
+The `openai` package is not used. Its retries count neither towards a budget nor for an answer of the wrong form, so the
+loop below would stay. It takes a second to import, and it sends to any address what OPENAI_CUSTOM_HEADERS holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import io
+import json
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import written_to
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+_REFUSED = (401, 403)
+_LONGEST_WAIT_S = 60.0
+_SHOWN = 200  # characters of what a server says about a refused call
+_LARGEST_REPLY = 32 * 2**20  # bytes; a million tokens of text are a quarter of it
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to ask, and how patiently.
+
+    `timeout_s` bounds a whole attempt, from the connection to the last byte of the reply. `wait_s` doubles from one
+    attempt to the next.
+    """
+
+    url: str  # such as http://localhost:8000/v1
+    model: str
+    key_variable: str = "OPENAI_API_KEY"  # of the environment; no key is sent where it is not set
+    timeout_s: float = 60.0
+    attempts: int = 4
+    wait_s: float = 1.0
+    workers: int = 8
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of a model, of an endpoint's or of a local one.
+
+    `finish_reason` is `stop` or `length`. `n_tokens` counts the end token; both numbers of tokens are 0 where a server
+    does not say them.
+    """
+
+    text: str
+    n_tokens: int
+    finish_reason: str
+    n_prompt_tokens: int
+
+
+class EndpointError(Exception):
+    """One call gave no usable answer; `str` says why. `again`: whether another attempt may succeed. `refused`: the
+    server takes no call with this key.
+    """
+
+    def __init__(self, reason: str, *, again: bool = True, wait_s: float = 0.0, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.again, self.wait_s, self.refused = again, wait_s, refused
+
+
+def check_url(name: str, url: str) -> str:
+    """An http address without credentials in it. Raises `UserError`, in which `name` stands for the option."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"{name}: {url!r:.80} is no http address; give one such as http://localhost:8000/v1")
+    if parts.username or parts.password or parts.query:
+        raise UserError(f"{name}: an address with a key in it would be shown; put the key into the environment")
+    return url.rstrip("/")
+
+
+class ChatClient:
+    """Asks an endpoint, from several threads at once."""
+
+    def __init__(self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None) -> None:
+        """`cache`: a file of earlier answers. `budget`: calls that this client may make, each attempt one; None: any
+        number.
+        """
+        self.endpoint, self.budget = endpoint, budget
+        self.calls = 0
+        self._lock = threading.Lock()
+        self._cache = None if cache is None else ReplyCache(cache, endpoint.model)
+
+    def cached(self, messages: Messages) -> str | None:
+        """The answer to these messages that is on the disk."""
+        return None if self._cache is None else self._cache.get(messages)
+
+    def ask(self, messages: Messages, read: Callable[[str], str], **body: Any) -> str:
+        """What `read` makes of the answer, from the cache where it is there. `read` may raise `EndpointError` for an
+        answer of the wrong form, which is then asked for again. `body`: further fields of the request.
+        """
+        found = self.cached(messages)
+        if found is not None:
+            return found
+        answer: str = self._patiently(lambda: read(self._call(messages, body).text))
+        if self._cache is not None:
+            self._cache.put(messages, answer)
+        return answer
+
+    def chat(self, messages: Messages, **body: Any) -> Reply:
+        """One answer with its counts, never from the cache. Raises `EndpointError`."""
+        answer: Reply = self._patiently(lambda: self._call(messages, body))
+        return answer
+
+    def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """`function` of each item, in order, as many at once as there are workers."""
+        with ThreadPoolExecutor(self.endpoint.workers, thread_name_prefix="endpoint") as threads:
+            return list(threads.map(function, items))
+
+    def _patiently(self, call: Callable[[], Any]) -> Any:
+        wait = self.endpoint.wait_s
+        for attempt in range(1, self.endpoint.attempts + 1):
+            try:
+                return call()
+            except EndpointError as error:
+                if attempt == self.endpoint.attempts or not error.again:
+                    raise EndpointError(f"{error} (attempt {attempt})", refused=error.refused) from error
+                time.sleep(min(max(wait, error.wait_s), _LONGEST_WAIT_S))
+            wait *= 2
+        raise AssertionError("at least one attempt")
+
+    def _call(self, messages: Messages, body: Mapping[str, Any]) -> Reply:
+        self._spend()
+        content = json.dumps({"model": self.endpoint.model, "messages": list(messages), **body}).encode()
+        try:
+            found = json.loads(self._post(content))
+            choice = found["choices"][0]
+            text, usage = choice["message"]["content"], found.get("usage") or {}
+            if not isinstance(text, str):  # a refusal, a call of a tool, or reasoning that was cut off; no answer
+                raise EndpointError(f"the reply has no text (its finish_reason is {choice.get('finish_reason')!r})")
+            return Reply(
+                text,
+                int(usage.get("completion_tokens") or 0),
+                "length" if choice.get("finish_reason") == "length" else "stop",
+                int(usage.get("prompt_tokens") or 0),
+            )
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EndpointError("the reply is not a chat completion") from error
+
+    def _spend(self) -> None:
+        with self._lock:
+            if self.budget is not None and self.calls >= self.budget:
+                raise EndpointError(f"the budget of {self.budget} calls is used up", again=False)
+            self.calls += 1
+
+    def _post(self, content: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        key = os.environ.get(self.endpoint.key_variable)
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
+        request = urllib.request.Request(address, content, headers)  # noqa: S310  # http(s), see `check_url`
+        try:
+            with _OPENER.open(request, timeout=self.endpoint.timeout_s) as reply:
+                received = bytes(reply.read(_LARGEST_REPLY + 1))
+        except urllib.error.HTTPError as error:
+            again = error.code in _RETRIED
+            said = "" if again else _said(error, key)
+            raise EndpointError(
+                f"HTTP {error.code}{said}", again=again, wait_s=_asked_to_wait(error), refused=error.code in _REFUSED
+            ) from error
+        except (OSError, http.client.HTTPException) as error:  # no connection, a time-out at any stage, no HTTP
+            raise EndpointError(f"{type(error).__name__}: {error}") from error
+        if len(received) > _LARGEST_REPLY:
+            raise EndpointError(f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False)
+        return received
+
+
+class _TimedReads(io.RawIOBase):
+    """What a socket receives until a moment of the monotonic clock; `TimeoutError` after it.
+
+    A socket's own time-out starts anew with every byte, so a server that sends one a second would hold a call for ever.
+    """
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock, self._deadline = sock, deadline
+        self._file = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int | None:
+        self._sock.settimeout(_left(self._deadline))
+        return self._file.readinto(buffer)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """A response, status line and headers included, that has to be there at the deadline."""
+
+    def __init__(self, sock: socket.socket, *args: Any, deadline: float, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_TimedReads(sock, deadline))
+
+
+class _TimedConnection(http.client.HTTPConnection):
+    """A connection for one call, all of which has to end `timeout` seconds after this is made."""
+
+    def __init__(self, host: str, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._deadline = time.monotonic() + options["timeout"]
+        self.response_class = partial(_TimedResponse, deadline=self._deadline)  # type: ignore[assignment]
+
+    def connect(self) -> None:
+        self.timeout = _left(self._deadline)
+        super().connect()
+
+    def send(self, data: Any) -> None:
+        if self.sock is None:
+            self.connect()
+        self.sock.settimeout(_left(self._deadline))
+        super().send(data)
+
+
+class _TimedSecureConnection(_TimedConnection, http.client.HTTPSConnection):
+    """The same over TLS."""
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the call took too long")
+    return left
+
+
+class _TimedHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_TimedConnection, req)
+
+
+class _TimedSecureHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_TimedSecureConnection, req)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The key goes to the address that the user named, and to no other one that a server may name."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects, _TimedHandler, _TimedSecureHandler)
+
+
+def _said(error: urllib.error.HTTPError, key: str | None) -> str:
+    """What the server says about a call that it refuses, without the key, in one line."""
+    try:
+        text = error.read(4096).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return ""
+    text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    text = text.replace(key, "...") if key else text
+    return f": {text[:_SHOWN]}" if text else ""
+
+
+def _asked_to_wait(error: urllib.error.HTTPError) -> float:
+    """The seconds that the server asks to wait for."""
+    try:
+        return max(0.0, float(error.headers.get("Retry-After") or 0))
+    except ValueError:  # a date
+        return 0.0
+
+
+class ReplyCache:
+    """Answers by model and conversation, one per JSON line. A line that cannot be read is ignored."""
+
+    def __init__(self, file: Path, model: str) -> None:
+        self._file, self._model, self._answers = file, model, dict[str, str]()
+        with written_to("judge_cache", file):
+            content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        for line in content.splitlines():
+            try:
+                entry = json.loads(line)
+                self._answers[str(entry["key"])] = str(entry["answer"])
+            except (ValueError, LookupError, TypeError):
+                continue
+
+    def get(self, messages: Messages) -> str | None:
+        return self._answers.get(self._key(messages))
+
+    def put(self, messages: Messages, answer: str) -> None:
+        key = self._key(messages)
+        self._answers[key] = answer
+        with written_to("judge_cache", self._file):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as file:  # one write of a short line: whole, whoever is first
+                file.write(json.dumps({"key": key, "answer": answer}) + "\n")
+
+    def _key(self, messages: Messages) -> str:
+        return hashlib.sha256(json.dumps([self._model, list(messages)]).encode()).hexdigest()

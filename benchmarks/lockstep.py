@@ -1,0 +1,172 @@
+"""How long ranks in lockstep wait for the one with the longest group, over a run in which none waits.
+
+`python -m benchmarks.lockstep` simulates it: lognormal lengths, a micro-batch takes as long as its most tokens on any
+rank. `torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the tiny model under ZeRO-3, in three
+orders of the same groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+
+from adora_vl.models.load import PRETRAINED
+from adora_vl.training.micro_batches import by_length
+from adora_vl.training.rebalance import plan_moves
+
+Ranks = list[list[int]]  # the tokens of each rank's units, in the order in which they are learned from
+
+
+@dataclass(frozen=True)
+class DrawnLengths:
+    """Tokens of a prompt and of its rollouts, and how far the mean of a prompt, and a rollout, are spread (sigma)."""
+
+    of_prompts: float
+    of_rollouts: float
+    prompt: int = 1580
+    mean: int = 1000
+    longest: int = 4096
+
+    def draw(self, rng: random.Random, rollouts: int) -> int:
+        """The tokens of one group."""
+        mean = self.mean * _lognormal(rng, self.of_prompts)
+        return self.prompt + sum(
+            min(self.longest, math.ceil(mean * _lognormal(rng, self.of_rollouts))) for _ in range(rollouts)
+        )
+
+
+CASES = (DrawnLengths(0.3, 0.4), DrawnLengths(0.5, 0.5), DrawnLengths(0.7, 0.6))
+
+
+def _lognormal(rng: random.Random, sigma: float) -> float:
+    """Of mean 1."""
+    return rng.lognormvariate(-(sigma**2) / 2, sigma)
+
+
+def shuffled(units: Ranks, rng: random.Random) -> Ranks:
+    """Each rank in an order of its own."""
+    return [rng.sample(own, len(own)) for own in units]
+
+
+def ordered(units: Ranks, rng: random.Random) -> Ranks:
+    """Each rank in order of length, as where groups cannot move."""
+    return [[own[number] for number in by_length(range(len(own)), own, 1, "")] for own in units]
+
+
+def moved(units: Ranks, rng: random.Random) -> Ranks:
+    """As a run does it."""
+    held = [{(rank, number): tokens for number, tokens in enumerate(own)} for rank, own in enumerate(units)]
+    for source, number, target in plan_moves([dict(enumerate(own)) for own in units]):
+        held[target][source, number] = held[source].pop((source, number))
+    return ordered([list(own.values()) for own in held], rng)
+
+
+def share_moved(units: Ranks) -> float:
+    """The share of groups that go to another rank."""
+    return len(plan_moves([dict(enumerate(own)) for own in units])) / sum(map(len, units))
+
+
+def waited(order: Ranks) -> float:
+    """The time in lockstep over the ideal, in which all ranks have equally many tokens at any time."""
+    return sum(map(max, zip_longest(*order, fillvalue=0))) * len(order) / sum(map(sum, order))
+
+
+def simulate(
+    lengths: DrawnLengths, arrange: Callable[[Ranks, random.Random], Ranks], *, ranks: int = 8, groups: int = 16,
+    rollouts: int = 8, trials: int = 100, seed: int = 0,
+) -> float:  # fmt: skip
+    """The mean ratio to the ideal. `groups`: on each rank. All arrangements of one seed get the same lengths."""
+    drawing, shuffling = random.Random(seed), random.Random(seed + 1)
+    ratios = []
+    for _ in range(trials):
+        units = [[lengths.draw(drawing, rollouts) for _ in range(groups)] for _ in range(ranks)]
+        ratios.append(waited(arrange(units, shuffling)))
+    return sum(ratios) / trials
+
+
+def print_table(ranks: int, groups: int, rollouts: int) -> None:
+    sizes = {"ranks": ranks, "groups": groups, "rollouts": rollouts}
+    print(f"{ranks} ranks, {groups} groups of {rollouts} on each; time in lockstep over the ideal")
+    print("| spread of prompts, of rollouts | own shuffles | in order of length | groups move too | groups that move |")
+    print("|---|---|---|---|---|")
+    for case in CASES:
+        found = [simulate(case, arrange, **sizes) for arrange in (shuffled, ordered, moved)]
+        drawing = random.Random(0)
+        units = [[case.draw(drawing, rollouts) for _ in range(groups)] for _ in range(ranks)]
+        cells = [*(f"{ratio:.2f}" for ratio in found), f"{share_moved(units):.0%}"]
+        print(f"| {case.of_prompts}, {case.of_rollouts} | " + " | ".join(cells) + " |")
+
+
+def measure(groups: int, repeats: int) -> None:
+    """Seconds of forward and backward passes of the tiny model, each unit in rows of 128 tokens."""
+    import deepspeed
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+    from transformers import AutoModelForImageTextToText
+
+    deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }
+    plain = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
+    model = deepspeed.initialize(model=plain, optimizer=optimizer, config=settings)[0]
+    PartialState()  # which gather_object asks
+    rng = random.Random(0)
+    case = DrawnLengths(0.7, 0.6, prompt=790, mean=500, longest=2048)
+    units = [[case.draw(rng, 8) for _ in range(groups)] for _ in range(ranks)]
+
+    def seconds(order: Sequence[int]) -> float:
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        for tokens in order:
+            ids = torch.full((tokens // 128, 128), 5, device=model.device)  # so that seconds go with tokens
+            model.backward(model(input_ids=ids, labels=ids).loss)
+        torch.distributed.barrier()
+        return max(gather_object([time.perf_counter() - start]))
+
+    ways = {
+        "own shuffles": shuffled(units, rng),
+        "in order of length": ordered(units, rng),
+        "as a run": moved(units, rng),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    seconds(ways["as a run"][rank])  # warm
+    for _ in range(repeats):  # by turns, since the machine may have other work
+        for name, order in ways.items():
+            taken[name].append(seconds(order[rank]))
+    if rank == 0:
+        print(f"{ranks} processes with ZeRO-3, {groups} groups on each; the fastest of {repeats}")
+        print("| order | seconds | tokens in lockstep over the ideal |\n|---|---|---|")
+        for name, order in ways.items():
+            print(f"| {name} | {min(taken[name]):.2f} | {waited(order):.2f} |")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lockstep", description=__doc__)
+    parser.add_argument("--measured", action="store_true", help="time passes of the tiny model on these processes")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=16, help="on each rank")
+    parser.add_argument("--rollouts", type=int, default=8, help="of a group")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args(arguments)
+    if options.measured:
+        measure(options.groups, options.repeats)
+    else:
+        print_table(options.ranks, options.groups, options.rollouts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

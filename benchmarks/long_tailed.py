@@ -1,0 +1,143 @@
+"""Answers of drawn lengths, some of which run to the limit: `python -m benchmarks.rollouts --lengths long-tailed`.
+
+The real trainer with the real engine and the tiny model, with and without `adora_rollout_budget`. An answer ends at a
+length that is drawn from its seed, whatever the model says, so both runs have the same answers. Every answer is a
+request of its own, with its image. Printed are engine steps and the processor's seconds, in these steps and in all of
+the sampling, for each rollout that is learned from: of the whole run, and of its middle, without the first generations,
+which have fewer groups, and the last one, which has no budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+# Median, limit, and a budget that an answer reaches five times at most, as `adora_max_staleness: 4` allows.
+SETTINGS = ((100, 1600, 320), (50, 400, 100))
+COLUMNS = {"steps": 1, "decoding": 1e3, "seconds": 1e3}
+BEGINNING = 3  # generations
+SEED, LIMIT_SHARE, SIGMA = 0, 0.01, 0.7
+
+
+def drawn(seed: int, median: int, limit: int) -> int:
+    """The length of the answer that begins with this seed: lognormal, and one in a hundred runs to the limit."""
+    rng = random.Random(seed)
+    return limit if rng.random() < LIMIT_SHARE else max(5, min(limit, int(median * rng.lognormvariate(0, SIGMA))))
+
+
+def arguments(folder: Path, limit: int, budget: str, generations: int) -> list[str]:
+    """The demo's command with 8 problems x 8 rollouts and answers of up to `limit` tokens."""
+    keys = {
+        "config": "configs/train/smoke_cpu.yaml", "output_dir": str(folder), "max_steps": generations,
+        "per_device_train_batch_size": 64, "max_completion_length": limit, "vllm_max_model_length": limit + 256,
+        "adora_group_requests": "false", "generation_kwargs": '{"ignore_eos": true}', "save_strategy": "no",
+        "adora_synthetic_rows": 256, "logging_steps": 1, "seed": SEED, "adora_rollout_budget": budget,
+        "adora_record_every": 0, "log_completions": "false",
+    }  # fmt: skip
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def force_lengths(length: Callable[[int], int]) -> None:
+    """From here on an answer ends at the length that `length` says of its seed."""
+    from adora_vl.rollout.llm import GroupingLLM
+    from adora_vl.training.partial_rollouts import PartialGroup, PartialRollouts
+    from adora_vl.utils.seeding import rollout_seed
+
+    grouped = GroupingLLM.grouped
+
+    def limited(self: Any, groups: Any, seeds: Any, together: bool, **further: Any) -> AbstractContextManager[None]:
+        return grouped(self, groups, seeds, together, **{"limits": [length(seed) for seed in seeds], **further})
+
+    def longest(self: Any, group: PartialGroup, member: int) -> int:
+        return length(rollout_seed(SEED, group.where, group.place, member))
+
+    GroupingLLM.grouped, PartialRollouts.longest = limited, longest  # type: ignore[method-assign, assignment]
+
+
+def child(median: int, limit: int, budget: str, generations: int) -> list[dict[str, float]]:
+    """One training: of each generation engine steps and the seconds in them, all seconds, rollouts and tokens."""
+    from adora_vl.utils.launch import prepare_engine_environment
+
+    prepare_engine_environment()
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from adora_vl.train import main
+    from adora_vl.trainer import AdoraGRPOTrainer
+
+    found: list[dict[str, float]] = []
+    force_lengths(lambda seed: drawn(seed, median, limit))
+    engine_step, begin, generate = LLMEngine.step, AdoraGRPOTrainer._begin, AdoraGRPOTrainer._generate
+
+    def timed(method: Any, name: str) -> Any:
+        def run(*given: Any) -> Any:
+            if method is begin:
+                found.append(dict.fromkeys(("steps", "decoding", "seconds", "rollouts", "tokens"), 0.0))
+            start = time.process_time()
+            answer = method(*given)
+            if found:  # the check before the first step samples too
+                found[-1][name] += time.process_time() - start
+                found[-1]["steps"] += method is engine_step
+            return answer
+
+        return run
+
+    def generated(self: Any, prompts: list[Any]) -> Any:
+        answer = generate(self, prompts)
+        found[-1]["rollouts"] += len(prompts)
+        found[-1]["tokens"] += sum(map(len, answer[1]))
+        return answer
+
+    LLMEngine.step = timed(engine_step, "decoding")
+    AdoraGRPOTrainer._begin = timed(begin, "seconds")  # type: ignore[method-assign]
+    AdoraGRPOTrainer._generate = timed(generated, "seconds")  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        assert main(arguments(Path(folder), limit, budget, generations)) == 0
+    return found
+
+
+def per_rollout(found: list[dict[str, float]]) -> list[float]:
+    """Engine steps, milliseconds in them and milliseconds in all, for each rollout that was learned from."""
+    rollouts = sum(each["rollouts"] for each in found)
+    return [sum(each[name] for each in found) / rollouts * unit for name, unit in COLUMNS.items()]
+
+
+def compare(generations: int) -> None:
+    """Print two lines for each run: all of it, and its middle, each with the ratios to the run without a budget."""
+    print(f"{'median':>6} {'limit':>6} {'budget':>7} {'':>8}{'rollouts':>9}{'steps':>14}{'ms in steps':>14}{'ms':>14}")
+    for median, limit, budget in SETTINGS:
+        whole: dict[str, list[float]] = {}
+        for each in ("null", str(budget)):
+            command = [sys.executable, "-m", "benchmarks.long_tailed", str(median), str(limit), each, str(generations)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                sys.exit(done.stderr[-3000:])
+            found = json.loads(done.stdout.splitlines()[-1])
+            for part, chosen in (("whole", found), ("middle", found[BEGINNING:-1])):
+                values = per_rollout(chosen)
+                first = whole.setdefault(part, values)
+                both = "".join(f"{a:>9.2f}{a / b:>5.2f}" for a, b in zip(values, first, strict=True))
+                count = sum(generation["rollouts"] for generation in chosen)
+                print(f"{median:>6} {limit:>6} {each:>7} {part:>8}{count:>9.0f}{both}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("median", type=int)
+    parser.add_argument("limit", type=int)
+    parser.add_argument("budget", help="of adora_rollout_budget")
+    parser.add_argument("generations", type=int)
+    options = parser.parse_args()
+    print(json.dumps(child(options.median, options.limit, options.budget, options.generations)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""A stand-in for a vLLM server on loopback: it waits for as long as it is told, and its answers are drawn from the
+seeds of the requests. It speaks as much of vLLM 0.31's HTTP as the trainer does.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from safetensors import safe_open
+
+PIXELS = 28  # the side of an image token
+GENERATE = ("/v1/completions", "/inference/v1/generate")
+Body = dict[str, Any]
+
+
+class StandIn:
+    """Answers until it is `dead`; then it drops what it is asked, and new connections too."""
+
+    def __init__(self, *, seconds_per_token: float = 0.0, tokens: int = 8, vocabulary: int = 300) -> None:
+        """`seconds_per_token`: how long a request for rollouts waits, by its limit. `tokens`: of a rollout."""
+        self.seconds_per_token, self.tokens, self.vocabulary = seconds_per_token, tokens, vocabulary
+        self.life = uuid.uuid4().hex
+        self.dead = False
+        self.asked: list[tuple[str, Body]] = []
+        self.weights: list[list[str]] = []  # the names of the tensors that each sync brought
+        self.spoil: Callable[[Body], Body] = lambda reply: reply  # of the replies with rollouts
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._reply(outer.told(self.path.partition("?")[0]))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+                self._reply(outer.answered(self.path.partition("?")[0], body))
+
+            def _reply(self, found: Body | None) -> None:
+                if outer.dead:
+                    self.close_connection = True
+                    return
+                content = json.dumps(found).encode()
+                self.send_response(404 if found is None else 200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self) -> None:
+        """End."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def start_again(self) -> None:
+        """As a server that was killed and started anew: with the weights of its checkpoint."""
+        self.life, self.dead, self.weights = uuid.uuid4().hex, False, []
+
+    def told(self, path: str) -> Body | None:
+        model = {"logprobs_mode": "raw_logprobs"}
+        known: dict[str, Body] = {
+            "/health": {},
+            "/v1/models": {"data": [{"id": "stand-in", "max_model_len": 4096}]},
+            "/server_info": {"vllm_config": {"instance_id": self.life, "model_config": model}},
+        }
+        return known.get(path)
+
+    def answered(self, path: str, body: Body) -> Body | None:
+        self.asked.append((path, body))
+        if path in GENERATE:
+            time.sleep(self.seconds_per_token * body.get("sampling_params", body)["max_tokens"])
+            return self.spoil({"choices": self._rollouts(path, body)})
+        if path == "/v1/chat/completions/render":
+            return {"features": features(body["messages"])}
+        if path == "/collective_rpc":
+            files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
+            names = []
+            for file in files:
+                with safe_open(file, "pt") as tensors:
+                    names += tensors.keys()
+            self.weights.append(sorted(names))
+        return {"success": True}
+
+    def _rollouts(self, path: str, body: Body) -> list[Body]:
+        parameters = body.get("sampling_params", body)
+        ids = body["token_ids"] if "token_ids" in body else body["prompt"][0]
+        banned = {int(token) for token in parameters.get("logit_bias") or {}}
+        allowed = [token for token in range(self.vocabulary) if token not in banned]
+        rollouts = []
+        for member in range(parameters.get("n", 1)):
+            draw = random.Random(f"{ids} {parameters.get('seed', 0) + member}")
+            tokens = draw.choices(allowed, k=self.tokens)
+            names, logps = [f"token_id:{token}" for token in tokens], [-draw.random() for _ in tokens]
+            pairs = list(zip(names, logps, strict=True))
+            if path == GENERATE[0]:
+                scored: Body = {"tokens": names, "token_logprobs": logps, "top_logprobs": [None] * len(tokens)}
+            else:
+                scored = {"content": [{"token": t, "logprob": p, "top_logprobs": []} for t, p in pairs]}
+            rollouts.append({"prompt_token_ids": ids, "token_ids": tokens, "logprobs": scored})
+        return rollouts
+
+
+def features(messages: list[Body]) -> Body:
+    """Places for the images of a conversation, without their patches."""
+    urls = [part["image_url"]["url"] for message in messages for part in message["content"]]
+    images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+    lengths = [(image.width // PIXELS) * (image.height // PIXELS) for image in images]
+    return {"mm_placeholders": {"image": [{"offset": 0, "length": length} for length in lengths]}}

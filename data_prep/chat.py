@@ -1,0 +1,70 @@
+"""Rows of other trainers: the problem inside a conversation, and the instruction that they append to each problem."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from adora_vl.data.prompts import PLACEHOLDER
+
+_ROLES = {"human": "user", "gpt": "assistant"}  # in the form of ShareGPT
+_SENTENCE_ENDS = re.compile(r"(?<=[.?!:])\s+|\n+")
+_SAYS_HOW = re.compile(
+    r"</?think>|</?answer>|\\boxed|####|step[ -]by[ -]step|reasoning process|thinking process|internal monologue"
+    r"|final answer|thinks? (?:first|about)",
+    re.IGNORECASE,
+)
+_SAYS_WHERE = re.compile(r"</?think>|</?answer>|\\boxed\s*\{\s*\}|####|step[ -]by[ -]step", re.IGNORECASE)
+
+
+def text_of_chat(value: Any) -> str | None:
+    """The one question of a conversation, with `<image>` for each image part in it. None where there are several, or
+    none, or it is no conversation. What a system message or an answer says is no part of the problem.
+    """
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+        return None
+    asked = []
+    for message in value:
+        role = message.get("role", message.get("from"))
+        if (_ROLES.get(role, role) if isinstance(role, str) else role) == "user":
+            asked.append(_text_of_content(message.get("content", message.get("value"))))
+    return asked[0] if len(asked) == 1 else None
+
+
+def _text_of_content(content: Any) -> str | None:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        return None
+    pieces = []
+    for part in content:
+        if part.get("type") in ("image", "image_url"):
+            pieces.append(PLACEHOLDER)
+        elif isinstance(part.get("text"), str):
+            pieces.append(part["text"])
+        else:
+            return None
+    return "".join(pieces)
+
+
+def without_instruction(problem: str) -> tuple[str, str]:
+    """The problem, and the instruction behind it on how to answer, `First output the thinking process in <think>...`.
+
+    An instruction is the last sentences that all speak of how to answer, one of them of tags, a box or steps; it is
+    empty where there is none, or nothing before it.
+    """
+    ends = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]
+    starts = [0, *(end for _, end in ends)]
+    stops = [*(start for start, _ in ends), len(problem)]
+    first = len(starts)
+    while first and _speaks_of_the_answer(problem[starts[first - 1] : stops[first - 1]]):
+        first -= 1
+    if first in (0, len(starts)):
+        return problem, ""
+    rest, instruction = problem[: starts[first]].rstrip(), problem[starts[first] :].strip()
+    return (rest, instruction) if rest and _SAYS_WHERE.search(instruction) else (problem, "")
+
+
+def _speaks_of_the_answer(sentence: str) -> bool:
+    return not sentence.strip() or _SAYS_HOW.search(sentence) is not None

@@ -1,0 +1,196 @@
+"""Which columns of a stranger's table are the problem, the answer, the images: `problem=question answer=label`.
+
+`PRESETS` knows them of published data sets, and of the rows of other trainers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from adora_vl.data.dataset import COLUMNS, schema
+from adora_vl.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+OURS = ("problem", "answer", "images", "choices", "id")
+_NEEDED = ("problem", "answer")
+_LISTED = ("images", "choices")  # may be spread over several columns
+# Names that a column of the user's own cannot have: those of the schema, those that TRL gives to a reward function, and
+# the one by which a template lists the choices.
+_TAKEN = (
+    *COLUMNS, "image", "prompt", "prompts", "completions", "completion_ids", "trainer_state", "environments",
+    "log_extra", "log_metric", "columns", "kwargs", "self", "multiple_choice",
+)  # fmt: skip
+_SHOWN = 20  # names in a message
+_COMPARED = 1000  # names that a wrong one is compared with
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Their names in the table. A dot leads into an object, and `a|b` is whichever of the two there is.
+
+    `images` and `choices`: one column that holds all, or several that hold one each.
+
+    `extras`: columns of the user's own, our name to theirs, kept as texts for prompts and rewards. `optional`: columns
+    that a table may lack. `pictured`: a row without an image is broken.
+    """
+
+    problem: str
+    answer: str
+    images: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    id: str | None = None
+    extras: tuple[tuple[str, str], ...] = ()
+    optional: tuple[str, ...] = ()
+    pictured: bool = False
+
+    @property
+    def wanted(self) -> list[str]:
+        """Every column that is read, each once."""
+        own = (theirs for _, theirs in self.extras)
+        one = () if self.id is None else (self.id,)
+        return list(dict.fromkeys((self.problem, self.answer, *self.images, *self.choices, *one, *own)))
+
+    def held_by(self, present: Iterable[str]) -> list[str]:
+        """The columns of a table that have to be read for these."""
+        known = set(present)
+        places = (_place(part, known) for name in self.wanted for part in (name, *name.split("|")))
+        return list(dict.fromkeys(place for place in places if place is not None))
+
+    @property
+    def features(self) -> Features:
+        """The schema of the rows: ours, and the extras behind it."""
+        from datasets import Features, Value
+
+        return Features({**schema(), **{name: Value("string") for name, _ in self.extras}})
+
+    def described(self) -> dict[str, Any]:
+        """As it stands in the manifest, and as `columns_from` reads it."""
+        found: dict[str, Any] = {"problem": self.problem, "answer": self.answer}
+        for name, theirs in (("images", self.images), ("choices", self.choices)):
+            if theirs:
+                found[name] = theirs[0] if len(theirs) == 1 else list(theirs)
+        return {**found, **({} if self.id is None else {"id": self.id}), **dict(self.extras)}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """`id`: of a data set on the hub, None for a form of rows. `splits`: our names to its own, {} where both agree."""
+
+    id: str | None
+    columns: Columns
+    splits: Mapping[str, str] = field(default_factory=dict)
+
+
+_GEOMETRY3K = Columns(
+    "problem", "answer", ("images",), ("choices",), id="id", optional=("choices", "id"), pictured=True
+)
+PRESETS = {
+    "geometry3k": Preset("hiyouga/geometry3k", _GEOMETRY3K),
+    "easyr1": Preset(None, Columns("prompt|problem", "answer", ("images",), optional=("images",))),
+    "verl": Preset(None, Columns("prompt", "reward_model.ground_truth", ("images",), optional=("images",))),
+    "swift": Preset(
+        None,
+        Columns("messages|query|prompt|problem|question", "solution", ("images|image",), optional=("images|image",)),
+    ),
+}
+
+
+def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
+    """Read a mapping from our names to the table's; `key` begins the messages. Raises `UserError`.
+
+    `images` and `choices` may be a list of columns, or names with commas between them.
+    """
+    for name in _NEEDED:
+        if name not in mapping:
+            close = did_you_mean(name, [str(given) for given in mapping if given not in OURS])
+            raise UserError(
+                f"{key}: {name} is missing{close}; write {name}=COLUMN, the column of the table that has it"
+            )
+    found: dict[str, tuple[str, ...]] = {}
+    for name, theirs in mapping.items():
+        words = list(theirs) if isinstance(theirs, list | tuple) else str(theirs).split(",")
+        if not all(isinstance(word, str) and word.strip() for word in words) or isinstance(theirs, Mapping):
+            raise UserError(f"{key}: {name}={theirs!r:.60} is not the name of a column; write one")
+        if len(words) > 1 and name not in _LISTED:
+            raise UserError(
+                f"{key}: {name}={theirs!r:.60} names {len(words)} columns; only {' and '.join(_LISTED)} may"
+            )
+        found[str(name)] = tuple(word.strip() for word in words)
+    extras = tuple((name, theirs[0]) for name, theirs in found.items() if name not in OURS)
+    for name, _ in extras:
+        if not name.isidentifier() or name in _TAKEN:
+            raise UserError(
+                f"{key}: {name!r} cannot be the name of a column of your own{did_you_mean(name, OURS)}; ours are "
+                f"{', '.join(OURS)}, and others are plain words that are not taken"
+            )
+    return Columns(
+        found["problem"][0], found["answer"][0], found.get("images", ()), found.get("choices", ()),
+        found["id"][0] if "id" in found else None, extras,
+    )  # fmt: skip
+
+
+def columns_of_words(words: Sequence[str]) -> Columns:
+    """The same from the command line: `problem=question answer=label`. Raises `UserError`."""
+    mapping: dict[str, str] = {}
+    for word in words:
+        name, sign, theirs = word.partition("=")
+        if not sign or not name:
+            raise UserError(f"--columns: {word!r:.60} is not NAME=COLUMN, such as problem=question")
+        if name in mapping:
+            raise UserError(f"--columns: {name} is given twice, {mapping[name]!r:.60} and {theirs!r:.60}; give one")
+        mapping[name] = theirs
+    return columns_from(mapping, "--columns")
+
+
+def _place(name: str, present: Container[str]) -> str | None:
+    """The column that has a value: itself, or for `reward_model.ground_truth` the one before a dot."""
+    if name in present:
+        return name
+    ends = (at for at, sign in enumerate(name) if sign == ".")
+    return next((name[:end] for end in ends if name[:end] in present), None)
+
+
+def picked(record: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """The wanted columns that a record has, also those inside of others."""
+    found = {}
+    for name in columns.wanted:
+        for part in (name, *name.split("|")):
+            place = _place(part, record)
+            held = _inside(record[place], part[len(place) + 1 :]) if place is not None else []
+            if held:
+                found[name] = held[0]
+                break
+    return found
+
+
+def _inside(value: Any, path: str) -> list[Any]:
+    """What stands in an object under names with dots between them, as a list; an empty one where it has no such."""
+    for name in path.split(".") if path else ():
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                return []
+        if not isinstance(value, Mapping) or name not in value:
+            return []
+        value = value[name]
+    return [value]
+
+
+def require_columns(columns: Columns, present: Iterable[str], where: str) -> None:
+    """Raise `UserError` for a named column that the table `where` lacks."""
+    there = list(present)
+    known = set(there)
+    for name in columns.wanted:
+        found = any(_place(part, known) for part in (name, *name.split("|")))
+        if not found and name not in columns.optional:
+            more = f", ... ({len(there)} columns)" if len(there) > _SHOWN else ""
+            close = did_you_mean(name, islice(there, _COMPARED))
+            listed = ", ".join(f"{column:.40}" for column in there[:_SHOWN]) or "none"
+            raise UserError(f"columns: {where} has no column {name!r:.60}{close}; it has {listed}{more}")

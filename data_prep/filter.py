@@ -1,0 +1,240 @@
+"""Keeps the problems that a model solves sometimes: neither always, nor never.
+
+Source: ThinkLite-VL (arXiv 2504.07934) selects training problems by how hard a model finds them. Its own measure counts
+iterations of a tree search; this is the cheap version that the same work compares with, the pass rate of plain samples.
+
+The answers come from the runner of `eval`, which asks for nothing twice, and stay beside the output.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adora_vl.data.dataset import (
+    SPLITS,
+    Manifest,
+    Row,
+    features_of,
+    load_split,
+    read_manifest,
+    split_files,
+    stored_rows,
+    write_manifest,
+    write_split,
+)
+from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError
+from data_prep.output import complete_or_absent, refuse_foreign
+from eval.geometry3k import BENCHMARK, load
+from eval.inference.engines import AnswerEngine, AnswerEngineSettings, build_engine
+from eval.inference.predictions import PREDICTIONS, Prediction, read_predictions
+from eval.inference.provenance import FILE_NAME, data_hash, digest, model_hash, read
+from eval.inference.runner import infer
+from eval.scoring.score import grade_row
+
+RATES_FILE = "pass_rates.jsonl"  # in the output: id, right answers and answers of every problem of the split
+_ROUNDING = 1e-9  # so that 3 of 10 answers are within 0.3:0.9
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Pass rates to keep, both ends included."""
+
+    low: float
+    high: float
+
+    def __contains__(self, rate: float) -> bool:
+        return self.low - _ROUNDING <= rate <= self.high + _ROUNDING
+
+    def __str__(self) -> str:
+        return f"{self.low:g}:{self.high:g}"
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The answers to one problem."""
+
+    right: int
+    answers: int
+
+    @property
+    def rate(self) -> float:
+        return self.right / self.answers
+
+
+def tallies(rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False) -> dict[str, Tally]:
+    """The right answers and all answers of each problem by its id, graded as in training."""
+    options = Namespace(rounding=rounding, answer_tags=answer_tags)
+    right: Counter[str] = Counter()
+    answers: Counter[str] = Counter()
+    for row in rows:
+        answers[row["pid"]] += 1
+        right[row["pid"]] += grade_row(BENCHMARK, row, options).correct
+    return {pid: Tally(right[pid], answers[pid]) for pid in answers}
+
+
+def samples_folder(output: Path) -> Path:
+    """The folder of the answers, beside `output`. It stays, so that another `--keep` needs no new answers."""
+    output = output.resolve()
+    return output.with_name(f"{output.name}.samples")
+
+
+def sample(
+    data: Path,
+    split: str,
+    folder: Path,
+    settings: AnswerEngineSettings,
+    *,
+    samples: int,
+    system_prompt: str | None = SYSTEM_PROMPT,
+    prompt: str | None = None,
+    build: Callable[[AnswerEngineSettings], AnswerEngine] = build_engine,
+) -> Path:
+    """Get `samples` answers to every problem of the split, except those that `folder` has. Returns their file.
+
+    `prompt`: the template of the text that is asked, as `adora_prompt`. Raises `UserError` if `folder` has answers that
+    were made with another model, other data or other settings, and for a template that does not fit the data.
+    """
+    options = Namespace(data=str(data), split=split, prompt=prompt)
+    asked, hashed = load(options)
+    fingerprint = {
+        "benchmark": "filter",
+        "model": settings.model,
+        "model_hash": model_hash(settings.model, settings.revision),
+        "data_hash": hashed,
+        "split": split,
+        "system_prompt": system_prompt,
+        "prompt": options.prompt,
+    }
+    names = ("engine", "dtype", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "batch_size")
+    fingerprint |= {name: getattr(settings, name) for name in names}
+    infer(asked, folder, settings, fingerprint, system_prompt=system_prompt, build=build, samples=samples)
+    return folder / PREDICTIONS
+
+
+def filter_dataset(
+    data: Path,
+    output: Path,
+    predictions: Path,
+    keep: Keep,
+    *,
+    split: str = "train",
+    rounding: bool = False,
+    overwrite: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Write a dataset with those rows of `split` whose pass rate is in `keep`, and with the other splits unchanged.
+
+    `arguments`: what else the choice depends on, for the manifest. Raises `UserError` where the answers are not those
+    of this split, or no row is left.
+    """
+    check_input(data, split)
+    tags = _answer_tags(predictions)
+    found = tallies(read_predictions(predictions), rounding=rounding, answer_tags=tags)
+    _check_covered(found, data, split, predictions)
+    kept = {pid for pid, tally in found.items() if tally.rate in keep}
+    if not kept:
+        rates: defaultdict[str, int] = defaultdict(int)
+        for tally in found.values():
+            rates[f"{tally.rate:.3g}"] += 1
+        seen = ", ".join(f"{rate} of {count}" for rate, count in sorted(rates.items(), key=lambda item: float(item[0])))
+        raise UserError(f"keep: {keep} leaves no row; the pass rates are {seen}")
+    description = {
+        "source": "filter",
+        "input": str(data),
+        "revision": data_hash(data, split),
+        "arguments": {
+            "split": split,
+            "keep": str(keep),
+            "rounding": rounding,
+            "answers": digest([predictions]),
+            **(arguments or {}),
+        },
+    }
+    with complete_or_absent(output, description, overwrite=overwrite) as folder:
+        counts = {}
+        for name in split_files(data):
+            rows = stored_rows(data, name)
+            chosen = _chosen(rows, kept) if name == split else rows
+            counts[name] = write_split(chosen, folder, name, features_of(data, name))
+        lines = (json.dumps({"id": pid, "right": t.right, "answers": t.answers}) for pid, t in found.items())
+        (folder / RATES_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return write_manifest(folder, {**description, "filtered": _summary(found, keep)}, counts)
+
+
+def check_input(data: Path, split: str) -> None:
+    """Raise `UserError` where `data` is not a prepared dataset of mathematical problems, or has no such split."""
+    manifest = read_manifest(data)
+    if manifest is None:
+        raise UserError(f"input: {str(data)!r} is not a folder made by `python -m data_prep`; prepare it first")
+    if manifest["source"] == "knights":
+        raise UserError(f"input: {str(data)!r} holds puzzles; filter grades mathematical answers only")
+    if split not in split_files(data):
+        raise UserError(f"split: {str(data)!r} has no {split!r}; it has {', '.join(split_files(data))}")
+
+
+def check_output(data: Path, output: Path) -> None:
+    """Before anything is sampled: raise `UserError` where `output` could not be written."""
+    if output.resolve() == data.resolve():
+        raise UserError(f"output: {str(output)!r} is the dataset to filter; choose another folder")
+    refuse_foreign(output.resolve())
+
+
+def _chosen(rows: Iterator[Row], kept: set[str]) -> Iterator[Row]:
+    return (row for row in rows if row["id"] in kept)
+
+
+def _answer_tags(predictions: Path) -> bool:
+    """Whether the prompts of these answers asked for `<answer> </answer>`, as the fingerprint beside them says."""
+    path = predictions.parent / FILE_NAME
+    fields = read(path)["fields"] if path.is_file() else {}
+    return asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
+
+
+def _summary(found: Mapping[str, Tally], keep: Keep) -> dict[str, int]:
+    rates = [tally.rate for tally in found.values()]
+    return {
+        "problems": len(rates),
+        "kept": sum(rate in keep for rate in rates),
+        "below": sum(rate < keep.low and rate not in keep for rate in rates),
+        "above": sum(rate > keep.high and rate not in keep for rate in rates),
+        "never_solved": sum(rate == 0 for rate in rates),
+        "always_solved": sum(rate == 1 for rate in rates),
+    }
+
+
+def _check_covered(found: Mapping[str, Tally], data: Path, split: str, predictions: Path) -> None:
+    """The same number of answers to each row of the split, and to nothing else."""
+    ids = set(load_split(data, split)["id"])
+    missing, foreign = sorted(ids - found.keys()), sorted(found.keys() - ids)
+    if missing or foreign:
+        name, what = (missing[0], "has no answer") if missing else (foreign[0], f"is not in the split {split!r}")
+        raise UserError(
+            f"predictions: {name!r} {what} in {str(predictions)!r} ({len(missing)} of {len(ids)} rows have none, "
+            f"{len(foreign)} rows are others); sample the whole split"
+        )
+    counts = Counter(tally.answers for tally in found.values())
+    if len(counts) > 1:
+        few, many = min(counts), max(counts)
+        raise UserError(
+            f"predictions: {str(predictions)!r} has {few} answers to some problems and {many} to others; finish the "
+            "sampling with the same command"
+        )
+
+
+def in_words(manifest: Manifest) -> str:
+    """What was kept, in one line."""
+    facts, keep = manifest["filtered"], manifest["arguments"]["keep"]
+    rows = ", ".join(f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"])
+    return (
+        f"{amount(facts['problems'], 'problem')}: {facts['kept']} kept with a pass rate of {keep}, {facts['below']} "
+        f"below and {facts['above']} above ({facts['never_solved']} never solved, {facts['always_solved']} always). "
+        f"Rows: {rows}"
+    )

@@ -1,0 +1,191 @@
+"""Turns a problem from any source into a row of the schema, and checks what every row must satisfy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from string import ascii_uppercase
+from typing import Any
+
+from adora_vl.data.dataset import META, Row
+from adora_vl.data.images import UNIT, UnreadableImageError, clean_image
+from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.rows import problem_with_row
+from adora_vl.rewards import canonical_gold, verify_gold
+from adora_vl.utils.errors import UserError
+
+
+class RowError(UserError):
+    """One row cannot be used: `{row id}: {what is wrong, with the value}; {what to do}`.
+
+    `kind` is the broken rule, a short stable name such as `image_truncated`. `originals` are the bytes of the row in
+    its source, and `record` its texts.
+    """
+
+    def __init__(
+        self,
+        row_id: str,
+        kind: str,
+        wrong: str,
+        remedy: str,
+        *,
+        originals: Sequence[bytes] = (),
+        record: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(row_id, kind, wrong, remedy)  # so that it can be pickled
+        self._text = f"{row_id}: {wrong}; {remedy}"
+        self.row_id = row_id
+        self.kind = kind
+        self.originals = tuple(originals)
+        self.record = record or {}
+
+    def __str__(self) -> str:
+        return self._text
+
+
+MAX_FILE_BYTES = 64 * 1024**2  # of one file of a source: a small zip file can unpack to terabytes
+
+
+@dataclass(frozen=True)
+class RawProblem:
+    """One problem as it is in its source. Only the types are checked.
+
+    `origin` tells a person where to find and correct the row. `images` are encoded. `problem` has no image placeholder,
+    or one for each image. `answer` is the letter of one of the `choices` if there are any, and otherwise a value. With
+    `value_answer` it is a value in any case. `text_only`: the problem needs no image. `extras`: more columns, as texts.
+    `notes`: what is counted of such rows in the report, by the names of `notes.NOTES`, with an example.
+    """
+
+    id: str
+    split: str
+    source: str
+    origin: str
+    images: tuple[bytes, ...]
+    problem: str
+    answer: str
+    choices: tuple[str, ...] | None = None
+    goal: str = ""
+    shapes: tuple[str, ...] = ()
+    solution: str = ""
+    value_answer: bool = False
+    text_only: bool = False
+    extras: Mapping[str, str | None] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    other_files: tuple[bytes, ...] = ()  # that the source has of the row, for the quarantine
+
+    @property
+    def originals(self) -> tuple[bytes, ...]:
+        """All bytes that the source has of the row."""
+        return (*self.other_files, *self.images)
+
+    def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
+        """The error for this row, with everything that the source has of it."""
+        record = {"problem": self.problem, "answer": self.answer, "choices": self.choices and list(self.choices)}
+        return RowError(self.id, kind, wrong, f"{remedy} {self.origin}", originals=self.originals, record=record)
+
+
+Reads = Iterator[Callable[[], RawProblem]]  # calls that can be pickled, so that other processes can make them
+
+
+@dataclass(frozen=True)
+class PixelLimits:
+    """The smallest and largest number of pixels of an image. None means no limit. `unit`: the side of a token."""
+
+    low: int | None = None
+    high: int | None = None
+    unit: int = UNIT
+
+
+def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
+    """The row of the schema, with Pillow images. Raises `RowError`."""
+    limits = limits or PixelLimits()
+    if not raw.problem.strip():
+        raise raw.refuse("no_text", f"the problem text {raw.problem!r} is empty", "write it in")
+    if not raw.images and not raw.text_only:
+        raise raw.refuse("no_image", "images [] is empty", "add the diagram in")
+    images = []
+    for index, encoded in enumerate(raw.images):
+        try:
+            images.append(clean_image(encoded, limits.low, limits.high, limits.unit))
+        except UnreadableImageError as error:
+            wrong = f"image {index} ({len(encoded)} bytes) is not usable ({error})"
+            raise raw.refuse(error.kind, wrong, "replace it in") from error
+    row: Row = {
+        "id": raw.id,
+        "images": images,
+        "problem": raw.problem,
+        "answer": _gold(raw),
+        "answer_raw": raw.answer,
+        "choices": list(raw.choices) if raw.choices else None,
+        "split": raw.split,
+        "source": raw.source,
+        "meta": {
+            **dict.fromkeys(META, ""),
+            "goal": raw.goal,
+            "shapes": list(raw.shapes),
+            "solution": raw.solution,
+        },
+        **raw.extras,
+    }
+    wrong, _, remedy = (problem_with_row(row) or "").partition("; ")
+    if wrong:
+        kind = "placeholder" if PLACEHOLDER in raw.problem else "control_token"
+        raise raw.refuse(kind, wrong, f"{remedy}, in")
+    return row
+
+
+def checked_gold(gold: str, choices: Sequence[str] | None, *, row_id: str, origin: str) -> str:
+    """The gold in canonical form. Raises `RowError` if it would not be graded as right against itself."""
+    reason = verify_gold(gold, choices)
+    if reason:
+        raise RowError(row_id, "gold", *_ungradable(gold, reason, f"in {origin}"))
+    return canonical_gold(gold)
+
+
+def storable(value: str) -> bool:
+    """Whether a text can be stored. JSON can spell half of a surrogate pair, which is no character."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def reads_as_letter(text: str) -> bool:
+    """Whether a choice such as `D`, the name of a point, would be taken for the letter of a choice."""
+    return re.fullmatch(r"[A-Z]|\([A-Z]\)", canonical_gold(text)) is not None
+
+
+def _gold(raw: RawProblem) -> str:
+    chosen = raw.answer if raw.choices is None or raw.value_answer else _chosen(raw, raw.choices)
+    if chosen != raw.answer and reads_as_letter(chosen):
+        chosen = raw.answer
+    reason = verify_gold(chosen, raw.choices)
+    if reason:
+        raise raw.refuse("gold", *_ungradable(chosen, reason, "in"))
+    return canonical_gold(chosen)
+
+
+_A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5"
+
+
+def _ungradable(gold: str, reason: str, where: str) -> tuple[str, str]:
+    rule, _, spelling = reason.partition(": ")
+    wrong = f"the gold answer {gold!r:.200} cannot be met by any answer ({rule})"
+    return wrong, f"{spelling or _A_GOLD}, {where}"
+
+
+def _chosen(raw: RawProblem, choices: Sequence[str]) -> str:
+    """The value of the choice that the answer letter names."""
+    letters = ascii_uppercase[: len(choices)]
+    if not choices:
+        raise raw.refuse("no_choices", "choices [] is empty", "list the choices in")
+    if len(raw.answer) != 1 or raw.answer not in letters:
+        wrong = f"the answer {raw.answer!r:.200} is not the letter of one of its {len(choices)} choices"
+        raise raw.refuse("letter_without_choice", wrong, f"write one of {', '.join(letters)} in")
+    value = choices[letters.index(raw.answer)]
+    if not value.strip():
+        wrong = f"choice {raw.answer}, the right one, is {value!r}"
+        raise raw.refuse("letter_without_choice", wrong, "write its value in")
+    return value

@@ -1,0 +1,295 @@
+"""`python -m data_prep inspect`: what a prepared data set holds, counted and as text."""
+
+from __future__ import annotations
+
+import heapq
+import io
+import shlex
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from PIL import Image
+
+from adora_vl.data.dataset import SPLITS, Manifest, Row, example_row, read_manifest, row_count, split_files, stored_rows
+from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_tokens
+from adora_vl.data.prompts import DEFAULT_PROMPT, as_text, conversation_with_images, template
+from adora_vl.data.rows import problem_with_prompt, problem_with_row
+from adora_vl.models.families import FAMILIES
+from adora_vl.utils.cli import amount, quantile
+from adora_vl.utils.errors import UserError, in_one_line
+from data_prep.quarantine import QUARANTINE_NAME, first_details, note_lines
+from eval.geometry3k import answer_form
+
+PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
+GALLERY_ROWS = 48  # of all splits together, on the page
+LONGEST_SHOWN = 5
+_UNKNOWN = "unknown"  # the value of a property that a row does not have
+_SIZES_KEPT = 5000  # image sizes for the scatter plot; the counts know all of them
+_LONGEST_SIDES = (56, 112, 224, 448, 896)
+TextTokens = Callable[[str], int]
+
+
+@dataclass
+class SplitFacts:
+    """The facts of one split: how often each value of each property occurs, and numbers for every row.
+
+    `tokens`: image tokens of each row. `characters`: of each problem. `sizes`: (width, height) of the first images.
+    `longest`: (measure, row id, problem) of the longest problems, the longest first. `gallery`: whole rows.
+    """
+
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in ("rows", *PROPERTIES)})
+    tokens: array[int] = field(default_factory=lambda: array("l"))
+    characters: array[int] = field(default_factory=lambda: array("l"))
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    longest: list[tuple[int, str, str]] = field(default_factory=list)
+    gallery: list[Row] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A dataset folder, its manifest if it is one of ours, and the facts of each split. `model`: whose tokens of text;
+    `family`: whose image tokens; `example`: the row of which the whole prompt is shown.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    splits: dict[str, SplitFacts]
+    model: str | None
+    family: str = DEFAULT_FAMILY
+    example: Row | None = None
+
+
+def survey(folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY) -> Survey:
+    """Look at every row once, a batch in memory at a time.
+
+    `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub id whose tokenizer
+    measures the problems; None measures characters. `family`: the model_type that counts image tokens.
+
+    Raises `UserError` where there is no dataset, no row or no tokenizer.
+    """
+    files = split_files(folder)
+    if not files:
+        raise UserError(f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m data_prep`")
+    measure = len if model is None else _tokenizer(model)
+    sizes = {split: row_count(folder, split) for split in files}
+    if not any(sizes.values()):
+        raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
+    share = min(1.0, gallery / max(1, sum(sizes.values())))
+    splits = {}
+    for split, size in sizes.items():
+        wanted = min(size, max(1, round(size * share))) if gallery else 0
+        picked = {index * size // wanted for index in range(wanted)}
+        splits[split] = _facts(folder, split, picked, measure, family)
+    return Survey(folder, read_manifest(folder) or {}, splits, model, family, example_row(folder, files))
+
+
+def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, family: str) -> SplitFacts:
+    facts = SplitFacts()
+    for index, row in enumerate(stored_rows(folder, split)):
+        where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
+        fault = problem_with_row(row)
+        if fault:
+            raise UserError(f"{where}: {fault}")
+        meta, counts = row.get("meta"), facts.counts
+        meta = meta if isinstance(meta, dict) else {}
+        shapes = meta.get("shapes")
+        counts["rows"]["rows"] += 1
+        counts["source"][str(row.get("source") or _UNKNOWN)] += 1
+        counts["goal"][str(meta.get("goal") or _UNKNOWN)] += 1
+        counts["shape"].update([str(shape) for shape in shapes] if shapes and isinstance(shapes, list) else [_UNKNOWN])
+        counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
+        sizes = [_size(image, f"{where}: image {number}") for number, image in enumerate(row["images"])]
+        counts["image size"].update(_size_class(max(size)) for size in sizes)
+        facts.tokens.append(sum(_tokens(row, size, family) for size in sizes))
+        facts.characters.append(len(row["problem"]))
+        if len(facts.sizes) < _SIZES_KEPT:
+            facts.sizes.extend(sizes)
+        entry = (measure(row["problem"]), row["id"], row["problem"])
+        if len(facts.longest) < LONGEST_SHOWN:
+            heapq.heappush(facts.longest, entry)
+        else:
+            heapq.heappushpop(facts.longest, entry)
+        if index in picked:
+            facts.gallery.append(row)
+    facts.longest.sort(reverse=True)
+    return facts
+
+
+def _size(image: Any, where: str) -> tuple[int, int]:
+    """Width and height of a stored picture, by its header."""
+    try:
+        with Image.open(io.BytesIO(image["bytes"])) as opened:
+            return opened.size
+    except Exception as error:  # Pillow raises nearly anything on broken bytes
+        raise UserError(f"{where} is not a stored picture ({in_one_line(error)}); prepare the dataset again") from error
+
+
+def _tokens(row: Row, size: tuple[int, int], family: str) -> int:
+    try:
+        return image_tokens(*size, VISIONS[family])
+    except ValueError as error:
+        raise UserError(
+            f"{row['id']}: an image of {size[0]} x {size[1]} pixels is refused by the model ({error}); remove the row"
+        ) from error
+
+
+def _size_class(longest: int) -> str:
+    return next((f"up to {side} px" for side in _LONGEST_SIDES if longest <= side), f"over {_LONGEST_SIDES[-1]} px")
+
+
+def _tokenizer(model: str) -> TextTokens:
+    """How many tokens the tokenizer of this model makes of a text."""
+    from transformers import AutoTokenizer  # seconds, so only where it is asked for
+
+    from adora_vl.utils.hub import only_here
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=only_here(model), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model: {model!r} has no tokenizer that can be loaded ({error}); give a model folder or leave --model out"
+        ) from error
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+_SHOWN_REFUSED = 3  # rows after a conversion, in whole sentences
+_SHOWN_CHARACTERS = 100  # of a long problem
+_SHOWN_VALUES = 20  # of a property
+_SHOWN_PROMPT = 20_000  # characters; a longer prompt is a mistake, which the longest problems show
+
+
+def describe(found: Survey) -> str:
+    """Counts of each split, image tokens, the longest prompts, what was left out, and one whole prompt."""
+    shown = whole_prompt(found.example) if found.example is not None else []
+    return "\n".join([counts(found), *(["", *shown] if shown else [])])
+
+
+def counts(found: Survey) -> str:
+    """What `describe` says, without the prompt."""
+    manifest = found.manifest
+    made = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})" if manifest else " (no manifest of ours)"
+    lines = [printable(f"{found.folder}{made}"), "", *_table(found), "", *_longest(found)]
+    return "\n".join([*lines, *(["", *left_out] if (left_out := what_was_left_out(found)) else [])])
+
+
+def whole_prompt(row: Row) -> list[str]:
+    """Lines: what a model is asked for this row by the default keys of a training, from the first role to the last."""
+    problem, images = template(DEFAULT_PROMPT)(row), len(row["images"] or [])
+    fault = problem_with_prompt(problem, images)
+    if fault:
+        return [printable(f"the prompt of {row['id']} cannot be made: {fault}")]
+    lines = shown_lines(as_text(conversation_with_images(problem, images)))
+    title = f"one whole prompt, of {row['id']}, as a training with the default keys asks it:"
+    return [printable(title), *(f"  {line}" for line in lines)]
+
+
+def shown_lines(prompt: str) -> list[str]:
+    """The lines of a prompt for a terminal."""
+    more = len(prompt) - _SHOWN_PROMPT
+    lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
+    return [*lines, f"... {more} more characters"] if more > 0 else lines
+
+
+def token_statistics(facts: SplitFacts) -> dict[str, str]:
+    """Image tokens of the rows of a split, for people."""
+    tokens = facts.tokens
+    if not tokens:
+        return dict.fromkeys(("min", "median", "p95", "max"), "-")
+    return {
+        "min": str(min(tokens)),
+        "median": f"{median(tokens):g}",
+        "p95": str(quantile(tokens, 0.95) if tokens else 0),
+        "max": str(max(tokens)),
+    }
+
+
+def what_was_left_out(found: Survey) -> list[str]:
+    """Lines on quarantined rows and leaks, from the manifest; none where there are none."""
+    quarantined, leaks = found.manifest.get("quarantined") or {}, found.manifest.get("leaks") or {}
+    lines = []
+    if quarantined.get("rows"):
+        reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
+        lines.append(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}), see quarantine.jsonl")
+    if leaks.get("found"):
+        lines.append(f"also in another split: {amount(leaks['found'], 'row')}, {leaks['dropped']} dropped from train")
+    return [*lines, *note_lines(found.manifest)]
+
+
+def printable(text: str) -> str:
+    """One line without control characters: a row must not command the terminal."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _table(found: Survey) -> list[str]:
+    """Lines: a column for each split, a block for each property, its most frequent value first."""
+    splits = found.splits
+    blocks = {"rows": {"rows": [str(facts.counts["rows"]["rows"]) for facts in splits.values()]}}
+    for name in PROPERTIES:
+        total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
+        if set(total) <= {_UNKNOWN}:
+            continue  # no row has it
+        values = sorted(total, key=lambda value: (-total[value], value))
+        title = "image size (longest side)" if name == "image size" else name
+        blocks[title] = {
+            printable(value)[:40]: [str(facts.counts[name][value]) for facts in splits.values()]
+            for value in values[:_SHOWN_VALUES]
+        }
+        if len(values) > _SHOWN_VALUES:
+            blocks[title][f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
+    if any(any(facts.tokens) for facts in splits.values()):
+        statistics = [token_statistics(facts) for facts in splits.values()]
+        blocks[f"image tokens per row ({FAMILIES[found.family].name}'s own limits)"] = {
+            name: [column[name] for column in statistics] for name in statistics[0]
+        }
+    label = max(len(value) for values in blocks.values() for value in values) + 4
+    width = max(8, *(len(split) + 2 for split in splits))
+    lines = [" " * label + "".join(f"{split:>{width}}" for split in splits)]
+    for title, cells in blocks.items():
+        indent = "" if title == "rows" else "  "
+        lines += [title] if indent else []
+        for value, row in cells.items():
+            lines.append(f"{indent + value:<{label}}" + "".join(f"{cell:>{width}}" for cell in row))
+    return lines
+
+
+def _longest(found: Survey) -> list[str]:
+    unit = "characters" if found.model is None else f"tokens of {found.model}"
+    lines = [printable(f"longest problems ({unit}, without system prompt and image)")]
+    for split, facts in found.splits.items():
+        for measure, row_id, problem in facts.longest[:3]:
+            shown = problem if len(problem) <= _SHOWN_CHARACTERS else problem[:_SHOWN_CHARACTERS] + "..."
+            lines.append(printable(f"  {split}  {measure:>5}  {row_id}: {shown}"))
+    return lines
+
+
+def print_prompt(output: Path, manifest: Manifest) -> None:
+    """Show one whole prompt of what was written to `output`."""
+    row = example_row(output, [split for split in SPLITS if split in manifest["counts"]])
+    if row is not None:
+        print("\n".join(whole_prompt(row)))
+
+
+def print_counts(output: Path, manifest: Manifest) -> None:
+    """Say what was written to `output`, and what was left out."""
+    counts = ", ".join(
+        f"{split} {amount(manifest['counts'][split], 'row')}" for split in SPLITS if split in manifest["counts"]
+    )
+    print(f"{output}: {counts}; look at it with `python -m data_prep inspect {shlex.quote(str(output))}`")
+    leaks, quarantined = manifest["leaks"], manifest["quarantined"]
+    if leaks["found"]:
+        print(
+            f"leaks: {amount(leaks['found'], 'row')} with the diagram and question of a row in another split; "
+            f"{leaks['dropped']} dropped from train"
+        )
+    if quarantined["rows"]:
+        reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
+        print(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {output / QUARANTINE_NAME}")
+        for detail in first_details(output, _SHOWN_REFUSED):
+            print(printable(f"  {detail}"))
+    for line in note_lines(manifest):
+        print(printable(line))

@@ -1,0 +1,243 @@
+"""What a prepared data set holds, as one HTML page with plots."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from html import escape
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+
+from adora_vl.data.dataset import Row
+from adora_vl.data.images import png_bytes
+from adora_vl.models.families import FAMILIES
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import check_folder, replace_file, written_to
+from data_prep.survey import SplitFacts, Survey, counts, what_was_left_out, whole_prompt
+
+_COLOURS = ("#2f6fb0", "#e08b2d", "#4f9d69", "#9467bd")
+_SHOWN_VALUES = 12
+_PLOT_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "data_prep",  # else the ids in the file are random
+    "svg.fonttype": "path",  # a reader's fonts do not change the picture
+    "text.parse_math": False,  # a `$` of a row is a dollar, not TeX
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+}
+
+
+def plots(found: Survey) -> dict[str, str]:
+    """SVG of each plot, by its title. A plot without anything to show is left out."""
+    drawn = {}
+    with matplotlib.rc_context(_PLOT_STYLE):
+        for name, title in (("answer form", "Answer forms"), ("goal", "Goals"), ("shape", "Shapes")):
+            drawn[title] = _svg(partial(_bars, splits=found.splits, name=name))
+        unit = f"tokens of {FAMILIES[found.family].name}"
+        drawn["Image tokens per row"] = _svg(
+            lambda axes: _histogram(axes, {s: list(f.tokens) for s, f in found.splits.items()}, unit)
+        )
+        drawn["Length of the problems"] = _svg(
+            lambda axes: _histogram(axes, {s: list(f.characters) for s, f in found.splits.items()}, "characters")
+        )
+        drawn["Image sizes"] = _svg(lambda axes: _scatter(axes, found.splits))
+    return drawn
+
+
+def _svg(draw: Callable[[Axes], None]) -> str:
+    figure = Figure(figsize=(4.6, 3.0), layout="constrained")
+    axes = figure.add_subplot()
+    draw(axes)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=4)
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    return stream.getvalue()
+
+
+def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
+    """Share of the rows of each split, the most frequent value on top."""
+    total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
+    values = sorted(total, key=lambda value: (-total[value], value))[:_SHOWN_VALUES]
+    height = 0.8 / len(splits)
+    for index, (split, facts) in enumerate(splits.items()):
+        rows = max(1, facts.counts["rows"]["rows"])
+        places = [-(place + index * height) for place in range(len(values))]
+        shares = [100 * facts.counts[name][value] / rows for value in values]
+        axes.barh(places, shares, height, label=split, color=_COLOURS[index % len(_COLOURS)])
+    middle = height * (len(splits) - 1) / 2
+    labels = [value if len(value) <= 24 else value[:23] + "…" for value in values]
+    axes.set_yticks([-(place + middle) for place in range(len(values))], labels)
+    axes.set_xlabel("% of the rows")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
+    present = {split: numbers for split, numbers in values.items() if numbers}
+    different = {number for numbers in present.values() for number in numbers}
+    low, high = min(different, default=0), max(different, default=0)
+    room = max(0, 10 - (high - low) // 2)  # around a few values that are nearly the same
+    axes.hist(
+        list(present.values()),
+        bins=30,
+        range=(low - room, high + room),
+        label=list(present),
+        color=[_COLOURS[index % len(_COLOURS)] for index in range(len(present))],
+        weights=[[100 / len(numbers)] * len(numbers) for numbers in present.values()],
+    )
+    axes.set_xlabel(unit)
+    axes.set_ylabel("% of the rows")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.grid(axis="y", alpha=0.3)
+
+
+def _scatter(axes: Axes, splits: dict[str, SplitFacts]) -> None:
+    for index, (split, facts) in enumerate(splits.items()):
+        different = sorted(set(facts.sizes))
+        axes.scatter(
+            [width for width, _ in different],
+            [height for _, height in different],
+            s=9,
+            alpha=0.6,
+            label=split,
+            color=_COLOURS[index % len(_COLOURS)],
+        )
+    axes.set_xlabel("width, pixels")
+    axes.set_ylabel("height, pixels")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+
+
+_GENERATOR = "adora_vl data_prep"  # how a page of ours is told from a stranger's file
+_IMAGE_BYTES = 150_000  # of one picture; a larger one is shown smaller
+_IMAGE_SIDE = 480
+_SHOWN_CHARACTERS = 1500  # of one text
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
+* { box-sizing: border-box; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 1200px; }
+nav a { margin-right: 1rem; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); }
+figure, article { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .75rem; min-width: 0; }
+figcaption { font-weight: 600; }
+figure img { width: 100%; background: #fff; border-radius: 4px; }
+article img { max-width: 100%; max-height: 260px; display: block; margin: 0 auto .5rem; background: #fff; }
+article p { margin: .4rem 0; } p, dd, li, h3 { overflow-wrap: anywhere; white-space: pre-wrap; }
+h3 { font-size: .85rem; margin: 0 0 .5rem; opacity: .75; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .6rem; margin: 0; font-size: .9rem; }
+dt { opacity: .7; } dd { margin: 0; } ol { list-style: upper-alpha; margin: .3rem 0; padding-left: 1.8rem; }
+li.right { font-weight: 700; } pre { overflow-x: auto; background: var(--soft); padding: .75rem; border-radius: 8px; }
+"""
+
+
+def write_page(found: Survey, path: Path) -> None:
+    """Write the page. Raises `UserError` where `path` is a file that is not such a page, or cannot be written."""
+    content = page(found)
+    check_page(path)
+    with written_to("html", path):
+        replace_file(path, content)
+
+
+def check_page(path: Path) -> None:
+    """Raise `UserError` where `path` is a file that is not such a page, or no page can be put."""
+    check_folder("html", path.parent)
+    if not path.parent.exists():
+        raise UserError(f"html: there is no folder {str(path.parent)!r}; make it, or choose another place")
+    with written_to("html", path):
+        if path.exists() and _GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
+            raise UserError(f"html: {str(path)!r} is not a page of ours; choose another name with --html")
+
+
+def page(found: Survey) -> str:
+    """The whole document. Its policy forbids scripts and everything from elsewhere, whatever a row says."""
+    rows = sum(f.counts["rows"]["rows"] for f in found.splits.values())
+    title = f"{found.folder.resolve().name}: {amount(rows, 'row')}"
+    figures = "".join(
+        f"<figure><figcaption>{escape(name)}</figcaption><img alt='{escape(name, quote=True)}' "
+        f"src='{_data_uri(svg.encode(), 'svg+xml')}'></figure>"
+        for name, svg in plots(found).items()
+    )
+    cards = "".join(_card(row, split) for split, facts in found.splits.items() for row in facts.gallery)
+    prompt = "\n".join(whole_prompt(found.example) if found.example is not None else [])
+    left_out = "".join(f"<p>{escape(line)}</p>" for line in what_was_left_out(found))
+    return (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        f"<meta name='generator' content='{_GENERATOR}'>"
+        "<meta http-equiv='Content-Security-Policy' "
+        "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1>{left_out}"
+        "<nav><a href='#plots'>Plots</a> <a href='#counts'>Counts</a> <a href='#prompt'>Prompt</a> "
+        "<a href='#rows'>Rows</a></nav>"
+        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div>"
+        f"<h2 id='counts'>Counts</h2><pre>{escape(counts(found))}</pre>"
+        f"<h2 id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre>"
+        f"<h2 id='rows'>Rows, spread over the whole</h2><div class='grid'>{cards}</div></body></html>\n"
+    )
+
+
+def _card(row: Row, split: str) -> str:
+    pictures = "".join(f"<img alt='diagram' src='{_picture(image['bytes'])}'>" for image in row["images"][:4])
+    choices = row.get("choices")
+    listed = ""
+    if choices:
+        right = [_is_right(row, index, value) for index, value in enumerate(choices)]
+        listed = "".join(
+            f"<li{' class=right' if ok else ''}>{_text(value)}</li>" for value, ok in zip(choices, right, strict=True)
+        )
+        listed = f"<ol>{listed}</ol>"
+    meta = row.get("meta") or {}
+    facts = {
+        "gold": row["answer"],
+        "as in the source": row.get("answer_raw") or "",
+        "goal": meta.get("goal") or "",
+        "shapes": ", ".join(meta.get("shapes") or []),
+        "family": meta.get("family") or "",
+    }
+    terms = "".join(f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value)
+    return (
+        f"<article><h3>{_text(row['id'])} ({escape(split)})</h3>{pictures}"
+        f"<p>{_text(row['problem'])}</p>{listed}<dl>{terms}</dl></article>"
+    )
+
+
+def _is_right(row: Row, index: int, value: str) -> bool:
+    """Whether this choice is the gold: named by the letter of the source, or equal to its value."""
+    raw = row.get("answer_raw") or ""
+    return raw == ascii_uppercase[index : index + 1] if len(raw) == 1 and raw.isupper() else value == raw
+
+
+def _text(value: str) -> str:
+    return escape(value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "…")
+
+
+def _picture(encoded: bytes) -> str:
+    """The stored picture, or a smaller one, as a data URI."""
+    if len(encoded) > _IMAGE_BYTES:
+        with Image.open(io.BytesIO(encoded)) as image:
+            image.thumbnail((_IMAGE_SIDE, _IMAGE_SIDE))
+            encoded = png_bytes(image)
+            if len(encoded) > _IMAGE_BYTES:  # a photograph
+                stream = io.BytesIO()
+                image.convert("RGB").save(stream, "JPEG", quality=80)
+                return _data_uri(stream.getvalue(), "jpeg")
+    return _data_uri(encoded, "png")
+
+
+def _data_uri(content: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,189 @@
+"""Drawing: an oversampled canvas, and figures on it that are sketched by their corners."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colours of lines, text and paper, and the width of a line as a multiple of the plain one."""
+
+    ink: str = "black"
+    text: str = "black"
+    paper: str = "white"
+    stroke: float = 1.0
+
+
+PLAIN = Style()
+STYLES = {
+    "plain": PLAIN,
+    "bold": Style(stroke=2.0),
+    "textbook": Style(ink="#0b63a5", stroke=1.4),
+    "pencil": Style(ink="#6e6e6e", text="#3c3c3c", paper="#f7f4ec"),
+    "board": Style(ink="#f2f2f2", text="#ffffff", paper="#24523b", stroke=1.3),
+}
+OVERSAMPLING = 2  # Pillow's lines are not anti-aliased; drawing larger and shrinking is
+
+
+def font_pixels(size: int) -> float:
+    """Height of a label in a picture of `size` pixels: two digits fill half of 56 pixels, a tenth of 448."""
+    return max(0.075 * size, min(24.0, 0.43 * size))
+
+
+class Canvas:
+    """A square picture of `size` x `size` pixels; `font_scale` makes its labels smaller or larger."""
+
+    def __init__(self, size: int, style: Style = PLAIN, font_scale: float = 1.0) -> None:
+        self.size = size
+        self._pixels = size * OVERSAMPLING
+        self._image = Image.new("RGB", (self._pixels, self._pixels), style.paper)
+        self._style = style
+        self._draw = ImageDraw.Draw(self._image)
+        self._font = ImageFont.load_default(size=font_pixels(size) * OVERSAMPLING * font_scale)
+        self._stroke = max(1, round(OVERSAMPLING * style.stroke * max(1.0, size / 160)))
+
+    def _scaled(self, points: list[Point]) -> list[Point]:
+        return [(x * self._pixels, y * self._pixels) for x, y in points]
+
+    def line(self, *points: Point, closed: bool = False) -> None:
+        path = self._scaled([*points, points[0]] if closed else list(points))
+        self._draw.line(path, fill=self._style.ink, width=self._stroke, joint="curve")
+
+    def circle(self, centre: Point, radius: float) -> None:
+        (x, y), r = self._scaled([centre])[0], radius * self._pixels
+        self._draw.ellipse((x - r, y - r, x + r, y + r), outline=self._style.ink, width=self._stroke)
+
+    def dot(self, centre: Point) -> None:
+        (x, y), r = self._scaled([centre])[0], 2.0 * self._stroke
+        self._draw.ellipse((x - r, y - r, x + r, y + r), fill=self._style.ink)
+
+    def label(self, text: str, centre: Point) -> None:
+        """Text with an outline of paper, so that a line behind it does not hide a digit."""
+        self._draw.text(
+            self._scaled([centre])[0],
+            text,
+            fill=self._style.text,
+            font=self._font,
+            anchor="mm",
+            stroke_width=self._stroke,
+            stroke_fill=self._style.paper,
+        )
+
+    def picture(self) -> Image.Image:
+        return self._image.resize((self.size, self.size), Image.Resampling.BOX)
+
+
+FONT_SCALE = 0.62  # of the plain families' labels: a lettered figure has many
+_FRAME = (0.15, 0.85)  # where the points may lie; letters stand outside of them
+
+
+class ClutteredError(Exception):
+    """Two labels would lie on each other: the same problem has to be drawn in another position."""
+
+
+class Sketch:
+    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the picture."""
+
+    def __init__(self, rng: random.Random, size: int, style: Style, points: dict[str, Point]) -> None:
+        self._canvas = Canvas(size, style, FONT_SCALE)
+        self._at = _fitted(points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5)
+        xs, ys = zip(*self._at.values(), strict=True)
+        self._centre = (sum(xs) / len(xs), sum(ys) / len(ys))
+        self._font = FONT_SCALE * font_pixels(size) / size
+        self._boxes: list[tuple[float, float, float, float]] = []  # of the labels so far: left, top, right, bottom
+
+    def lines(self, *paths: str) -> None:
+        """`AB`: a segment; `ABCA`: a closed triangle."""
+        for path in paths:
+            self._canvas.line(*[self._at[letter] for letter in path])
+
+    def circle(self, centre: str, through: str) -> None:
+        self._canvas.circle(self._at[centre], math.dist(self._at[centre], self._at[through]))
+        self._canvas.dot(self._at[centre])
+
+    def letters(self, *names: str) -> None:
+        """Each name beside its point, away from the middle of the figure."""
+        for name in names:
+            away = _unit(self._centre, self._at[name])
+            self._label(name, _moved(self._at[name], away, 0.07))
+
+    def centre_letter(self, name: str, towards: str) -> None:
+        """A name beside a point in the middle, to the right of the way to another point."""
+        x, y = _unit(self._at[name], self._at[towards])
+        self._label(name, _moved(self._at[name], (-y, x), 0.07))
+
+    def side(self, ends: str, text: str) -> None:
+        """A value beside the middle of a segment, on the side that is away from the middle of the figure."""
+        (x, y), (u, v) = self._at[ends[0]], self._at[ends[1]]
+        middle = ((x + u) / 2, (y + v) / 2)
+        length = math.dist((x, y), (u, v))
+        normal = (-(v - y) / length, (u - x) / length)
+        outward = (middle[0] - self._centre[0]) * normal[0] + (middle[1] - self._centre[1]) * normal[1]
+        reach = (0.05 + 0.008 * len(text)) * (1 if outward >= 0 else -1)
+        self._label(text, _moved(middle, normal, reach))
+
+    def angle(self, path: str, text: str, reach: float = 0.15) -> None:
+        """A value in the angle `ABC` at B, on its bisector."""
+        a, b, c = (self._at[letter] for letter in path)
+        one, other = _unit(b, a), _unit(b, c)
+        x, y = one[0] + other[0], one[1] + other[1]
+        length = math.hypot(x, y)
+        opening = math.acos(max(-1.0, min(1.0, one[0] * other[0] + one[1] * other[1])))
+        reach = max(reach, 0.035 / math.sin(opening / 2))  # a narrow angle has room only farther out
+        self._label(text, _moved(b, (x / length, y / length), reach))
+
+    def right_angle(self, path: str) -> None:
+        """The small square in the angle `ABC` at B."""
+        a, b, c = (self._at[letter] for letter in path)
+        one, other = _unit(b, a), _unit(b, c)
+        self._canvas.line(
+            *[
+                (b[0] + 0.05 * (p * one[0] + q * other[0]), b[1] + 0.05 * (p * one[1] + q * other[1]))
+                for p, q in ((1, 0), (1, 1), (0, 1))
+            ]
+        )
+
+    def picture(self) -> Image.Image:
+        return self._canvas.picture()
+
+    def _label(self, text: str, centre: Point) -> None:
+        """Raises `ClutteredError` where it would touch another label or the edge."""
+        (x, y), half = centre, (0.28 * len(text) * self._font, 0.5 * self._font)
+        box = (x - half[0], y - half[1], x + half[0], y + half[1])
+        if min(box) < 0 or max(box) > 1 or any(_touching(box, other) for other in self._boxes):
+            raise ClutteredError(text)
+        self._boxes.append(box)
+        self._canvas.label(text, centre)
+
+
+def _touching(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _moved(point: Point, direction: Point, reach: float) -> Point:
+    return (point[0] + reach * direction[0], point[1] + reach * direction[1])
+
+
+def _unit(start: Point, end: Point) -> Point:
+    length = math.dist(start, end)
+    return ((end[0] - start[0]) / length, (end[1] - start[1]) / length)
+
+
+def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[str, Point]:
+    """The points turned about the origin and scaled, without distortion, into the middle of the unit square."""
+    cos, sin = math.cos(turn), math.sin(turn)
+    turned = {
+        name: ((-x if mirrored else x) * cos - y * sin, (-x if mirrored else x) * sin + y * cos)
+        for name, (x, y) in points.items()
+    }
+    xs, ys = zip(*turned.values(), strict=True)
+    extent = max(max(xs) - min(xs), max(ys) - min(ys))
+    scale, middle = (_FRAME[1] - _FRAME[0]) / extent, ((max(xs) + min(xs)) / 2, (max(ys) + min(ys)) / 2)
+    return {name: (0.5 + scale * (x - middle[0]), 0.5 + scale * (y - middle[1])) for name, (x, y) in turned.items()}

@@ -1,1 +1,0 @@
-"""Finds the answer in a response by rules, without a model. The surest rules are tried first."""

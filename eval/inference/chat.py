@@ -1,0 +1,179 @@
+"""What all engines have in common, in one place: prompt text, pixel limits, token bans, decoding, dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from adora_vl.data.prompts import Message
+from adora_vl.models.families import has_linear_attention, known, misplaced_by_vllm, sees_images
+from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import BatchFeature
+
+_TEMPLATE_TOKENS = 256  # more than any chat template and the rounding of image sizes add to a prompt
+
+
+class ChatProcessor:
+    """The model's own processor and configuration, with the user's pixel limits.
+
+    `pixel_limits` is empty if the user gave none, and otherwise holds both. Qwen's image processor silently ignores a
+    `min_pixels` or `max_pixels` that is given alone, while vLLM counts image tokens with it. `text_only` says that the
+    model is a language model without vision. Raises `UserError` if the model has no configuration or processor, or if
+    the limits contradict each other.
+    """
+
+    def __init__(
+        self, model: str, min_pixels: int | None = None, max_pixels: int | None = None, revision: str | None = None
+    ) -> None:
+        # Imported here, because scoring loads no model and should not wait for them.
+        from transformers import AutoProcessor, AutoTokenizer
+
+        from adora_vl.models.load import auto_class, pixel_limits, read_config
+        from adora_vl.rollout.prompt_tokens import never_sampled_ids
+        from adora_vl.utils.hub import only_here, why_missing
+
+        here = only_here(model)
+        try:
+            self._config: Any = read_config("model", model, revision)
+            self.auto_class = auto_class(self._config)
+            self.text_only = not sees_images(self._config)
+            kind: Any = AutoTokenizer if self.text_only else AutoProcessor
+            self._processor: Any = kind.from_pretrained(
+                model, revision=revision, local_files_only=here, trust_remote_code=False
+            )
+            self._image_processor: Any = None if self.text_only else self._processor.image_processor
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file raises errors of many kinds
+            reason = why_missing(model, error)
+            raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
+        if not self.text_only and pixel_limits(self._image_processor) is None:
+            raise UserError(
+                f"model: {model!r} has model_type {self._config.model_type}, whose image processor has no limits in "
+                f"pixels; serve it and use --engine openai, or name a model of the families {known()}"
+            )
+        self.pixel_limits, self._max_pixels = self._limits(min_pixels, max_pixels)
+        self._tokenizer = self._processor if self.text_only else self._processor.tokenizer
+        self._tokenizer.padding_side = "left"
+        self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
+        self.pad_id: int = self._tokenizer.pad_token_id
+        self.context: int = self._config.get_text_config().max_position_embeddings
+
+    def check_vllm(self, model: str, dtype: str) -> None:
+        """Raise `UserError` for a model that vLLM cannot run, or would compute differently from Transformers.
+
+        `dtype`: the one that the user asked for.
+        """
+        from adora_vl.utils.launch import find_cpu_build
+
+        problem = misplaced_by_vllm(self._config)
+        if problem:
+            raise UserError(f"model: {model!r} {problem}")
+        if find_cpu_build() and self.dtype(dtype) == "float32" and has_linear_attention(self._config):
+            raise UserError(
+                f"model: {model!r} is in float32, and on a CPU vLLM computes its linear attention in bfloat16 alone; "
+                "use --engine transformers"
+            )
+
+    def _limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[dict[str, int], int]:
+        """The limits for the image processor, and the number of pixels of the largest image that results."""
+        if self._image_processor is None:
+            if min_pixels or max_pixels:
+                raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
+            return {}, 0
+        size = self._image_processor.size
+        if not (min_pixels or max_pixels):
+            return {}, size["longest_edge"]
+        limits = {
+            "min_pixels": min_pixels or size["shortest_edge"],
+            "max_pixels": max_pixels or size["longest_edge"],
+        }
+        if limits["min_pixels"] > limits["max_pixels"]:
+            raise UserError(
+                f"min_pixels: {limits['min_pixels']} is over max_pixels, {limits['max_pixels']} "
+                "(what is not given comes from the model's processor); give both"
+            )
+        return limits, limits["max_pixels"]
+
+    def render(self, messages: list[Message]) -> str:
+        """The prompt as text, with one placeholder per image.
+
+        Raises `UserError` if there is an image but the model has no vision.
+        """
+        if self.text_only:
+            messages = [{**message, "content": _text_of(message["content"])} for message in messages]
+        text: str = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
+
+    def encode(self, requests: Sequence[tuple[list[Message], list[Image.Image]]]) -> BatchFeature:
+        """Left-padded model inputs with expanded placeholders, including `mm_token_type_ids`, which the model needs."""
+        images = [image for _, row_images in requests for image in row_images]
+        kwargs: dict[str, Any] = {"images": images, **self.pixel_limits} if images else {}
+        texts = [self.render(messages) for messages, _ in requests]
+        inputs: BatchFeature = self._processor(text=texts, padding=True, return_tensors="pt", **kwargs)
+        return inputs
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of completion tokens, without the special ones."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def dtype(self, name: str) -> str:
+        """`name`, or for `auto` the dtype in which the model was saved. vLLM's `auto` would make float32 16 bits."""
+        if name != "auto":
+            return name
+        import torch
+
+        own = getattr(self._config, "dtype", None)
+        fallback = "bfloat16" if torch.cuda.is_available() else "float32"
+        return str(own).removeprefix("torch.") if own is not None else fallback
+
+    def resolved(self, dtype: str) -> dict[str, Any]:
+        """The dtype and the pixel limits that are used, with the model's own values where the user gave none."""
+        own = {} if self._image_processor is None else self._image_processor.size
+        limits = {"min_pixels": own["shortest_edge"], "max_pixels": own["longest_edge"]} if own else {}
+        return {"dtype": self.dtype(dtype), **limits, **self.pixel_limits}
+
+    def overlong(self, messages: list[Message], images: list[Image.Image], context: int) -> str | None:
+        """Why a prompt leaves no room for an answer in a context of so many tokens; None where it does.
+
+        Most prompts are so short that no count is needed, because a byte is at most one token.
+        """
+        text = self.render(messages)
+        if self._most_image_tokens(len(images)) + len(text.encode()) + _TEMPLATE_TOKENS < context:
+            return None
+        total = self.encode([(messages, images)])["input_ids"].shape[1]
+        if total < context:
+            return None
+        of_text = len(self._tokenizer(text)["input_ids"]) - len(images)  # without the placeholders
+        if not images or of_text >= context:
+            return f"its text has {of_text} tokens and the model's context {context}; fewer pixels would not help"
+        return (
+            f"its text has {of_text} tokens, its image {total - of_text}, and the model's context {context}; "
+            "lower --max-pixels"
+        )
+
+    def _most_image_tokens(self, images: int) -> int:
+        if self.text_only:
+            return 0
+        # The side, in pixels, of what becomes one image token.
+        unit: int = self._image_processor.patch_size * self._image_processor.merge_size
+        return images * -(-self._max_pixels // unit**2)
+
+    def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
+        """A bound on the tokens of prompt and answer, at most the model's context. A byte is at most one token."""
+        most = self._most_image_tokens(max_images) + max_text_bytes + _TEMPLATE_TOKENS + max_tokens
+        return min(self.context, most)
+
+
+def _text_of(content: str | list[Message]) -> str:
+    """The content of a message as one text, as the templates of language models without vision expect it."""
+    if isinstance(content, str):
+        return content
+    if any(part["type"] != "text" for part in content):
+        raise UserError("model: it sees no images, and the problems have some; use --no-image where there is one")
+    return "".join(part["text"] for part in content)

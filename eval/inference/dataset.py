@@ -1,0 +1,271 @@
+"""A benchmark's rows as their owners publish them: by hub id, or from a folder or file, Parquet or JSON."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # pyarrow ships no types
+import pyarrow.parquet as pq  # pyarrow ships no types
+from PIL import Image
+
+from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
+from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.rows import problem_with_row
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.hub import no_hub, why_missing
+from eval.benchmark import Problem
+from eval.inference.engines import HUB_ID
+from eval.inference.predictions import RowErrors, missing_fields, row_fault
+from eval.inference.provenance import digest
+
+Row = dict[str, Any]
+_LONGEST_PATH = 300  # characters; a longer text is Base64
+Images = Callable[[], list[Image.Image]]
+Sizes = Callable[[], list[tuple[int, int]]]  # width and height of each, from the header
+
+
+@dataclass(frozen=True)
+class LoadedRows:
+    """The rows without their images, how to decode or measure the image of each, and a hash of it all."""
+
+    rows: list[Row]
+    images: list[Images]
+    sizes: list[Sizes]
+    hash: str
+    origin: str
+    folder: Path | None  # where the paths of images lead; None for data from the hub, which has no files
+
+    def problems(self, fields: Callable[[Row], Row], prompt: Callable[[Row], str]) -> list[Problem]:
+        """A problem for each row. `fields`: what a prediction keeps of it. `prompt`: the text that is asked."""
+        return [
+            Problem(fields(row), prompt(row), 1, images, sizes)
+            for row, images, sizes in zip(self.rows, self.images, self.sizes, strict=True)
+        ]
+
+
+def load_rows(
+    data: str,
+    split: str,
+    revision: str | None,
+    needed: Sequence[str],
+    image_columns: Sequence[str],
+    check: Callable[[Row], str | None],
+    *,
+    id_column: str = "pid",
+    config: str | None = None,
+) -> LoadedRows:
+    """The rows of a split. `image_columns`: the columns that may hold the image; the first one that is not null counts.
+    `config`: the part of a dataset on the hub that has several.
+
+    `data` is a hub id, a file, or a folder with Parquet files named after the split (or any), or `{split}.json`,
+    `.jsonl`, whose rows name image files within the folder. Raises `UserError` with a line for each row that lacks one
+    of `needed` or in which `check` finds something wrong: before an answer is paid for, not when it is scored.
+    """
+    path = Path(data)
+    if path.exists():
+        loaded = _local(path, split, image_columns, id_column)
+    elif HUB_ID.fullmatch(data) and not path.parent.is_dir():
+        loaded = _hub(data, split, revision, image_columns, config)
+    else:
+        raise UserError(f"data: {data!r} is neither a file or folder here nor a hub id of the form owner/name")
+    _check(loaded, needed, check, id_column, image_columns)
+    return loaded
+
+
+def _check(
+    loaded: LoadedRows,
+    needed: Sequence[str],
+    check: Callable[[Row], str | None],
+    id_column: str,
+    image_columns: Sequence[str],
+) -> None:
+    """Raise `UserError` with one line per row that lacks a field or has a fault, or if there is no row."""
+    wrong = RowErrors(f"data: {loaded.origin}")
+    for number, row in enumerate(loaded.rows, start=1):
+        as_answered = {**row, "pid": _pid(row, id_column), "response": ""}
+        fault = missing_fields(row, needed) or row_fault(as_answered) or check(row)
+        fault = fault or _leads_out(row, image_columns, loaded.folder)
+        if fault:
+            wrong.add(f"row {number} {fault}")
+    wrong.settle()
+    if not loaded.rows:
+        raise UserError(f"data: {loaded.origin} has no rows")
+
+
+def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
+    """The path of an image that leads out of the data's folder, as a fault; None where none does."""
+    if folder is None:
+        return None
+    for column in image_columns:
+        if _is_path(row.get(column)):
+            try:
+                file_within(folder, row[column])
+            except UnreadableImageError as error:
+                return f"has {column}: {error}; put the picture into it"
+    return None
+
+
+def _pid(row: Row, id_column: str) -> Any:
+    """The id of a row, as text if it is a number."""
+    found = row.get(id_column)
+    return str(found) if isinstance(found, int) and not isinstance(found, bool) else found
+
+
+def unaskable(prompt: Any, choices: Sequence[str] | None = None, *, has_image: bool = True) -> str | None:
+    """What is wrong with the text that the model would be asked; None where nothing is.
+
+    The text may be empty if there is an image, because a question can be a part of its picture. A literal `<image>` is
+    only text here: the placeholders of the images are put in by the chat template.
+    """
+    if not isinstance(prompt, str):
+        return f"has the question {prompt!r:.60}, expected a text"
+    text = prompt.replace(PLACEHOLDER, " ")
+    if has_image and not text.strip():
+        text = "-"
+    return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": [], "choices": choices})
+
+
+def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str) -> LoadedRows:
+    """The rows of a file, or of the files of a split in a folder."""
+    files = [path] if path.is_file() else _files(path, split)
+    if files[0].suffix == ".parquet":
+        folder = path if path.is_dir() else path.parent
+        return _from_table(_tables(files), image_columns, digest(files), str(path), folder)
+    return _from_json(files[0], image_columns, id_column)
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    """The files of a split: Parquet or else JSON named after it, or the only Parquet file there is."""
+    patterns = (f"{split}-*.parquet", f"{split}.parquet", f"{split}.jsonl", f"{split}.json")
+    places = [place for place in (folder, folder / "data") if place.is_dir()]
+    for pattern in patterns:
+        for place in places:
+            found = sorted(place.glob(pattern))
+            if found:
+                return found
+    everything = [path for place in places for path in sorted(place.glob("*.parquet"))]
+    if len(everything) == 1:  # MMStar's single file is named after the benchmark
+        return everything
+    names = ", ".join(path.name for path in everything) or "no Parquet or JSON file"
+    raise UserError(f"data: {str(folder)!r} has nothing for the split {split!r}; it has {names}; see --split")
+
+
+def _tables(files: Iterable[Path]) -> pa.Table:
+    """The rows of several Parquet files as one table. Raises `UserError`."""
+    tables = []
+    for path in files:
+        try:
+            tables.append(pq.read_table(path))
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"data: {str(path)!r} is not a readable Parquet file ({error})") from None
+    try:
+        return pa.concat_tables(tables)
+    except pa.ArrowException as error:
+        raise UserError(f"data: the files of one split have different columns ({error})") from None
+
+
+def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[str], config: str | None) -> LoadedRows:
+    """The rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
+    from datasets import load_dataset
+
+    no_hub()  # the library would try for minutes; what was loaded before is still found
+    try:
+        dataset = load_dataset(name, config, split=split, revision=revision)
+    except Exception as error:  # of the hub, the network or the file system
+        reason = why_missing(name, error)
+        raise UserError(f"data: {name!r} split {split!r} cannot be loaded from the hub ({reason})") from error
+    # The library's own fingerprint of the data.
+    return _from_table(dataset.with_format("arrow")[:], image_columns, str(dataset._fingerprint), name, None)
+
+
+def _from_table(
+    table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str, folder: Path | None
+) -> LoadedRows:
+    """The rows without their images, which are decoded one by one when they are asked for."""
+    columns = [column for column in image_columns if column in table.column_names]
+    # A column of texts stays with the rows: those are paths, or Base64.
+    binary = [column for column in columns if not pa.types.is_string(table.schema.field(column).type)]
+    try:
+        rows = table.drop_columns(binary).to_pylist()
+    except UnicodeDecodeError as error:
+        raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
+    for row in rows:
+        row.update(dict.fromkeys(binary))
+
+    def values(index: int) -> Callable[[], list[Any]]:
+        return lambda: [table.column(column)[index].as_py() for column in columns]
+
+    return _loaded(rows, [values(index) for index in range(len(rows))], folder, data_hash, origin)
+
+
+def _loaded(
+    rows: list[Row], values: Sequence[Callable[[], list[Any]]], folder: Path | None, data_hash: str, origin: str
+) -> LoadedRows:
+    """`values`: what the image columns of each row hold. `folder`: that of its paths; None for data from the hub."""
+    images: list[Images] = [partial(_images, each, folder) for each in values]
+    sizes: list[Sizes] = [partial(_sizes, each, folder) for each in values]
+    return LoadedRows(rows, images, sizes, data_hash, origin, folder)
+
+
+def _from_json(path: Path, image_columns: Sequence[str], id_column: str) -> LoadedRows:
+    """The rows of a JSON file: a list, an object of rows by id, or one object per line."""
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".jsonl":
+            rows: Any = [json.loads(line) for line in content.splitlines() if line.strip()]
+        else:
+            rows = json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"data: {str(path)!r} is not JSON ({error})") from None
+    if isinstance(rows, dict):
+        rows = [{id_column: name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
+    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+        raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
+    hash_ = hashlib.sha256(content)
+    for row in rows:
+        for name in (row.get(column) for column in image_columns):
+            file = path.parent / name if _is_path(name) else None
+            if file is not None and file.is_file():
+                hash_.update(f"{name}\0{file.stat().st_size}\0".encode())
+
+    def values(row: Row) -> Callable[[], list[Any]]:
+        return lambda: [row.get(column) for column in image_columns]
+
+    return _loaded(rows, [values(row) for row in rows], path.parent, hash_.hexdigest()[:16], str(path))
+
+
+def _images(values: Callable[[], list[Any]], folder: Path | None) -> list[Image.Image]:
+    # Some cameras write a second, smaller picture into the file of a photograph.
+    return [decoded_image(_encoded(values(), folder), first_frame=True)]
+
+
+def _sizes(values: Callable[[], list[Any]], folder: Path | None) -> list[tuple[int, int]]:
+    return [image_size(_encoded(values(), folder))]
+
+
+def _encoded(values: list[Any], folder: Path | None) -> bytes:
+    """The image that the first usable of `values` holds: bytes, a struct of bytes or path, a path, or base64."""
+    for value in values:
+        if isinstance(value, dict):
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes):
+            return value
+        if isinstance(value, str) and value:
+            if not _is_path(value):
+                return base64.b64decode(value, validate=True)
+            file = None if folder is None else file_within(folder, value)
+            if file is not None and (value == values[-1] or file.is_file()):
+                return file.read_bytes()
+    raise ValueError("the row has no image")
+
+
+def _is_path(value: Any) -> bool:
+    """Whether the value of an image column is a path, and not a text of Base64."""
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_PATH

@@ -1,0 +1,101 @@
+"""The engine `openai`: a model behind an OpenAI-compatible endpoint.
+
+The server decides about dtype, pixels and the tokens that a model may never say; the prompt is the same as elsewhere,
+with the images as PNG in data URLs. An answer that could not be had is left out and asked for again by the next start.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from PIL import Image
+
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, Reply, check_url
+from eval.inference.engines import AnswerEngineSettings, AnswerRequest
+
+_BATCH = 64  # answers that are written at once
+_LOCAL = ("min_pixels", "max_pixels", "revision")
+
+
+def endpoint_of(options: Namespace) -> Endpoint | None:
+    """The endpoint that the command line names; None for the engines that load a model themselves.
+
+    Raises `UserError` for an address that is missing or of no use, and for options that only a local engine obeys.
+    """
+    if options.engine != "openai":
+        if options.base_url:
+            raise UserError("base_url: only --engine openai asks a server; add it, or leave --base-url out")
+        return None
+    if not options.base_url:
+        raise UserError("--base-url is missing; --engine openai needs an address such as http://localhost:8000/v1")
+    for name in _LOCAL:
+        if getattr(options, name):
+            option = name.replace("_", "-")
+            raise UserError(f"{name}: the server of --engine openai decides; leave --{option} out and set it there")
+    if options.dtype != "auto":
+        raise UserError("dtype: the server of --engine openai decides; leave --dtype out and set it there")
+    return Endpoint(
+        check_url("base_url", options.base_url),
+        options.model,
+        timeout_s=options.timeout,
+        workers=options.concurrency,
+    )
+
+
+class EndpointEngine:
+    """Asks for the answers of a batch, several at once."""
+
+    def __init__(self, settings: AnswerEngineSettings) -> None:
+        assert settings.endpoint is not None
+        self.batch_size = settings.batch_size or _BATCH
+        self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
+        self._client = ChatClient(settings.endpoint)
+        self._body = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
+
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | None]:
+        """The replies, None for a call that failed. Raises `UserError` if all of them failed."""
+        found = self._client.each(self._answer, requests)
+        failures = [str(each) for each in found if isinstance(each, EndpointError)]
+        if failures and len(failures) == len(found):
+            raise UserError(
+                f"base_url: {self._client.endpoint.url} gave none of {amount(len(found), 'answer')}: {failures[0]}; "
+                "what was answered before is kept"
+            )
+        if failures:
+            print(f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}", file=sys.stderr)
+        return [None if isinstance(each, EndpointError) else each for each in found]
+
+    def _answer(self, request: AnswerRequest) -> Reply | EndpointError:
+        try:
+            return self._client.chat(messages_of(request), seed=request.seed, **self._body)
+        except EndpointError as error:
+            return error
+
+
+def messages_of(request: AnswerRequest) -> Messages:
+    """The conversation in OpenAI's form: each placeholder becomes its image."""
+    images = iter(request.images)
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [_part(part, images) for part in message["content"]]}
+        for message in request.messages
+    ]
+
+
+def _part(part: dict[str, Any], images: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(next(images))}} if part["type"] == "image" else part
+
+
+def data_url(image: Image.Image) -> str:
+    """The image as a data URL of a PNG, which is lossless."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,243 @@
+"""`predictions.jsonl`: one JSON object per answer and line. Rows are appended per batch, so a kill loses one batch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from adora_vl.utils.cli import MistakesError
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import replace_file, unwritable, written_to
+
+PREDICTIONS, SCORE = "predictions.jsonl", "score.json"  # in the output folder of `run`
+REQUIRED_FIELDS = ("pid", "answer", "response")
+# The finish reasons of a problem that was never asked: its image is broken, or its prompt leaves no room for an answer.
+IMAGE_FAILED, TOO_LONG = "image_failed", "prompt_too_long"
+NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
+Prediction = dict[str, Any]
+
+
+def key(row: Prediction) -> tuple[str, int]:
+    """The key of a row, unique in its file: the problem, and the number of the sample."""
+    return row["pid"], row.get("sample", 0)
+
+
+def read_predictions(
+    path: Path, check: Callable[[Prediction], str | None] | None = None, id_column: str = "pid"
+) -> list[Prediction]:
+    """All rows of a predictions file, in its order.
+
+    `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing one is taken from
+    `id_column`, and a null response is an empty one. Raises `UserError` with a line for each row
+    (counted from 1) that is no JSON object, lacks one of `REQUIRED_FIELDS`, has a field of the wrong type, or has an id
+    that an earlier row has.
+    """
+    if not path.is_file():
+        raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
+    rows: list[Prediction] = []
+    earlier: dict[tuple[str, int], int] = {}
+    wrong = RowErrors(f"predictions: {path}")
+    for number, line in enumerate(content.splitlines(), start=1):
+        row = _parsed(line, id_column)
+        fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
+        if fault is None and isinstance(row, dict):
+            first = earlier.setdefault(key(row), number)
+            if first == number:
+                rows.append(row)
+                continue
+            fault = f"has the pid {row['pid']!r} of row {first}; keep one of them"
+        wrong.add(f"row {number} {fault}")
+    wrong.settle()
+    if not rows:
+        raise UserError(f"predictions: {path} has no rows")
+    return rows
+
+
+class RowErrors:
+    """Collects a line for each wrong row of a file. `settle` raises the first lines together."""
+
+    _SHOWN, _LONGEST = 20, 300
+
+    def __init__(self, where: str) -> None:
+        self._where, self._lines = where, list[str]()
+
+    def add(self, line: str) -> None:
+        cut = line if len(line) <= self._LONGEST else f"{line[: self._LONGEST]}..."  # the value may be huge
+        self._lines.append(f"{self._where} {cut}")
+
+    def settle(self) -> None:
+        """Raise `UserError` if there is anything."""
+        more = len(self._lines) - self._SHOWN
+        if self._lines:
+            rest = "1 more row is wrong" if more == 1 else f"{more} more rows are wrong"
+            raise MistakesError(self._lines[: self._SHOWN] + ([f"{self._where}: {rest}"] if more > 0 else []))
+
+
+def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
+    """Names the fields that a row lacks; None where it has all."""
+    missing = [field for field in needed if field not in row]
+    if not missing:
+        return None
+    fields = ("the field " if len(missing) == 1 else "the fields ") + ", ".join(map(repr, missing))
+    return f"lacks {fields}; it has {', '.join(row) or 'none'}, needed are {', '.join(needed)}"
+
+
+def _parsed(line: bytes, id_column: str) -> Prediction | str:
+    """The row, or what is wrong with its line."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON ({error}); expected one object a line"
+    if not isinstance(row, dict):
+        return f"is a JSON {type(row).__name__}, expected an object"
+    if "pid" not in row and id_column in row:
+        row["pid"] = row[id_column]
+    if isinstance(row.get("pid"), int) and not isinstance(row["pid"], bool):
+        row["pid"] = str(row["pid"])
+    if "response" in row and row["response"] is None:
+        row["response"] = ""
+    return row
+
+
+def row_fault(row: Prediction) -> str | None:
+    """What is wrong with the fields that every benchmark has, or None."""
+    lacking = missing_fields(row, REQUIRED_FIELDS)
+    if lacking:
+        return lacking
+    for field in REQUIRED_FIELDS:
+        if not isinstance(row[field], str):
+            return f"has {field} = {row[field]!r:.60}, expected a string"
+    choices = row.get("choices")
+    if choices is not None and not (isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)):
+        return f"has choices = {choices!r:.60}, expected a list of strings or null"
+    if not isinstance(row.get("metadata") or {}, dict):
+        return f"has metadata = {row['metadata']!r:.60}, expected an object or null"
+    for field in ("sample", "n_tokens"):
+        value = row.get(field, 0)
+        if not (_is_count(value) or (value is None and field == "n_tokens")):
+            return f"has {field} = {value!r:.60}, expected a whole number from 0 on"
+    for field in ("finish_reason", "error"):
+        if not isinstance(row.get(field) or "", str):
+            return f"has {field} = {row[field]!r:.60}, expected a string or null"
+    size = row.get("image_size")
+    if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(_is_count, size))):
+        return f"has image_size = {size!r:.60}, expected width and height"
+    return None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+class PredictionLog:
+    """A predictions file open for appending, by one process at a time.
+
+    A last line without its newline (a write that was cut off) is taken away on entering, so its problem is asked again.
+    `done` holds the keys of the rows that are in the file. Raises `UserError` when another process holds the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: set[tuple[str, int]] = set()
+
+    def __enter__(self) -> Self:
+        # Unbuffered, or what a full disk refused would be written again when the file is closed.
+        with written_to("output", self.path):
+            self._file = self.path.open("a+b", buffering=0)
+        try:
+            self._lock()
+            self._repair()
+            self.done = {key(row) for row in read_predictions(self.path)} if self._file.tell() else set()
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def append(self, rows: Iterable[Prediction]) -> None:
+        """Write `rows`, and return when they are on the disk. If it is full, none of them is written."""
+        rows = list(rows)
+        before = self._file.seek(0, os.SEEK_END)
+        left = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(before)
+            raise unwritable("output", self.path, error) from error
+        self.done.update(key(row) for row in rows)
+
+    def _lock(self) -> None:
+        """Keep other processes from writing this file. Raises `UserError` if one is writing it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"output: {_holder(self._file)} is writing {self.path}; wait for it or use another --output"
+            ) from None
+
+    def _repair(self) -> None:
+        """Cut off a last line that is not complete, which a killed run may have left."""
+        self._file.seek(0)
+        whole = self._file.read()
+        self._file.truncate(whole.rfind(b"\n") + 1)
+        self._file.seek(0, os.SEEK_END)
+
+
+def _holder(file: BinaryIO) -> str:
+    """Who has locked a file, as far as the system says it: the process and its command."""
+    inode = str(os.fstat(file.fileno()).st_ino)
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            _, kind, _, _, pid, place, *_ = line.split()
+            if kind == "FLOCK" and place.split(":")[2] == inode and int(pid) > 0:
+                words = Path(f"/proc/{int(pid)}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                return f"process {pid} ({' '.join(words).strip():.120})"
+    return "another process"
+
+
+def read_rows(path: Path) -> list[Prediction]:
+    """The rows of a predictions file; none where there is no file or it is empty."""
+    return read_predictions(path) if path.is_file() and path.stat().st_size else []
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """The file of one of several processes, until it is merged."""
+    return folder / f"predictions.rank{rank}.jsonl"
+
+
+def absorb_parts(folder: Path, log: PredictionLog) -> bool:
+    """Move the rows of the parts in `folder` into `log`; whether there were any.
+
+    A part goes only when its rows are on the disk in the log, so being killed here loses nothing and doubles nothing.
+    """
+    parts = sorted(folder.glob("predictions.rank*.jsonl"))
+    for path in parts:
+        with PredictionLog(path):  # repairs a torn last line, and locks the file
+            log.append(row for row in read_rows(path) if key(row) not in log.done)
+            path.unlink()
+    return bool(parts)
+
+
+def sort_rows(path: Path, order: Sequence[tuple[str, int]]) -> None:
+    """Rewrite a predictions file in this order. The new file replaces the old one at once."""
+    rows = {key(row): row for row in read_rows(path)}
+    text = "".join(json.dumps(rows[at]) + "\n" for at in order if at in rows)
+    with written_to("output", path):
+        replace_file(path, text)

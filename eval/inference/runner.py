@@ -1,0 +1,331 @@
+"""Asks a model all problems of a benchmark: in batches, on several processes, and resumed after a stop."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from tqdm import tqdm
+
+from adora_vl.data.prompts import conversation_with_images
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import make_folder, written_to
+from eval.benchmark import Problem
+from eval.inference.engines import AnswerEngine, AnswerEngineSettings, AnswerRequest, Unanswerable
+from eval.inference.predictions import (
+    IMAGE_FAILED,
+    PREDICTIONS,
+    TOO_LONG,
+    Prediction,
+    PredictionLog,
+    absorb_parts,
+    key,
+    part_path,
+    read_rows,
+    sort_rows,
+)
+from eval.inference.provenance import FILE_NAME, Fields, note, settle
+
+_PATIENCE = timedelta(days=7)  # how long a rank waits for the slowest one
+# Variables of a launcher; an engine that sees them would wait for the other processes.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+
+
+class Ranks(Protocol):
+    """Which of how many processes this is, and a barrier for all of them."""
+
+    rank: int
+    world: int
+
+    def barrier(self, where: str) -> None:
+        """Return when every process has come to `where`."""
+        ...
+
+
+@dataclass
+class Alone:
+    """A single process."""
+
+    rank: int = 0
+    world: int = 1
+
+    def barrier(self, where: str) -> None:
+        """There is nobody to wait for."""
+
+
+class Launched:
+    """One of several processes, which meet at a store that the launcher or rank 0 holds."""
+
+    def __init__(self) -> None:
+        from torch.distributed.rendezvous import rendezvous
+
+        store: Any
+        store, self.rank, self.world = next(rendezvous("env://", timeout=_PATIENCE))
+        self._store = store
+
+    def barrier(self, where: str) -> None:
+        if self._store.add(f"adora_vl_eval/{where}", 1) == self.world:
+            self._store.set(f"adora_vl_eval/{where}/all", "1")
+        self._store.wait([f"adora_vl_eval/{where}/all"], _PATIENCE)
+
+
+def ranks() -> Ranks:
+    """The rank of this process. Removes the launcher's variables and takes a GPU of its own."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Alone()
+    launched = Launched()
+    take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+    for name in _LAUNCHER:
+        os.environ.pop(name, None)
+    return launched
+
+
+def take_gpu(local_rank: int) -> None:
+    """Make one of the visible GPUs the only one of this process. To be called before CUDA starts."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    if local_rank < len(devices):
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
+
+
+ALONE = Alone()
+
+
+class Ask(NamedTuple):
+    """One answer to get: the problem, and which of its samples."""
+
+    problem: Problem
+    sample: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The key of the row that the answer becomes."""
+        return self.problem.pid, self.sample
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one `infer` did, counted in answers: all, of earlier runs, asked now, without an answer because of a broken
+    image, missing because the engine failed, and without an answer because the prompt is too long. `seconds`: of
+    generation.
+    """
+
+    total: int
+    resumed: int
+    asked: int
+    image_failed: int
+    seconds: float
+    missing: int = 0
+    too_long: int = 0
+
+
+def infer(
+    problems: Sequence[Problem],
+    output: Path,
+    settings: AnswerEngineSettings,
+    fingerprint: Fields,
+    *,
+    system_prompt: str | None,
+    build: Callable[[AnswerEngineSettings], AnswerEngine],
+    samples: int = 1,
+    in_data: int | None = None,
+    ranks: Ranks = ALONE,
+) -> Summary:
+    """Ask for every answer that `output` does not have yet. The engine is built only if answers are missing.
+
+    `in_data`: number of problems in the data; `problems` may be only the first ones of them.
+
+    With several `ranks` each answers a slice and writes a part of its own. Rank 0 merges the parts in the order of the
+    problems.
+
+    Raises `UserError` if `output` holds predictions made with other settings, or rows of problems not asked for now.
+    """
+    _check_unique(problems)
+    make_folder("output", output)
+    asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
+    work = _Work(asks, output, _bounded(settings, problems, system_prompt), system_prompt, build, ranks)
+    if ranks.rank:
+        ranks.barrier("start")
+        done = {key(row) for row in read_rows(output / PREDICTIONS)}
+        work.answer_slice(done)
+        ranks.barrier("end")
+        return Summary(len(asks), len(done), 0, 0, 0.0)
+    with PredictionLog(output / PREDICTIONS) as log, _nothing_left(output):
+        absorbed = absorb_parts(output, log)
+        asked = {"answers": len(asks), "in_data": samples * (in_data or len(problems))}
+        with written_to("output", output):
+            settle(output, fingerprint, has_predictions=bool(log.done), asked=asked)
+        pending = sum(ask.key not in log.done for ask in asks)
+        resumed = len(asks) - pending
+        if len(log.done) > resumed:
+            raise UserError(
+                f"limit: {str(output)!r} already has {len(log.done)} predictions and this run asks for "
+                f"{len(asks)}; raise --limit or use another --output"
+            )
+        what = amount(len(problems), "problem") + (f" x {samples} answers" if samples > 1 else "")
+        print(f"{what}: {resumed} there already, {pending} to do", file=sys.stderr)
+        before = set(log.done)
+        ranks.barrier("start")
+        if ranks.world == 1:
+            seconds = work.answer_to(log, asks)
+        else:
+            seconds = work.answer_slice(before)
+            ranks.barrier("end")
+            absorbed |= absorb_parts(output, log)
+        late = resumed and pending and (settings.endpoint or samples > 1)  # such answers are last in the file
+        if absorbed or late:
+            sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
+    rows = read_rows(output / PREDICTIONS)
+    ends = Counter(row["finish_reason"] for row in rows if key(row) not in before)
+    missing = len(asks) - len(rows)
+    return Summary(len(asks), resumed, pending, ends[IMAGE_FAILED], seconds, missing, ends[TOO_LONG])
+
+
+@contextmanager
+def _nothing_left(output: Path) -> Iterator[None]:
+    """Remove the folder of a run that ends without an answer, as where the engine cannot be built.
+
+    Only the process that holds the file of predictions may: another one would take it away from under a run.
+    """
+    try:
+        yield
+    except UserError:
+        _remove_empty(output)
+        raise
+
+
+def _remove_empty(output: Path) -> None:
+    predictions = output / PREDICTIONS
+    if predictions.is_file() and not predictions.stat().st_size:
+        with suppress(OSError):  # a folder with anything else in it stays
+            if {path.name for path in output.iterdir()} <= {PREDICTIONS, FILE_NAME}:
+                for path in list(output.iterdir()):
+                    path.unlink()
+                output.rmdir()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What has to be answered, and with what."""
+
+    asks: Sequence[Ask]
+    output: Path
+    settings: AnswerEngineSettings
+    system_prompt: str | None
+    build: Callable[[AnswerEngineSettings], AnswerEngine]
+    ranks: Ranks
+
+    def answer_slice(self, done: set[tuple[str, int]]) -> float:
+        """Answer this rank's part of the rest into a file of its own. Returns the seconds of answering."""
+        mine = self.asks[self.ranks.rank :: self.ranks.world]
+        with PredictionLog(part_path(self.output, self.ranks.rank)) as log:
+            log.done |= done
+            return self.answer_to(log, mine)
+
+    def answer_to(self, log: PredictionLog, asks: Sequence[Ask]) -> float:
+        """Answer what the log does not have yet; the engine is built only when there is any.
+
+        Returns the seconds of answering, without those of building the engine.
+        """
+        resumed = sum(ask.key in log.done for ask in asks)
+        if resumed == len(asks):
+            return 0.0
+        engine = self.build(self.settings)
+        resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
+        if resolved and self.ranks.rank == 0:
+            with written_to("output", self.output):
+                note(self.output, "resolved", resolved)
+        start = time.perf_counter()
+        # `disable=None`: no bar where stderr is not a terminal.
+        with tqdm(total=len(asks), initial=resumed, unit="answer", disable=self.ranks.rank > 0 or None) as bar:
+            for batch in _batches(asks, engine.batch_size, log.done):
+                rows = answer(engine, batch, seed=self.settings.seed, system_prompt=self.system_prompt)
+                log.append(rows)
+                bar.update(len(rows))
+        return time.perf_counter() - start
+
+
+def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None) -> list[Prediction]:
+    """One row per ask, in order. A problem whose image cannot be decoded gets an empty response and the reason; one
+    whose answer the engine could not get has no row.
+    """
+    rows: list[Prediction] = []
+    asked: list[Prediction] = []
+    requests: list[AnswerRequest] = []
+    for problem, sample in batch:
+        row = dict(problem.fields) | ({"sample": sample} if sample else {})
+        rows.append(row)
+        try:
+            images = problem.images()
+        except Exception as error:  # a decoder raises whatever it likes on a broken file
+            reason = f"{type(error).__name__}: {error}"
+            row.update(response="", finish_reason=IMAGE_FAILED, n_tokens=0, n_prompt_tokens=0, error=reason)
+            continue
+        if images:
+            row["image_size"] = list(images[0].size)
+        messages = conversation_with_images(problem.prompt, len(images), system_prompt)
+        requests.append(AnswerRequest(messages, images, _seed_of(seed, problem.pid, sample)))
+        asked.append(row)
+    generations = engine.generate(requests) if requests else []
+    for row, generation in zip(asked, generations, strict=True):
+        if generation is None:
+            rows = [other for other in rows if other is not row]
+            continue
+        if isinstance(generation, Unanswerable):
+            print(f"warning: {row['pid']!r} is not asked: {generation.reason}", file=sys.stderr)
+            row.update(response="", finish_reason=TOO_LONG, n_tokens=0, n_prompt_tokens=0, error=generation.reason)
+            continue
+        row.update(
+            response=generation.text,
+            finish_reason=generation.finish_reason,
+            n_tokens=generation.n_tokens,
+            n_prompt_tokens=generation.n_prompt_tokens,
+        )
+    return rows
+
+
+def _seed_of(seed: int, pid: str, sample: int) -> int:
+    """A separate seed for each answer, so that a resumed run samples what an uninterrupted one would."""
+    text = f"{seed}/{pid}" + (f"/{sample}" if sample else "")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
+
+
+def _bounded(
+    settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
+) -> AnswerEngineSettings:
+    """The settings with the bounds that the engine needs: the most images and the longest text of any problem."""
+    longest = max(len(problem.prompt.encode()) for problem in problems) + len((system_prompt or "").encode())
+    return replace(settings, max_images=max(problem.n_images for problem in problems), max_text_bytes=longest)
+
+
+def _batches(asks: Sequence[Ask], size: int, done: Container[tuple[str, int]]) -> Iterator[Sequence[Ask]]:
+    """What is left to answer of each batch.
+
+    The whole list is divided into batches, so that a resumed run has the same batches as an uninterrupted one. Rounding
+    can depend on what a batch contains.
+    """
+    for start in range(0, len(asks), size):
+        batch = [ask for ask in asks[start : start + size] if ask.key not in done]
+        if batch:
+            yield batch
+
+
+def _check_unique(problems: Sequence[Problem]) -> None:
+    """Raise `UserError` if two problems have the same id, because answers are found by their ids."""
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.pid in seen:
+            raise UserError(f"dataset: the id {problem.pid!r} occurs twice; ids have to be unique")
+        seen.add(problem.pid)

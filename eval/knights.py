@@ -1,0 +1,51 @@
+"""`python -m eval.knights`: knights-and-knaves puzzles."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from typing import Any
+
+from adora_vl.utils.cli import imports
+
+with imports():
+    from adora_vl.rewards.knights import knights_verdict, roles_in
+    from eval.benchmark import Benchmark
+    from eval.command import main
+    from eval.geometry3k import load
+    from eval.inference.predictions import Prediction
+    from eval.scoring.score import RowGrade
+
+
+def grade(row: Prediction, options: Namespace) -> RowGrade:
+    """The verdict on a row, in the groups of its number of people."""
+    verdict, extracted = knights_verdict(row["response"], row["answer"])
+    reason = {"correct": "everyone_right", "wrong": "someone_wrong"}.get(verdict, "no_whole_answer")
+    return RowGrade(verdict, extracted, reason, _by_people(str((row.get("metadata") or {}).get("family") or "")))
+
+
+def _by_people(family: str) -> dict[str, list[str]]:
+    """The groups of a puzzle such as `3 people`: its number of people, and in- or out-of-distribution (ID, OOD).
+
+    The model of the published table was trained on puzzles of at most 5 people.
+    """
+    number, _, word = family.partition(" ")
+    if word != "people" or not number.isdecimal():
+        return {}
+    return {"people": [family], "half": ["2 to 5 people (ID)" if int(number) <= 5 else "6 to 8 people (OOD)"]}
+
+
+def _rules(options: Namespace) -> dict[str, Any]:
+    return {"rules": "everyone's kind"}
+
+
+def _check(row: Prediction) -> str | None:
+    """What is wrong with a row, or None."""
+    if not roles_in(row["answer"]):
+        return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
+    return None
+
+
+BENCHMARK = Benchmark("knights", "test", load, grade, _rules, check=_check)
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

@@ -1,1 +1,0 @@
-"""Knights and knaves: the puzzles of `python -m data_prep knights`, for text-only policies."""

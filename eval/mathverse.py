@@ -1,0 +1,244 @@
+"""`python -m eval.mathverse`: MathVerse by rules of our own; its official score asks a judge what is right."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from adora_vl.utils.cli import imports
+
+with imports():
+    from adora_vl.rewards.completion import last_boxed
+    from adora_vl.rewards.grade import grade as graded_answer
+    from adora_vl.utils.cli import amount, optional, text
+    from eval.benchmark import Benchmark, Problem
+    from eval.command import main
+    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.predictions import Prediction, missing_fields
+    from eval.scoring.choice import extract_choice, lettered_options
+    from eval.scoring.judge import Question, add_extraction_options, extractions
+    from eval.scoring.number import JUDGE_FAILED, Extraction, extract_number, plain
+    from eval.scoring.score import CORRECT, FAILED, WRONG, Graded, OwnFigures, RowGrade, cell
+
+TEXT_ONLY = "Text Only"
+VERSIONS = ("Text Dominant", "Text Lite", "Vision Intensive", "Vision Dominant", "Vision Only", TEXT_ONLY)
+_SPLITS = ("testmini", "testmini_text_only")  # the five versions with images, and the one without
+_KINDS = ("multi-choice", "free-form")
+_MOST_CHOICES = 6
+_OPTION = re.compile(r"(?:^|\s)([A-H])\s*[:.]")
+_STATED = re.compile(r"(?:\banswer\b[^.\n:=]{0,40}?(?:\bis\b|[:：=]))\s*:?\s*", re.IGNORECASE)
+# What an answer may have around its value: a name before it, as in `Area = 9` and `f(x) = 3x`, and a unit behind it.
+_NAME = re.compile(r"^\s*(?:[A-Za-z][A-Za-z. ]*|[A-Za-z](?:_\d)?\s*\([a-z]\)|\(x, ?y\))?\s*=(?!.*=)\s*")
+_PAIR = re.compile(r"([(\[])([^,]+),([^,]+)([)\]])")  # a point or an interval
+_BARE_WORDS = 4  # an answer on a single line with at most so many words is not a sentence
+_UNIT_WORD = r"(?:[cdkm]?m|[ck]?g|km/h|square|cubic|units?|met(?:er|re)s?|lit(?:er|re)s?|inch(?:es)?|feet|degrees?|T)"
+_UNIT = re.compile(
+    rf"(.*(?:[\d)}}]|\\pi))\s*{_UNIT_WORD}(?:\s+{_UNIT_WORD})*\s*(?:\^\s*\{{?[23]\}}?|[²³])?", re.IGNORECASE | re.DOTALL
+)
+
+
+def choices_of(row: Prediction) -> list[str]:
+    """The options of a question, [] where they stand in its picture alone. `question_for_eval` has them even so."""
+    question = row.get("question_for_eval") or row["question"] or ""
+    return lettered_options(re.split(r"Choices?:", question)[-1], _OPTION) if "Choice" in question else []
+
+
+def value_of(answer: str) -> str:
+    r"""The value in an answer, without a name before it or a unit behind it: `9` of `Area $=9 \mathrm{~cm}^{2}$`."""
+    spaced = re.sub(r"\\mathrm\s*\{~?\s*([A-Za-z]+)\s*\}", r" \1", answer.replace("掳", "°"))
+    shown = re.sub(r"\s+", " ", plain(spaced).replace("\\quad", " ").replace("$", "")).strip().rstrip(".")
+    value = _NAME.sub("", shown).strip()
+    found = _UNIT.fullmatch(value)
+    return (found[1] if found else value).strip()
+
+
+def same_answer(answer: str, reference: str) -> tuple[bool, str]:
+    """Whether two free answers have the same value, and the rule that decided.
+
+    The rules are those of the training's grader. Beside it a decimal is met by a value that is rounded to it, points
+    and intervals are compared by their ends, equations by their difference, and anything else as text.
+    """
+    given, wanted = value_of(answer), value_of(reference)
+    if not given:
+        return False, "no_answer"
+    if given.replace(" ", "").lower() == wanted.replace(" ", "").lower():
+        return True, "same_text"
+    pair, other = _PAIR.fullmatch(given), _PAIR.fullmatch(wanted)
+    if pair and other:
+        same = all(same_answer(pair[i], other[i])[0] for i in (2, 3))
+        return same and (pair[1], pair[4]) == (other[1], other[4]), "pair"
+    if given.count("=") == 1 == wanted.count("="):
+        given, wanted = ("({})-({})".format(*each.split("=")) for each in (given, wanted))
+    found = graded_answer(rf"\boxed{{{given}}}", wanted)
+    if found.verdict != "correct" and graded_answer(rf"\boxed{{{wanted}}}", given, rounding=True).reason == "rounded":
+        return True, "rounded"
+    return found.verdict == "correct", found.reason
+
+
+def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
+    """The letter of the right option, which some rows name as `(C)` or by its text; None where a row names several."""
+    found = re.fullmatch(r"\s*\(?([A-H])\)?\s*", row["answer"])
+    if found:
+        return found[1]
+    texts = [value_of(choice).lower() for choice in choices]
+    wanted = value_of(row["answer"]).lower()
+    return chr(ord("A") + texts.index(wanted)) if texts.count(wanted) == 1 else None
+
+
+def check(row: Prediction) -> str | None:
+    """What is wrong with a MathVerse predictions row; None where nothing is."""
+    lacking = missing_fields(row, (*_SCORED, "response"))
+    if lacking:
+        return lacking
+    for field, known in (("problem_version", VERSIONS), ("question_type", _KINDS)):
+        if row[field] not in known:
+            return f"has {field} = {row[field]!r:.60}, expected one of {', '.join(known)}"
+    for field in ("question", "question_for_eval"):
+        if not isinstance(row.get(field) or "", str):
+            return f"has {field} = {row[field]!r:.60}, expected a string"
+    return None
+
+
+def question_of(row: Prediction) -> Question:
+    """A predictions row as a judge reads it."""
+    choices = choices_of(row) if row["question_type"] == "multi-choice" else []
+    asked = row.get("question_for_eval") or row["question"] or ""
+    return Question("choice" if choices else "text", asked, choices, row["response"])
+
+
+def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
+    """The rows, each with its `Extraction` under the key `read`."""
+    if options.extraction == "rules":
+        return [{**row, "read": by_rules(row)} for row in rows]
+    found = extractions(rows, [question_of(row) for row in rows], options)
+    return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
+
+
+def by_rules(row: Prediction) -> Extraction:
+    """The answer in a response: the letter of an option; or a box, a stated answer, a bare value or a number."""
+    response = row["response"]
+    if row["question_type"] == "multi-choice":
+        return Extraction(*extract_choice(response, choices_of(row) or [""] * _MOST_CHOICES))
+    box = last_boxed(response)
+    if box is not None:
+        return Extraction(box, "box")
+    stated = list(_STATED.finditer(response))
+    if stated:
+        line = response[stated[-1].end() :].split("\n")[0]
+        said = re.split(r"\.(?:\s|$)", line)[0]
+        if re.search(r"\w", said):
+            return Extraction(said.strip(), "stated")
+    if "\n" not in response.strip() and len(_words(response)) <= _BARE_WORDS:
+        return Extraction(response.strip(), "whole")
+    return extract_number(response, row.get("question_for_eval") or row["question"] or "")
+
+
+def _words(response: str) -> list[str]:
+    return re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[a-z]+", "", response))
+
+
+def grade(row: Prediction, options: Namespace) -> RowGrade:
+    """The verdict on a row. An extraction that the judge could not make is a failure."""
+    extraction, groups = row["read"], _groups(row)
+    answer = "" if extraction.text is None else str(extraction.text)
+    if extraction.how == JUDGE_FAILED:
+        return RowGrade(FAILED, None, extraction.how, groups, extraction)
+    if row["question_type"] == "free-form":
+        right, reason = same_answer(answer, row["answer"])
+        return RowGrade(CORRECT if right else WRONG, answer, reason, groups, extraction)
+    choices = choices_of(row)
+    letter, wanted = _letter(answer, choices), reference_letter(row, choices)
+    if wanted is None:
+        return RowGrade(WRONG, letter, "gold_several_letters", groups, extraction)
+    return RowGrade(CORRECT if letter == wanted else WRONG, letter, "letter", groups, extraction)
+
+
+def _letter(answer: str, choices: Sequence[str]) -> str:
+    """The letter that an extraction names, by itself or by the text of its option."""
+    found = re.fullmatch(r"\W*([A-H])\W*", answer)
+    return found[1] if found else str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
+
+
+def _groups(row: Prediction) -> dict[str, list[str]]:
+    metadata = row["metadata"] or {}
+    groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
+    return groups | {name: [str(metadata[name])] for name in ("subject", "subfield") if metadata.get(name)}
+
+
+_OURS = "ours, in place of the official judge"
+
+
+def _rules(options: Namespace) -> dict[str, Any]:
+    judge = options.judge_model if options.extraction == "judge" else None
+    return {"rules": _OURS, "extraction": options.extraction, "judge": judge}
+
+
+def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+    """The overall figure, which the benchmark takes over its five versions with images; and what no answer can meet."""
+    five = [item for row, item in zip(rows, graded, strict=True) if row["problem_version"] != TEXT_ONLY]
+    several = sum(item.reason == "gold_several_letters" for item in graded)
+    warnings = [f"{amount(several, 'reference answer')} with several letters, which no answer meets"] if several else []
+    lines = ["note: not the official score, which asks a judge whether an answer is right"]
+    return OwnFigures({"overall": {"five_versions": cell(five) if five else None}}, lines=lines, warnings=warnings)
+
+
+_SCORED = ("problem_index", "problem_version", "question", "answer", "question_type", "metadata")
+_NEEDED = ("sample_index", *_SCORED, "query_wo", "query_cot")
+
+
+def load(options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a split, or with `all` of both, the five versions with images and the one without; and a hash."""
+    splits = _SPLITS if options.split == "all" else (options.split,)
+    parts = [_load(options, split) for split in splits]
+    return [problem for problems, _ in parts for problem in problems], "+".join(hashed for _, hashed in parts)
+
+
+def _load(options: Namespace, split: str) -> tuple[list[Problem], str]:
+    name = f"query_{options.query}"
+
+    def fault(row: dict[str, Any]) -> str | None:
+        return check({**row, "pid": "", "response": ""}) or unaskable(row[name])
+
+    data, id_column = (options.data, split, options.data_revision), BENCHMARK.id_column
+    loaded = load_rows(*data, _NEEDED, ("image",), fault, id_column=id_column, config=split)
+    problems = loaded.problems(_fields, lambda row: str(row[name]))
+    return [_without_image(one) if one.fields["problem_version"] == TEXT_ONLY else one for one in problems], loaded.hash
+
+
+def _without_image(problem: Problem) -> Problem:
+    return replace(problem, n_images=0, images=list, sizes=None)
+
+
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """What a prediction keeps of a row of the data. The version without images counts its samples from 1 again."""
+    number = str(row["sample_index"])
+    pid = f"text_only_{number}" if row["problem_version"] == TEXT_ONLY else number
+    return {"pid": pid, **{name: row.get(name) for name in (*_SCORED, "question_for_eval")}}
+
+
+def _data_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
+    add("--query", choices=("cot", "wo"), default="cot", help="ask for reasoning (cot), or for the answer alone (wo)")
+
+
+BENCHMARK = Benchmark(
+    "mathverse",
+    "testmini",
+    load,
+    grade,
+    _rules,
+    add_extraction_options,
+    _data_options,
+    check,
+    ("data_revision", "query"),
+    id_column="sample_index",
+    prepare=_prepare,
+    summary=_summary,
+)
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

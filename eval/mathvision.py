@@ -1,0 +1,321 @@
+"""`python -m eval.mathvision`: MathVision (MATH-V), with its official prompt and its official score, and with ours."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from adora_vl.utils.cli import imports
+
+with imports():
+    from adora_vl.data.prompts import PLACEHOLDER, lettered
+    from adora_vl.rewards import grade as graded_as_in_training
+    from adora_vl.rewards.completion import last_boxed
+    from adora_vl.utils.cli import amount, optional, text
+    from adora_vl.utils.errors import UserError
+    from eval.benchmark import Benchmark, Problem, Published
+    from eval.command import main
+    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.predictions import Prediction, missing_fields
+    from eval.scoring.judge import Question, add_extraction_options, extractions
+    from eval.scoring.latex_value import latex_value
+    from eval.scoring.number import JUDGE_FAILED, Extraction, extract_number
+    from eval.scoring.score import CORRECT, FAILED, WRONG, Graded, OwnFigures, RowGrade
+
+_INSTRUCTION = (
+    'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a multiple choice '
+    'question, only one letter is allowed in the "\\boxed{}".'
+)
+_LETTERS = "ABCDE"  # options that are only these are drawn in the picture
+_PLACE = re.compile(r"<image(\d*)>")
+
+
+def build_query(row: dict[str, Any]) -> str:
+    """Instruction, question and options of one item; `<image>` where its picture stands.
+
+    Every row has one picture, whose parts the question numbers. It stands at the place of the first number, and the
+    others become the words `image 2`.
+    """
+    places = iter([PLACEHOLDER])
+    question = _PLACE.sub(lambda found: next(places, f"image {found[1]}".strip()), row["question"])
+    options = [] if "".join(row["options"]) == _LETTERS else lettered(row["options"])
+    return "\n".join([_INSTRUCTION, question, *options]) + "\n"
+
+
+def several_parts(row: dict[str, Any]) -> bool:
+    """Whether a question numbers several parts of its picture."""
+    return len(_PLACE.findall(row["question"])) > 1
+
+
+RuleSet = Literal["official", "strict"]
+RULE_SETS: tuple[RuleSet, ...] = ("official", "strict")
+_STATED = ("the final answer is", "the answer is", "the correct answer is", "the answer should be")
+# What the official score removes from an answer, in this order.
+_REMOVED = (
+    *("\\text", "\\mbox"),
+    *("\\left", "\\right", "^{\\circ}", "^\\circ", "{m}^3", "m^3", "{units}", "units", "{km}", "km"),
+    "\\!",
+)
+
+
+def official_answer(response: str) -> str:
+    """The answer that the official score reads out of a response (evaluation/evaluate.py in mathllm/MATH-V).
+
+    Its faults are kept. `is` anywhere before a number counts as a statement; a choice is known as such only where the
+    response ends with ` (B).` or begins with a line `(B)`; of a long answer without a box all of it is the answer.
+    """
+    answer = response.strip()
+    for letter in _LETTERS:
+        if answer.endswith((f" {letter}.", f" ({letter}).")) or answer.startswith(
+            (f"{letter}\n", f"({letter})\n", f"({letter}) {letter}\n")
+        ):
+            answer = letter
+    tail = answer.split("is ")[-1].rstrip(".")
+    if _is_number(tail):
+        answer = tail
+    if "oxed{" not in answer:
+        for statement in (form for stated in _STATED for form in (stated, stated.replace("the", "The"))):
+            if statement in answer:
+                answer = answer.split(statement)[-1].strip().split("\n")[0].split(". ")[0]
+            else:
+                answer = answer.strip()
+    elif answer.count("oxed{") > 1:
+        answer = "\\boxed{" + answer.split("oxed{")[-1]
+    answer = _without_latex(answer)
+    for left, right in ("()", "{}"):
+        for letter in _LETTERS.lower():
+            answer = answer.replace(left + letter + right, letter)
+    return answer.rstrip(".").lstrip(":").strip()
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _without_latex(answer: str) -> str:
+    """The answer in lower case: of its box, behind the last `=` or `\\approx`, without spaces, units and dollars."""
+    answer = answer.lower().replace("{}", "")
+    boxed = re.findall(r"oxed{(.*)}", answer, flags=re.DOTALL)
+    answer = boxed[-1] if boxed else answer
+    closed, opened = answer.find("}"), answer.find("{")
+    if closed != -1 and (opened == -1 or closed < opened):
+        answer = answer[:closed]
+    answer = answer.split("=")[-1].split("\\approx")[-1]
+    answer = answer.replace(" ", "").replace("\\,", "").replace("∞", "\\infty").replace("+\\infty", "\\infty")
+    answer = answer.replace("\\\\", "\\").replace("\n", "")
+    for part in _REMOVED:
+        answer = answer.replace(part, "")
+    answer = answer.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
+    for part in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "$", "\\%"):
+        answer = answer.replace(part, "")
+    answer = answer.replace("{.", "{0.")
+    return _respelt("0" + answer if answer.startswith(".") else answer)
+
+
+def _respelt(answer: str) -> str:
+    """Roots with braces, the fractions beside them too, and `3/4` and `0.5` as fractions."""
+    if "sqrt" in answer:
+        head, *roots = answer.split("\\sqrt")
+        answer = head + "".join("\\sqrt" + _braced(root, 1) for root in roots)
+        head, *fractions = answer.split("\\frac")
+        if all(part.startswith("{") or len(part) > 1 for part in fractions):
+            answer = head + "".join("\\frac" + _braced(part, 2) for part in fractions)
+    if answer == "0.5":
+        return "\\frac{1}{2}"
+    above, slash, below = answer.partition("/")
+    if slash and above.removeprefix("-").isdecimal() and below.removeprefix("-").isdecimal():
+        plain = f"{int(above)}/{int(below)}"
+        return f"\\frac{{{int(above)}}}{{{int(below)}}}" if answer == plain else answer
+    return answer
+
+
+def _braced(part: str, arguments: int) -> str:
+    """The first characters of a part, its arguments, in braces; as it is where it begins with a brace."""
+    if not part or part.startswith("{"):
+        return part
+    found = ""
+    for _ in range(arguments):
+        if part.startswith("{"):
+            break
+        found, part = found + f"{{{part[0]}}}", part[1:]
+    return found + part
+
+
+def officially_equal(one: str, other: str) -> bool:
+    """Equal as text without capitals, as tuples, or as numbers rounded to two places."""
+    one, other = one.lower(), other.lower()
+    if not one.replace(" ", "") or not other.replace(" ", ""):
+        return False
+    if one.strip() == other.strip():
+        return True
+    one, other = _tuple_of_numbers(one), _tuple_of_numbers(other)
+    if one == other:
+        return True
+    values = latex_value(one), latex_value(other)
+    return None not in values and round(values[0] or 0, 2) == round(values[1] or 0, 2)
+
+
+def _tuple_of_numbers(answer: str) -> str:
+    """`(2/4,3)` as `(0.5,3)`, where each part has a value, is infinite or is `a`; else the text as it is."""
+    parts = answer[1:-1].split(",")
+    if len(parts) < 2 or answer[0] + answer[-1] not in ("()", "[]"):
+        return answer
+    values = [part if "infty" in part or part in ("a", "-a") else latex_value(part) for part in parts]
+    if None in values:
+        return answer
+    shown = (value if isinstance(value, str) else str(round(value or 0, 2)) for value in values)
+    return answer[0] + ",".join(shown) + answer[-1]
+
+
+def official_hit(answer: str, gold: str, options: Sequence[str]) -> bool:
+    """Whether an answer is the gold, or the option whose letter the gold is."""
+    value = options[ord(gold) - ord("A")] if options else ""
+    return officially_equal(gold, answer) or officially_equal(value, answer)
+
+
+_SCORED = ("pid", "question", "options", "answer", "level", "subject", "response")
+
+
+def check(row: Prediction) -> str | None:
+    """What is wrong with a MathVision predictions row; None where nothing is."""
+    lacking = missing_fields(row, _SCORED)
+    if lacking:
+        return lacking
+    for field in ("question", "subject"):
+        if not isinstance(row[field], str):
+            return f"has {field} = {row[field]!r:.60}, expected a string"
+    options = row["options"]
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+        return f"has options = {options!r:.60}, expected a list of texts"
+    letters = [chr(ord("A") + index) for index in range(len(options))]
+    if options and row["answer"] not in letters:
+        return f"has answer = {row['answer']!r:.60}, expected one of {', '.join(letters)}"
+    return None
+
+
+def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
+    """The rows, each with its `Extraction` under the key `read`. Raises `UserError`."""
+    if options.rules == "official":
+        if options.extraction != "rules":
+            raise UserError(f"extraction: {options.extraction} needs --rules strict; official has its own extraction")
+        return [{**row, "read": Extraction(official_answer(row["response"]), "official")} for row in rows]
+    found = extractions(rows, [question_of(row) for row in rows], options)
+    if options.extraction == "rules":
+        found = [_unboxed(row, one) for row, one in zip(rows, found, strict=True)]
+    return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
+
+
+def question_of(row: Prediction) -> Question:
+    """A predictions row as the extraction reads it."""
+    return Question("choice" if row["options"] else "text", row["question"], row["options"], row["response"])
+
+
+def _unboxed(row: Prediction, read: Extraction) -> Extraction:
+    """Of a free-form answer without a box the number that it states, in place of the whole response."""
+    if row["options"] or last_boxed(row["response"]) is not None:
+        return read
+    return extract_number(row["response"], row["question"])
+
+
+def grade(row: Prediction, options: Namespace) -> RowGrade:
+    """The verdict on a row by `options.rules`. An extraction that the judge could not make is a failure."""
+    form = "multiple choice" if row["options"] else "free form"
+    groups = {"level": [str(row["level"])], "subject": [row["subject"]], "form": [form]}
+    read = row["read"]
+    if read.how == JUDGE_FAILED:
+        return RowGrade(FAILED, None, read.how, groups, read)
+    answer = str(read.text or "")
+    if options.rules == "official":
+        hit = official_hit(answer, row["answer"], row["options"])
+    else:
+        boxed = rf"\boxed{{{answer}}}"
+        hit = graded_as_in_training(boxed, row["answer"], choices=row["options"] or None).verdict == CORRECT
+    return RowGrade(CORRECT if hit else WRONG, answer, read.how, groups, read)
+
+
+def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
+    """The entry of a row under `items` in the score file."""
+    fields = {"verdict": graded.verdict, "correct": graded.correct, "answer": row["answer"]}
+    return {**fields, "extraction": graded.extracted, "how": graded.reason}
+
+
+def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+    """How many questions number parts of a picture that they have whole."""
+    parts = len({row["pid"] for row in rows if several_parts(row)})
+    line = f"{amount(parts, 'question')} with several numbered images, which are the parts of one picture"
+    return OwnFigures(notes={"several_parts": parts}, lines=[line] if parts else [])
+
+
+def _rules(options: Namespace) -> dict[str, Any]:
+    if options.rules == "official":
+        return {"rules": options.rules}
+    judge = options.judge_model if options.extraction == "judge" else None
+    return {"rules": options.rules, "extraction": options.extraction, "judge": judge}
+
+
+_NEEDED = ("id", "question", "options", "answer", "level", "subject")
+
+
+def load(options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a split, and a hash of the data."""
+    data = (options.data, options.split, options.data_revision)
+    loaded = load_rows(*data, _NEEDED, ("decoded_image", "image"), _fault, id_column="id")
+    return loaded.problems(_fields, build_query), loaded.hash
+
+
+def _fault(row: dict[str, Any]) -> str | None:
+    """What is wrong with a row of the data, or None."""
+    return check({**row, "pid": "", "response": ""}) or unaskable(build_query(row), row["options"])
+
+
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """What a prediction keeps of a row of the data."""
+    return {"pid": str(row["id"]), **{name: row[name] for name in _NEEDED[1:]}}
+
+
+def _data_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
+
+
+def _score_options(parser: ArgumentParser) -> None:
+    add_extraction_options(parser)
+    parser.add_argument("--rules", choices=RULE_SETS, default="official", help="strict: as in training")
+
+
+_PUBLISHED = Published(
+    "MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
+    {
+        "Gemini-Pro": {"all": 17.66},
+        "InternLM-XComposer2-VL": {"all": 14.54},
+        "Qwen-VL-Max with CoT": {"all": 12.63},
+        "ShareGPT4V-7B": {"all": 10.53},
+        "SPHINX-v2": {"all": 9.70},
+        "LLaVA-v1.5-7B": {"all": 8.52},
+    },
+    lambda score: None if score["rules"].get("rules") == "official" else "the quoted rows are by the rules `official`",
+)
+BENCHMARK = Benchmark(
+    "mathvision",
+    "test",
+    load,
+    grade,
+    _rules,
+    _score_options,
+    _data_options,
+    check,
+    ("data_revision",),
+    id_column="id",
+    prepare=_prepare,
+    summary=_summary,
+    item=_item,
+    published=_PUBLISHED,
+)
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

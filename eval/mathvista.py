@@ -1,0 +1,305 @@
+"""`python -m eval.mathvista`: MathVista, with its official prompt, extraction and scoring."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from adora_vl.utils.cli import imports
+
+with imports():
+    from adora_vl.data.prompts import lettered
+    from adora_vl.utils.cli import optional, text
+    from eval.benchmark import Benchmark, Problem, Published
+    from eval.command import main
+    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.predictions import Prediction, missing_fields
+    from eval.scoring.judge import Kind, Question, add_extraction_options, extractions
+    from eval.scoring.number import JUDGE_FAILED
+    from eval.scoring.score import CORRECT, FAILED, WRONG, Graded, OwnFigures, RowGrade, by_problem, counted
+
+_HINT = "Hint: Please answer the question "
+_CHOICE = "and provide the correct option letter, e.g., A, B, C, D, at the end."
+_INTEGER = "requiring an integer answer and provide the final value, e.g., 1, 2, 3, at the end."
+_ONE_PLACE = (
+    "requiring a floating-point number with one decimal place and provide the final value, e.g., 1.2, 1.3, 1.4, "
+    "at the end."
+)
+_TWO_PLACES = (
+    "requiring a floating-point number with two decimal places and provide the final value, e.g., 1.23, 1.34, 1.45, "
+    "at the end."
+)
+_LIST = "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], [1.2, 1.3, 1.4], at the end."
+
+
+def build_query(row: dict[str, Any]) -> str:
+    """Hint, question with its unit, and choices of one item (`question_type` and the other fields of the data)."""
+    lines = [_HINT + _asks_for(row), f"Question: {row['question']}"]
+    if row.get("unit"):
+        lines[-1] += f" (Unit: {row['unit']})"
+    if row["choices"]:
+        lines += ["Choices:", *lettered(row["choices"])]
+    return "\n".join(lines).strip()
+
+
+def _asks_for(row: dict[str, Any]) -> str:
+    if row["question_type"] == "multi_choice":
+        return _CHOICE
+    if row["answer_type"] == "integer":
+        return _INTEGER
+    if row["answer_type"] == "list":
+        return _LIST
+    # The precision is a float on the hub.
+    return _ONE_PLACE if row["precision"] == 1 else _TWO_PLACES
+
+
+RuleSet = Literal["official", "published_2023", "vlmevalkit", "vlmevalkit_1680"]
+RULE_SETS: tuple[RuleSet, ...] = ("official", "published_2023", "vlmevalkit", "vlmevalkit_1680")
+_OF_VLMEVALKIT = ("vlmevalkit", "vlmevalkit_1680")  # before and after its pull request 1680
+_LETTER_IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
+_NOT_A_NUMBER = (ValueError, TypeError, OverflowError)  # what `int` and `float` raise
+
+
+class Hit(NamedTuple):
+    """Whether an item is right, and its normalised extraction, or None if there is no prediction."""
+
+    correct: bool
+    prediction: str | None
+
+
+def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
+    """Normalise the extraction of a row and compare it with the reference answer, by one of the rule sets."""
+    if row["question_type"] == "multi_choice":
+        index = chosen(extraction, row["choices"])
+        text = row["choices"][index]
+        if rules in _OF_VLMEVALKIT:  # compares letters, so only the first of two equal choices is right
+            return Hit(text == row["answer"] and row["choices"].index(text) == index, text)
+        return Hit(text == row["answer"], text)
+    if rules in _OF_VLMEVALKIT:
+        return _vlmevalkit(row, extraction, lists=rules == "vlmevalkit_1680")
+    prediction = _normalised(row, extraction, strict_int=rules == "published_2023")
+    return Hit(prediction == row["answer"], prediction)
+
+
+def chosen(extraction: object, choices: Sequence[str]) -> int:
+    """The position of the choice that an extraction means. If none matches, the one with the smallest edit distance."""
+    text = extraction.strip() if isinstance(extraction, str) else str(extraction)
+    in_brackets = _LETTER_IN_BRACKETS.search(text)
+    if in_brackets:
+        text = in_brackets[1].upper()
+    if len(text) == 1 and 0 <= ord(text) - ord("A") < len(choices):
+        return ord(text) - ord("A")
+    distances = [edit_distance(text, choice) for choice in choices]
+    return distances.index(min(distances))
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Levenshtein's distance: insertions, deletions and substitutions of a character, each 1."""
+    previous = list(range(len(other) + 1))
+    for i, left in enumerate(one, start=1):
+        current = [i]
+        for j, right in enumerate(other, start=1):
+            current.append(min(previous[j] + 1, current[-1] + 1, previous[j - 1] + (left != right)))
+        previous = current
+    return previous[-1]
+
+
+def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
+    try:
+        if row["answer_type"] == "integer":
+            return str(int(extraction) if strict_int else int(float(extraction)))
+        if row["answer_type"] == "float":
+            # `round` takes no float as its precision, and pandas makes one of it.
+            return str(round(float(extraction), int(float(row["precision"]))))
+    except _NOT_A_NUMBER:
+        return None
+    return None if extraction is None else str(extraction)
+
+
+def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
+    """`lists`: a list is right if it is the same text; before it never was, whatever the extraction (pull 1680)."""
+    convert = {"integer": int, "float": float}.get(row["answer_type"])
+    if convert is None:
+        text = None if extraction is None or not lists else str(extraction)
+        return Hit(text == row["answer"], text)
+    try:
+        value = convert(extraction)
+        return Hit(value == convert(row["answer"]), str(value))
+    except _NOT_A_NUMBER:
+        return Hit(False, None)
+
+
+METADATA_GROUPS = ("language", "source", "category", "task", "context", "grade", "skills")
+_GEOMETRY_TASK, _GEOMETRY_SKILL = "geometry problem solving", "geometry reasoning"
+ID_OOD = (
+    "ID pools the items of task `geometry problem solving` and the items with skill `geometry reasoning`, an item in "
+    "both counted twice; OOD is everything correct minus ID's, over all items minus ID's. The split of ADORA's table, "
+    "inferred from its figures; because of the double count the intervals are a little too narrow."
+)
+_QUESTION_TYPES, _ANSWER_TYPES = ("multi_choice", "free_form"), ("text", "integer", "float", "list")
+_MOST_PLACES = 15  # decimal places that a float holds
+_SCORED = ("pid", "question", "question_type", "answer_type", "precision", "choices", "answer", "metadata", "response")
+
+
+def check(row: Prediction) -> str | None:
+    """What is wrong with a MathVista predictions row; None where nothing is."""
+    lacking = missing_fields(row, _SCORED)
+    if lacking:
+        return lacking
+    for field, known in (("question_type", _QUESTION_TYPES), ("answer_type", _ANSWER_TYPES)):
+        if row[field] not in known:
+            return f"has {field} = {row[field]!r}, expected one of {', '.join(known)}"
+    if row["question_type"] == "multi_choice" and not 1 <= len(row["choices"] or []) <= 26:
+        return f"is multiple choice with choices = {row['choices']!r}, expected 1 to 26 of them"
+    precision = row["precision"]
+    if row["answer_type"] == "float" and not (isinstance(precision, int | float) and 0 <= precision <= _MOST_PLACES):
+        return f"has precision = {precision!r}, expected a number from 0 to {_MOST_PLACES} for a float answer"
+    if not isinstance(row["question"], str):
+        return f"has question = {row['question']!r:.60}, expected a string"
+    return None
+
+
+def question_of(row: Prediction) -> Question:
+    """A predictions row as the extraction reads it."""
+    kind: Kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
+    return Question(kind, row["question"], row["choices"] or (), row["response"])
+
+
+def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
+    """The rows, each with its `Extraction` under the key `read`."""
+    found = extractions(rows, [question_of(row) for row in rows], options)
+    return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
+
+
+def grade(row: Prediction, options: Namespace) -> RowGrade:
+    """The verdict on a row by `options.rules`. An extraction that the judge could not make is a failure."""
+    extraction, groups = row["read"], _groups(row)
+    if extraction.how == JUDGE_FAILED:
+        return RowGrade(FAILED, None, extraction.how, groups, extraction)
+    if options.ignore_empty_extractions and not str(extraction.text or "").strip():
+        return RowGrade(WRONG, None, extraction.how, groups, extraction)
+    hit = judge_extraction(row, extraction.text, options.rules)
+    return RowGrade(CORRECT if hit.correct else WRONG, hit.prediction, extraction.how, groups, extraction)
+
+
+def _groups(row: Prediction) -> dict[str, list[str]]:
+    """The groups of a row: the fields of MathVista's metadata, each with its values."""
+    metadata = row["metadata"] or {}
+    groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
+    for name in METADATA_GROUPS:
+        value = metadata.get(name)
+        if value:
+            groups[name] = [str(part) for part in value] if isinstance(value, list) else [str(value)]
+    return groups
+
+
+def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
+    """The entry of a row under `items` in the score file."""
+    fields = {"verdict": graded.verdict, "correct": graded.correct, "answer": row["answer"]}
+    read = {"extraction": row["read"].text, "prediction": graded.extracted}
+    return {**fields, **read, "how": graded.reason}
+
+
+def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+    """ID and OOD as ADORA's table has them (docs/evaluation.md)."""
+    times = [
+        item.groups.get("task", []).count(_GEOMETRY_TASK) + item.groups.get("skills", []).count(_GEOMETRY_SKILL)
+        for item in graded
+    ]
+    correct, total = sum(n * item.correct for n, item in zip(times, graded, strict=True)), sum(times)
+    answers_each = max(map(len, by_problem(graded).values()))
+    # By the double count, ID of a small set can have more answers than there are; then OOD has no figure.
+    ood = counted(sum(item.correct for item in graded) - correct, len(graded) - total, answers_each)
+    return OwnFigures({"id_ood": {"definition": ID_OOD, "ID": counted(correct, total, answers_each), "OOD": ood}})
+
+
+def _rules(options: Namespace) -> dict[str, Any]:
+    return {
+        "rules": options.rules,
+        "extraction": options.extraction,
+        "ignore_empty_extractions": options.ignore_empty_extractions,
+        "judge": options.judge_model if options.extraction == "judge" else None,
+    }
+
+
+_NEEDED = ("pid", "question", "question_type", "answer_type", "precision", "choices", "answer", "metadata")
+_KEPT = (*_NEEDED[1:4], "precision", "unit", "choices", "answer", "metadata")
+
+
+def load(options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a split (testmini), and a hash of the data."""
+    loaded = load_rows(options.data, options.split, options.data_revision, _NEEDED, ("decoded_image", "image"), _fault)
+    return loaded.problems(_fields, _prompt), loaded.hash
+
+
+def _prompt(row: dict[str, Any]) -> str:
+    """`query` is the official prompt where the data has it."""
+    return row.get("query") or build_query(row)
+
+
+def _fault(row: dict[str, Any]) -> str | None:
+    """What is wrong with a row of the data, or None."""
+    fault = check({**row, "pid": "", "response": ""})
+    return fault or unaskable(_prompt(row), row["choices"])
+
+
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """What a prediction keeps of a row of the data."""
+    return {"pid": str(row["pid"]), **{name: row.get(name) for name in _KEPT}}
+
+
+def _data_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
+
+
+def _score_options(parser: ArgumentParser) -> None:
+    add_extraction_options(parser)
+    add = parser.add_argument
+    add("--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold")
+    add(
+        "--ignore-empty-extractions",
+        action=BooleanOptionalAction,
+        default=False,
+        help="an empty extraction is wrong, not the nearest choice",
+    )
+
+
+def _caution(score: Mapping[str, Any]) -> str | None:
+    """Why a score is not comparable with the published rows, or None."""
+    if score["rules"].get("rules") == "vlmevalkit":
+        return None
+    return "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
+
+
+_PUBLISHED = Published(
+    "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
+    {
+        "Qwen2.5-VL-7B-Instruct": {"all": 67.3, "ID": 69.6, "OOD": 65.5},
+        "MM-EUREKA-8B": {"all": 68.1, "ID": 73.4, "OOD": 63.8},
+        "MMR1-math-v0": {"all": 70.2, "ID": 72.3, "OOD": 68.5},
+        "Vision-R1-7B (its report)": {"all": 73.5, "ID": 81.9, "OOD": 66.8},
+        "GRPO": {"all": 70.2, "ID": 71.6, "OOD": 69.1},
+        "ADORA": {"all": 73.5, "ID": 76.1, "OOD": 71.4},
+    },
+    _caution,
+)
+BENCHMARK = Benchmark(
+    "mathvista",
+    "testmini",
+    load,
+    grade,
+    _rules,
+    _score_options,
+    _data_options,
+    check,
+    ("data_revision",),
+    prepare=_prepare,
+    summary=_summary,
+    item=_item,
+    published=_PUBLISHED,
+)
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

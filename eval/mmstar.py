@@ -1,0 +1,212 @@
+"""`python -m eval.mmstar`: MMStar, with its official scoring."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
+
+from adora_vl.utils.cli import imports
+
+with imports():
+    from adora_vl.utils.cli import optional, path, text
+    from adora_vl.utils.errors import UserError
+    from eval.benchmark import Benchmark, Problem, Published
+    from eval.command import main
+    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.predictions import Prediction, key, missing_fields, read_predictions
+    from eval.scoring.choice import extract_choice, lettered_options
+    from eval.scoring.score import CORRECT, WRONG, Graded, OwnFigures, RowGrade, by_problem, grade_row
+    from eval.scoring.statistics import bootstrap
+    from eval.scoring.table import percent
+
+RuleSet = Literal["official", "letter"]
+RULE_SETS: tuple[RuleSet, ...] = ("official", "letter")
+_SCORED = ("pid", "question", "answer", "category", "l2_category", "response")
+_OPTION = re.compile(r"(?:^|[\s,])([A-Z]): ")
+
+
+def check(row: Prediction) -> str | None:
+    """What is wrong with an MMStar predictions row; None where nothing is."""
+    lacking = missing_fields(row, _SCORED)
+    if lacking:
+        return lacking
+    for field in ("question", "category", "l2_category"):
+        if not isinstance(row[field], str):
+            return f"has {field} = {row[field]!r:.60}, expected a string"
+    if not re.fullmatch(r"\s*[A-Za-z]\s*", row["answer"]):
+        return f"has answer = {row['answer']!r}, expected a letter"
+    return None
+
+
+def official_hit(response: str, answer: str) -> bool:
+    """The official rule: the right letter at one of four places (MMStar-Benchmark/MMStar, eval/mmstar_eval/evaluate).
+
+    It is made for answers that start with the letter. Of a chain of thought it reads the first letter: `Based on` is B.
+    """
+    letter, text = answer.lower().strip().replace("\n", " "), response.lower().strip().replace("\n", " ")
+    return (
+        text[:1] == letter
+        or (text[:1] == "(" and text[1:2] == letter)
+        or (text[:7] == "option " and text[7:8] == letter)
+        or (text[:14] == "the answer is " and text[14:15] == letter)
+    )
+
+
+def options_of(question: str) -> list[str]:
+    """The options' texts in `... Options: A: a park, B: a dam`. Four unknown ones where the question has none."""
+    return lettered_options(question.rpartition("Options:")[2], _OPTION) or [""] * 4
+
+
+def grade(row: Prediction, options: Namespace) -> RowGrade:
+    """The verdict on a row by `options.rules`, and the groups that it counts in."""
+    groups = {"category": [row["category"]], "l2_category": [row["l2_category"]]}
+    if options.rules == "official":
+        hit = official_hit(row["response"], row["answer"])
+        return RowGrade(CORRECT if hit else WRONG, row["response"][:20], "official", groups)
+    extracted, how = extract_choice(row["response"], options_of(row["question"]))
+    return RowGrade(CORRECT if extracted == row["answer"].strip().upper() else WRONG, extracted, how, groups)
+
+
+def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
+    """The entry of a row under `items` in the score file."""
+    fields = {"verdict": graded.verdict, "correct": graded.correct, "answer": row["answer"]}
+    return {**fields, "extraction": graded.extracted, "how": graded.reason}
+
+
+def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+    """Gain and leakage, where the runs for them are given."""
+    leakage = _leakage(rows, graded, options)
+    lines = []
+    if leakage is not None:
+        shown = percent(leakage["MG"], leakage["MG_bootstrap_95"])
+        lines.append(f"multi-modal gain MG: {shown}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}")
+        if "ML" in leakage:
+            shown = percent(leakage["ML"], leakage["ML_bootstrap_95"])
+            lines.append(f"leakage ML: {shown}, S_t {leakage['S_t']:.3f}")
+    return OwnFigures(notes={"leakage": leakage}, lines=lines)
+
+
+def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> dict[str, Any] | None:
+    """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024, MMStar, section 3.3).
+
+    All three are shares of right answers on the same items. S_v is this run, S_wv the same model without the image, and
+    S_t its language backbone.
+    """
+    if options.text_only and not options.without_image:
+        raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
+    blind = _others(options.without_image, rows, options, "without_image")
+    text = _others(options.text_only, rows, options, "text_only")
+    if blind is None:
+        return None
+    seen = _shares(graded)
+    gains = [a - b for a, b in zip(seen, blind, strict=True)]
+    leakage: dict[str, Any] = {"S_v": _mean(seen), "S_wv": _mean(blind)}
+    leakage |= {"MG": _mean(gains), "MG_bootstrap_95": bootstrap(gains)}
+    if text is not None:
+        leaks = [a - b for a, b in zip(blind, text, strict=True)]
+        low, high = bootstrap(leaks)
+        leakage |= {
+            "S_t": _mean(text),
+            "ML": max(0.0, _mean(leaks)),
+            "ML_bootstrap_95": (max(0.0, low), max(0.0, high)),
+        }
+    return leakage
+
+
+def _others(path: Path | None, rows: Sequence[Prediction], options: Namespace, name: str) -> list[float] | None:
+    """The shares of right answers of another run to the problems of this one, in their order."""
+    if path is None:
+        return None
+    other = {key(row): row for row in read_predictions(path, check, BENCHMARK.id_column)}
+    absent = [row["pid"] for row in rows if key(row) not in other]
+    if absent or len(other) != len(rows):
+        first = f"pid {absent[0]!r} is missing" if absent else f"it has {len(other)} rows and this run {len(rows)}"
+        raise UserError(f"{name}: {path} does not have the items of this run ({first}); run it on the same data")
+    return _shares([grade_row(BENCHMARK, other[key(row)], options) for row in rows])
+
+
+def _shares(graded: Sequence[Graded]) -> list[float]:
+    """The share of right answers to each problem, in the order of the problems."""
+    return [sum(right) / len(right) for right in by_problem(graded).values()]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+_NEEDED = ("index", "question", "answer", "category", "l2_category")
+_KEPT = (*_NEEDED, "meta_info")
+
+
+def load(options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a split, the question as it is (its options are in it), and a hash of the data."""
+    data = (options.data, options.split, options.data_revision)
+    fault = partial(_fault, blind=options.no_image)
+    loaded = load_rows(*data, _NEEDED, ("image",), fault, id_column=BENCHMARK.id_column)
+    problems = loaded.problems(_fields, itemgetter("question"))
+    if options.no_image:
+        problems = [replace(problem, n_images=0, images=list, sizes=None) for problem in problems]
+    return problems, loaded.hash
+
+
+def _fault(row: dict[str, Any], *, blind: bool) -> str | None:
+    """What is wrong with a row of the data, or None."""
+    return check({**row, "pid": "", "response": ""}) or unaskable(row["question"], has_image=not blind)
+
+
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """What a prediction keeps of a row of the data."""
+    return {"pid": str(row["index"]), **{name: row.get(name) for name in _KEPT}}
+
+
+def _data_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
+    # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a no.
+    parser.add_argument("--no-image", action="store_true", help="ask without the image, for the leakage metrics")
+
+
+def _score_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rules", choices=RULE_SETS, default="letter", help="official is made for answers that start with the letter")
+    add("--without-image", type=optional(path), metavar="FILE.jsonl", help="predictions made with --no-image")
+    add("--text-only", type=optional(path), metavar="FILE.jsonl", help="predictions of the language backbone")
+
+
+def _rules(options: Namespace) -> dict[str, Any]:
+    return {"rules": options.rules}
+
+
+_PUBLISHED = Published(
+    "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
+    {
+        "Qwen2.5-VL-7B-Instruct": {"all": 63.9},
+        "MM-EUREKA-8B": {"all": 64.3},
+        "MMR1-math-v0": {"all": 64.9},
+        "GRPO": {"all": 61.9},
+        "ADORA": {"all": 63.8},
+    },
+)
+BENCHMARK = Benchmark(
+    "mmstar",
+    "val",
+    load,
+    grade,
+    _rules,
+    _score_options,
+    _data_options,
+    check,
+    ("data_revision", "no_image"),
+    id_column="index",
+    summary=_summary,
+    item=_item,
+    published=_PUBLISHED,
+)
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

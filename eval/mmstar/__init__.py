@@ -1,1 +1,0 @@
-"""MMStar: two ways to read the letter, and the two leakage metrics."""

@@ -1,0 +1,254 @@
+"""Finds which choice a response means, by a letter or by the text of a choice. The surest sign decides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from adora_vl.rewards.completion import last_boxed
+from eval.scoring.number import MAX_CHARS, Extraction, concluding_number, plain, refuses, sentences
+
+# Words that say that the next letter is the answer. `option B` alone does not: it may be called wrong.
+_STATED = (
+    r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
+    r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
+    r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（]|[A-Z]\b)"
+    r"|\b(?:choose|select|pick|opt for)\b|答案|选项|故选|应选|选择|选)"
+    r"\s*[:：=为是]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
+)
+_SAYS_ANSWER = re.compile(
+    r"(?:\banswers?\b(?: to [^.\n]{0,80}?)?(?: \w+)? (?:is|are|would be|should be|must be)\b|\banswer\s*[:：]"
+    r"|答案[是为:：]|选)\s*[:：]?",
+    re.IGNORECASE,
+)
+# What calls a letter wrong, before or behind its place, for which ` | ` stands.
+_WRONG = re.compile(
+    r"\b(?:incorrect|wrong|false|other)\s+\|"
+    r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also )?(?:incorrect|wrong|false|not)\b",
+    re.IGNORECASE,
+)
+_CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|conclusion|consequently|which means|因此|所以)\b", re.IGNORECASE)
+_NO = re.compile(r"\b(?:not?|n't|never|cannot|none|neither|nor|isn't|aren't|doesn't|don't)\b|n't\b", re.IGNORECASE)
+
+
+def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
+    """The options in a text such as `A: a park, B: a dam`, in the order of their letters; [] where it has none.
+
+    `mark`: what stands before an option, with its letter as a group. Only letters that follow one another from A count,
+    so that an `A: ` inside an option does no harm.
+    """
+    spots: list[re.Match[str]] = []
+    for match in mark.finditer(text):
+        if match[1] == chr(ord("A") + len(spots)):
+            spots.append(match)
+    ends = [match.start() for match in spots[1:]] + [len(text)]
+    return [text[match.end() : end].strip().rstrip(",;").strip() for match, end in zip(spots, ends, strict=False)]
+
+
+class _Reader:
+    """The choices of one item in the forms in which a response may name them."""
+
+    def __init__(self, choices: Sequence[str]) -> None:
+        self.choices = choices
+        self.letters = "".join(chr(ord("A") + i) for i in range(len(choices)))
+        # A choice that is itself a letter of the options has no text to go by: a lone `B` is option B.
+        keys = [_key(choice) for choice in choices]
+        self.keys = ["" if len(key) == 1 and key.upper() in self.letters else key for key in keys]
+        last = self.letters[-1]
+        capital, either = f"[A-{last}]", f"[A-{last}a-{last.lower()}]"
+        # A lone capital needs an end behind it, or it is the article in `A circle`; in brackets any case will do.
+        self.letter = (
+            rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：]|\n|$))|({capital})(?![\w'’]))"
+        )
+        self.stated = re.compile(rf"(?i:{_STATED})[\"'“‘]?{self.letter}")
+        self.leading = re.compile(rf"\W*(?:[(（\[]\s*({either})\s*[)）\]]|({capital})\s*(?:[.,:：;)）、]|\n|$))")
+        self.in_brackets = re.compile(rf"[(（]\s*({either})\s*[)）]")
+        self.named = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
+
+    def index(self, match: re.Match[str]) -> int:
+        letter = next(group for group in match.groups() if group)
+        return self.letters.index(letter.upper())
+
+    def resolve(self, text: str) -> int | None:
+        """The choice that a short text (such as a box) means: by its text, by a letter, or mentioned within."""
+        key = _key(plain(text))
+        if key and key in self.keys:
+            return self.keys.index(key)
+        letter = re.fullmatch(rf"\W*(?:option|choice)?\W*([{self.letters}{self.letters.lower()}])\W*", plain(text))
+        if letter:
+            return self.index(letter)
+        leading = self.leading.match(plain(text))
+        if leading:
+            return self.index(leading)
+        mentioned = self.mentioned(text)
+        if mentioned:
+            return mentioned[0] if len(set(mentioned)) == 1 else None
+        bare = [
+            i
+            for i, choice in enumerate(self.keys)
+            if _without_unit(key) and _without_unit(choice) == _without_unit(key)
+        ]
+        return bare[0] if len(bare) == 1 else None
+
+    def mentioned(self, text: str) -> list[int]:
+        """The choices whose text stands in `text`, in their order. One within a longer one does not count."""
+        text = _key(plain(text), keep_end=True)
+        places: list[tuple[int, int]] = []
+        for index in sorted(range(len(self.keys)), key=lambda i: -len(self.keys[i])):
+            key = self.keys[index]
+            if not key or key in (self.keys[i] for i in range(index)):
+                continue
+            pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
+            for match in re.finditer(pattern, text):
+                places.append((match.start(), index))
+                text = text[: match.start()] + "\0" * len(match[0]) + text[match.end() :]
+        return [index for _, index in sorted(places)]
+
+
+def _key(text: str, *, keep_end: bool = False) -> str:
+    """A choice's text in one spelling: case, spaces, thousands separators, `.0`, degree words and decorations aside."""
+    text = plain(text).lower().replace("\\sqrt", "√").replace("\\pi", "π")
+    text = re.sub(r" *([{}]) *", r"\1", text)
+    text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
+    text = re.sub(r"√\{(\w+)\}", r"√\1", text)
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=\d)\.0+(?!\d)", "", text)
+    text = re.sub(r"(?<=\d)\s*degrees?\b", "", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    return text if keep_end else text.rstrip(" .。")
+
+
+def _without_unit(key: str) -> str:
+    """A value's key without a unit behind it or a name before it; empty where it has no digit."""
+    bare = re.sub(r"^[a-z∠ ]+= *", "", key)
+    bare = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", bare)
+    return bare if re.search(r"\d", bare) else ""
+
+
+def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
+    """The letter of the choice that a response means. If no rule finds one, its last number or sentence, or
+    nothing for a refusal.
+
+    Never raises, whatever the response is. `choices` has 1 to 26 texts.
+    """
+    response = response[-MAX_CHARS:].strip()
+    if not response:
+        return Extraction("", "empty")
+    reader = _Reader(choices)
+    text = plain(response).strip()
+    for how, rule in _RULES:
+        found = rule(reader, response if how == "box" else text)
+        if found is not None:
+            return Extraction(reader.letters[found], how)
+    if refuses(text):
+        return Extraction("", "refusal")
+    value = concluding_number(text) if all(re.match(r"-?[\d.]", key) for key in reader.keys) else None
+    return Extraction(value or (sentences(text) or [text])[-1], "nearest")
+
+
+def _exact(reader: _Reader, text: str) -> int | None:
+    """The whole text is a choice."""
+    key = _key(text)
+    if len(key) == 1 and key.upper() in reader.letters:
+        return reader.letters.index(key.upper())
+    return reader.keys.index(key) if key and key in reader.keys else None
+
+
+def _box(reader: _Reader, text: str) -> int | None:
+    """The last box holds a letter or a choice."""
+    content = last_boxed(text)
+    return None if content is None else reader.resolve(content)
+
+
+def _stated_letter(reader: _Reader, text: str) -> int | None:
+    """The last letter that is stated as the answer, as in `the answer is (B)`."""
+    matches = [match for match in reader.stated.finditer(text) if not _dismissed(text, match)]
+    return reader.index(matches[-1]) if matches else None
+
+
+def _dismissed(text: str, match: re.Match[str]) -> bool:
+    """Whether the text calls this letter wrong, as in `the incorrect answer is A` or `option (D) is incorrect`."""
+    around = (
+        text[max(0, match.start() - 15) : match.start()] + " | " + text[match.end() : match.end() + 40].split("\n")[0]
+    )
+    return bool(_WRONG.search(around))
+
+
+def _stated_text(reader: _Reader, text: str) -> int | None:
+    """The last sentence that speaks of the answer mentions the text of exactly one choice."""
+    for sentence in reversed(sentences(text)):
+        said = list(_SAYS_ANSWER.finditer(sentence))
+        if said:
+            mentioned = reader.mentioned(sentence[said[-1].end() :])
+            if len(set(mentioned)) == 1:
+                return mentioned[0]
+    return None
+
+
+def _leading_letter(reader: _Reader, text: str) -> int | None:
+    """The text begins with a letter, as in `B. 26`."""
+    match = reader.leading.match(text)
+    return reader.index(match) if match else None
+
+
+def _bracketed(reader: _Reader, text: str) -> int | None:
+    """The last letter in brackets, as in `(B)`."""
+    found = [reader.index(match) for match in reader.in_brackets.finditer(text) if not _dismissed(text, match)]
+    return found[-1] if found else None
+
+
+def _named(reader: _Reader, text: str) -> int | None:
+    found = [reader.index(match) for match in reader.named.finditer(text) if not _dismissed(text, match)]
+    return found[-1] if found else None
+
+
+def _yes_no(reader: _Reader, text: str) -> int | None:
+    """The text begins with yes or no, and one of the choices is that word."""
+    match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
+    return reader.keys.index(match[1].lower()) if match and match[1].lower() in reader.keys else None
+
+
+def _mentioned(reader: _Reader, text: str) -> int | None:
+    """The last sentence that mentions exactly one choice; sentences that conclude come before all others."""
+    parts = sentences(text)
+    concluding = [part for part in parts if _CONCLUDES.search(part)]
+    for part in [*reversed(concluding), *reversed(parts)]:
+        found = set(reader.mentioned(part))
+        if len(found) == 1:
+            return found.pop()
+    return None
+
+
+def _all_words(reader: _Reader, text: str) -> int | None:
+    """The choice whose words all stand in the last sentence that has all the words of exactly one."""
+    for part in reversed(sentences(text)):
+        words = set(re.findall(r"\w+", part.lower()))
+        found = {i for i, key in enumerate(reader.keys) if " " in key and set(re.findall(r"\w+", key)) <= words}
+        if len(found) == 1:
+            return found.pop()
+    return None
+
+
+def _negated(reader: _Reader, text: str) -> int | None:
+    """Yes or no by whether a sentence that says neither has a negation."""
+    if set(reader.keys) != {"yes", "no"} or refuses(text):
+        return None
+    parts = sentences(text)
+    concluding = [part for part in parts if _CONCLUDES.search(part)]
+    part = concluding[-1] if concluding else parts[0] if parts else text
+    return reader.keys.index("no" if _NO.search(part) else "yes")
+
+
+_RULES: tuple[tuple[str, Callable[[_Reader, str], int | None]], ...] = (
+    ("exact", _exact),
+    ("box", _box),
+    ("stated_letter", _stated_letter),
+    ("stated_text", _stated_text),
+    ("leading_letter", _leading_letter),
+    ("letter_in_brackets", _bracketed),
+    ("named_option", _named),
+    ("yes_no", _yes_no),
+    ("mentioned", _mentioned),
+    ("all_words", _all_words),
+    ("negation", _negated),
+)

@@ -1,0 +1,211 @@
+"""How the answer is read out of a response: by rules, from the file, or by a language model, the judge.
+
+The judge stands behind an OpenAI-compatible endpoint and is off by default. A call that fails is counted as a failure:
+it is never taken for an answer, and never stored. Answers are kept on disk, so that scoring again asks nothing twice.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tqdm import tqdm
+
+from adora_vl.data.prompts import lettered
+from adora_vl.rewards.completion import last_boxed
+from adora_vl.utils.cli import amount, number, optional, path, text, whole
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import written_to
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url
+from eval.inference.predictions import NOT_ASKED, Prediction
+from eval.scoring.choice import extract_choice
+from eval.scoring.number import JUDGE_FAILED, MAX_CHARS, Extraction, extract_list, extract_number
+
+Kind = Literal["choice", "integer", "float", "list", "text"]
+
+
+class Question(NamedTuple):
+    """A question and its response, as the extraction needs them. `choices` is read for the kind `choice` alone."""
+
+    kind: Kind
+    text: str
+    choices: Sequence[str]
+    response: str
+
+
+def extractions(rows: Sequence[Prediction], questions: Sequence[Question], options: Namespace) -> list[Extraction]:
+    """One extraction per row, made in the way that `--extraction` names. Raises `UserError`."""
+    if options.extraction == "judge":
+        return judged([_unless_failed(row, one) for row, one in zip(rows, questions, strict=True)], judge_of(options))
+    if options.extraction == "rules":
+        return [by_rules(one) for one in questions]
+    lacking = [row["pid"] for row in rows if "extraction" not in row]
+    if lacking:
+        raise UserError(
+            f"extraction: {len(lacking)} of {len(rows)} rows have no stored extraction, the first is pid "
+            f"{lacking[0]!r}; use --extraction rules"
+        )
+    return [Extraction(row["extraction"], "stored") for row in rows]
+
+
+def _unless_failed(row: Prediction, question: Question) -> Question | None:
+    return None if row.get("finish_reason") in NOT_ASKED else question
+
+
+def by_rules(question: Question) -> Extraction:
+    """The answer in a response by our rules, and the rule that found it."""
+    quick = quick_extract(question)
+    if quick is not None:
+        return quick
+    if question.kind == "choice":
+        return extract_choice(question.response, question.choices)
+    if question.kind == "list":
+        return extract_list(question.response)
+    if question.kind == "text":
+        box = last_boxed(question.response)
+        return Extraction(question.response.strip(), "whole") if box is None else Extraction(box, "box")
+    found = extract_number(question.response, question.text)
+    if question.kind == "integer":  # `5.0` is the integer that was asked for, also to a rule set with a strict `int`
+        return Extraction(re.sub(r"^(-?\d+)\.0+$", r"\1", found.text), found.how)
+    return found
+
+
+def quick_extract(question: Question) -> Extraction | None:
+    """What MathVista's official code takes without asking a language model; None where it asks."""
+    if not question.response:
+        return Extraction("", "empty")
+    if question.kind == "choice" and question.response in question.choices:
+        return Extraction(question.response, "exact")
+    convert = {"integer": int, "float": float}.get(question.kind)
+    if convert is not None:
+        try:
+            return Extraction(str(convert(question.response)), "exact")
+        except ValueError:
+            return None
+    return None
+
+
+def add_extraction_options(parser: ArgumentParser) -> None:
+    """The options that `extractions` reads."""
+    add = parser.add_argument
+    add("--extraction", choices=("rules", "stored", "judge"), default="rules", help="how the answer is found")
+    add("--judge-url", type=optional(text), help="an OpenAI-compatible endpoint, such as http://localhost:8000/v1")
+    add("--judge-model", type=optional(text), help="its name there")
+    add("--judge-cache", type=optional(path), metavar="FILE.jsonl", help="default: beside the score")
+    add("--judge-timeout", type=number(0.001, 86400), default=60.0, metavar="SECONDS", help="of one call; default 60")
+    add(
+        "--judge-budget",
+        type=optional(whole(0)),
+        metavar="N",
+        help="calls at most, attempts counted; default: any number",
+    )
+    add("--judge-attempts", type=whole(1, 100), default=4, metavar="N", help="before a row counts as failed; default 4")
+    add(
+        "--judge-wait",
+        type=number(0.001, 3600),
+        default=1.0,
+        metavar="SECONDS",
+        help="before the second attempt; doubles",
+    )
+
+
+KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
+_NO_ANSWER = "NONE"
+_LONGEST_ANSWER = 200  # characters; an extraction that is longer is an essay, not an answer
+_INSTRUCTION = (
+    "You are given a question and a reply to it. Report the final answer that the reply commits to, and nothing else: "
+    "no explanation, no judgement of whether it is right, no repair of its mistakes. {form} If the reply commits to no "
+    f"answer, report {_NO_ANSWER}. Put the report between <answer> and </answer>."
+)
+_FORMS = {
+    "choice": "Report the letter of the option that the reply picks.",
+    "integer": "Report it as an integer in digits.",
+    "float": "Report it as a decimal number in digits.",
+    "list": "Report it as a Python list.",
+}
+
+
+def judge_of(options: Namespace) -> ChatClient:
+    """The judge that the command line names. Raises `UserError` where the address or the model is missing."""
+    for name in ("judge_url", "judge_model"):
+        if not getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')} is missing; --extraction judge needs an endpoint and a model")
+    endpoint = Endpoint(
+        check_url("judge_url", options.judge_url),
+        options.judge_model,
+        KEY_VARIABLE,
+        options.judge_timeout,
+        options.judge_attempts,
+        options.judge_wait,
+    )
+    named = options.verb == "score" and options.output.suffix == ".json" and not options.output.is_dir()
+    beside = options.output.parent if named else options.output
+    cache: Path = options.judge_cache or beside / "judge_cache.jsonl"
+    with written_to("judge_cache", cache):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+    return ChatClient(endpoint, cache=cache, budget=options.judge_budget)
+
+
+def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
+    """One extraction each, in order. The judge is asked only where the official code would ask one.
+
+    None stands for a problem that was never asked.
+    """
+    with tqdm(total=len(questions), unit="row", desc="judge", disable=None) as bar:
+
+        def one(each: Question | None) -> Extraction:
+            found = Extraction(None, "not_asked") if each is None else _extraction(each, judge)
+            bar.update()
+            return found
+
+        found: list[Extraction] = judge.each(one, questions)
+    failures = [extraction.text for extraction in found if extraction.how == JUDGE_FAILED]
+    if failures:
+        print(
+            f"warning: the judge failed on {amount(len(failures), 'row')}, the first time: {failures[0]}",
+            file=sys.stderr,
+        )
+    return [Extraction(None, JUDGE_FAILED) if each.how == JUDGE_FAILED else each for each in found]
+
+
+def _extraction(question: Question, judge: ChatClient) -> Extraction:
+    """The judge's extraction, from the cache if it was asked before."""
+    quick = quick_extract(question)
+    if quick is not None:
+        return quick
+    messages = messages_for(question)
+    known = judge.cached(messages)
+    if known is not None:
+        return Extraction(known, "judge_cached")
+    try:
+        return Extraction(judge.ask(messages, reported, temperature=0, max_tokens=256), "judge")
+    except EndpointError as error:
+        return Extraction(str(error), JUDGE_FAILED)
+
+
+def messages_for(question: Question) -> list[dict[str, str]]:
+    """The conversation with the judge about one answer; the reference answer is not in it."""
+    form = _FORMS.get(question.kind, "Report it as briefly as it can be said.")
+    lines = [f"<question>\n{question.text}", *(lettered(question.choices) if question.kind == "choice" else [])]
+    lines.append(f"</question>\n<reply>\n{question.response[-MAX_CHARS:]}\n</reply>")
+    return [
+        {"role": "system", "content": _INSTRUCTION.format(form=form)},
+        {"role": "user", "content": "\n".join(lines)},
+    ]
+
+
+def reported(text: Any) -> str:
+    """The report in a judge's reply, empty where it says that there is no answer.
+
+    Raises `EndpointError` where there is no report.
+    """
+    if not isinstance(text, str) or "<answer>" not in text or "</answer>" not in text:
+        raise EndpointError("the reply has no <answer>...</answer>")
+    report = text.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()
+    if len(report) > _LONGEST_ANSWER:
+        raise EndpointError(f"the report has {len(report)} characters")
+    return "" if report in ("", _NO_ANSWER) else report

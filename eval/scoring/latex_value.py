@@ -1,0 +1,244 @@
+r"""The value of a LaTeX expression, read as MathVision's official score reads it.
+
+That score parses a text with the package `latex2sympy2` and evaluates what it prints with the functions of Python's
+`math`. The package does not fit beside the one that the grader needs, so its grammar stands here as far as a number can
+come of it, with its habits:
+
+- What follows a whole expression is ignored if it starts with a closing bracket, a full stop, `_`, `&` or `\\`.
+- `12\frac{1}{2}` is a product, `1/2\pi` has the product below the line, and `3:4` is a quotient.
+- Letters are unknowns, also `e` without an exponent; `\ln` and `|x|` have no value either.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+Number = int | float
+_MOST_BITS = 100_000  # of an integer; the official score would be busy for hours
+_MOST_FACTORIAL = 5_000
+_SKIPPED = re.compile(r"(?:[\s$'~]|\\,|\\q?quad|\\displaystyle(?![a-z]))+")
+_SIDES = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
+_ASSIGNS = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
+_NUMBER = re.compile(r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+# Names of functions that the grammar has without a backslash: `3 rows` and `3 triangles` are 3, `3 lines` is nothing.
+_NAMES = (
+    "arc?(?:sin|cos|tan)h|[bpv]?matrix|ceil|cols|diag|eig|eye|floor|gcd|lcm|norm|nullspace|ones|orth|[hv]stack|rank|"
+    "rows|rref|svd|tr|zeros"
+)
+_STOPS = re.compile(rf"\Z|[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor)|\\\\|{_NAMES}")
+_CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\lbrace": r"\rbrace"}
+_TRIGONOMETRIC: dict[str, Callable[[float], float]] = {
+    name: getattr(math, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")
+}
+_INVERSE: dict[str, Callable[[float], float]] = {
+    **{f"arc{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC},
+    **{f"ar{name}": getattr(math, f"a{name}") for name in ("sinh", "cosh", "tanh")},
+}
+_FUNCTIONS = {*_TRIGONOMETRIC, *_INVERSE, "log", "ln", "exp", "sqrt", "lfloor"}
+_CONSTANTS = {r"\pi": math.pi, r"\tau": math.tau}
+_TIMES, _DIVIDED = ("*", r"\times", r"\cdot"), ("/", ":", r"\div")
+_ENDS = (r"\}", r"\rbrace", r"\rfloor")
+# A command is the longest known one that the text starts with: in `\pix` it is `\pi`.
+_KNOWN = (*(rf"\{name}" for name in ("frac", "binom", "{", "lbrace", *_FUNCTIONS)), *_CONSTANTS, *_ENDS)
+_COMMAND = re.compile(
+    "|".join(re.escape(name) for name in sorted((*_KNOWN, *_TIMES[1:], *_DIVIDED[2:]), key=len, reverse=True))
+    + r"|\\[a-z]+"
+)
+
+
+class _NoValueError(Exception):
+    """The text is no expression, or has unknowns."""
+
+
+def latex_value(text: str) -> Number | None:
+    """The value of a text in lower case, an `int` where Python would print one; None if it has none."""
+    try:
+        reader = _Reader(text)
+        value = reader.sum()
+        if not _STOPS.match(reader.text, reader.place):
+            return None
+        return value if math.isfinite(value) else None
+    except (_NoValueError, ArithmeticError, ValueError, RecursionError):
+        return None
+
+
+class _Reader:
+    """Reads an expression from the left, with a method for each level of the grammar."""
+
+    def __init__(self, text: str) -> None:
+        text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+        self.text = _SIDES.sub("", _ASSIGNS.sub("", text, count=1) if _ASSIGNS.match(text) else text)
+        self.place = 0
+        self._skip()
+
+    def sum(self) -> Number:
+        value = self._product()
+        while sign := self._taken("+", "-"):
+            value = value + self._product() if sign == "+" else value - self._product()
+        return value
+
+    def _product(self, *, functions: bool = True) -> Number:
+        r"""Factors with signs between them; `functions`: one like `\sin` may follow a factor without a sign."""
+        value = self._signed(functions)
+        while sign := self._taken(*_TIMES, *_DIVIDED):
+            other = self._signed(functions)
+            value = value * other if sign in _TIMES else value / other
+        return value
+
+    def _signed(self, functions: bool) -> Number:
+        if sign := self._taken("+", "-"):
+            return self._signed(functions) if sign == "+" else -self._signed(functions)
+        value = self._raised()
+        while self._starts(functions):
+            value *= self._raised()
+        return value
+
+    def _raised(self) -> Number:
+        """One factor with its exponents, `2^3^2` from the left, and factorials."""
+        value = self._base()
+        while self._taken("^"):
+            value = _power(value, self._exponent())
+        while self._taken("!"):
+            if not isinstance(value, int) or not 0 <= value <= _MOST_FACTORIAL:
+                raise _NoValueError
+            value = math.factorial(value)
+        return value
+
+    def _exponent(self) -> Number:
+        """What stands behind `^`: braces, a number or a constant."""
+        return self._group("{") if self._peek("{") else self._atom()
+
+    def _base(self) -> Number:
+        for opening in _CLOSING:
+            if self._peek(opening):
+                return self._group(opening)
+        if self._peek("e"):
+            return self._power_of_e()
+        name = self._command()
+        if name in (r"\frac", r"\binom"):
+            self._taken(name)
+            above, below = self._group("{"), self._group("{")
+            return above / below if name == r"\frac" else _binomial(above, below)
+        if name and name[1:] in _FUNCTIONS:
+            self._taken(name)
+            return self._function(name[1:])
+        return self._atom()
+
+    def _function(self, name: str) -> Number:
+        if name == "sqrt":
+            root = self._group("[") if self._peek("[") else None
+            value = self._group("{")
+            return math.sqrt(value) if root is None else _power(value, 1 / root)
+        if name == "lfloor":
+            value = self.sum()
+            self._expect(r"\rfloor")
+            return math.floor(value)
+        if name == "log" and self._taken("_"):
+            base = self._exponent()
+            return math.log(self._argument(), base)
+        exponent = self._exponent() if self._taken("^") else None
+        value = self._argument()
+        if name == "ln":
+            raise _NoValueError
+        if name == "log":
+            value = math.log(value, 10)
+        elif name == "exp":
+            value = _exp(value)
+        elif name in _INVERSE:
+            value = _INVERSE[name](value)
+        elif exponent == -1:
+            return _INVERSE[f"arc{name}"](value)
+        else:
+            value = _TRIGONOMETRIC[name](value)
+        return value if exponent is None else _power(value, exponent)
+
+    def _argument(self) -> Number:
+        """In brackets, or the factors that follow up to the next function or sum."""
+        return self._group("(") if self._peek("(") else self._product(functions=False)
+
+    def _power_of_e(self) -> Number:
+        self._expect("e")
+        self._expect("^")
+        return _exp(self._exponent())
+
+    def _atom(self) -> Number:
+        number = _NUMBER.match(self.text, self.place)
+        if number:
+            self.place = number.end()
+            percent = self.text.startswith(r"\%", self.place)
+            self.place += 2 * percent
+            self._skip()
+            exact = Fraction(number[0].replace(",", "")) / (100 if percent else 1)
+            return exact.numerator if exact.denominator == 1 else exact.numerator / exact.denominator
+        name = self._command()
+        if name not in _CONSTANTS:
+            raise _NoValueError
+        self._taken(name)
+        return _CONSTANTS[name]
+
+    def _group(self, opening: str) -> Number:
+        self._expect(opening)
+        value = self.sum()
+        self._expect(_CLOSING[opening])
+        return value
+
+    def _starts(self, functions: bool) -> bool:
+        """Whether another factor follows without a sign. A letter and an unknown command do too, and have no value."""
+        rest = self.text[self.place : self.place + 1]
+        if _STOPS.match(self.text, self.place):
+            return bool(_NUMBER.match(self.text, self.place))
+        if rest == "\\":
+            name = self._command()
+            if name is None or name in (*_TIMES, *_DIVIDED):
+                return False
+            return functions or name[1:] not in _FUNCTIONS
+        return rest.isalnum() or rest in "([{|"
+
+    def _command(self) -> str | None:
+        found = _COMMAND.match(self.text, self.place)
+        return found[0] if found else None
+
+    def _peek(self, token: str) -> bool:
+        return self._command() == token if token[0] == "\\" else self.text.startswith(token, self.place)
+
+    def _taken(self, *tokens: str) -> str | None:
+        """The first of the tokens that stands here, which is then behind us."""
+        for token in tokens:
+            if self._peek(token):
+                self.place += len(token)
+                self._skip()
+                return token
+        return None
+
+    def _expect(self, token: str) -> None:
+        if not self._taken(token):
+            raise _NoValueError
+
+    def _skip(self) -> None:
+        blank = _SKIPPED.match(self.text, self.place)
+        self.place = blank.end() if blank else self.place
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > _MOST_BITS:
+        raise _NoValueError
+    value = base**exponent
+    if isinstance(value, complex):
+        raise _NoValueError
+    found: Number = value
+    return found
+
+
+def _exp(exponent: Number) -> Number:
+    if exponent == 1:  # printed as `E`, which `math` does not know
+        raise _NoValueError
+    return math.exp(exponent)
+
+
+def _binomial(above: Number, below: Number) -> Number:
+    if not (isinstance(above, int) and isinstance(below, int) and 0 <= above <= _MOST_FACTORIAL and below >= 0):
+        raise _NoValueError
+    return math.comb(above, below)

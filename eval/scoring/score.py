@@ -1,0 +1,329 @@
+"""The score of predictions, the same for every benchmark: counts, groups, lengths, and what could not be judged."""
+
+from __future__ import annotations
+
+import statistics
+from argparse import Namespace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+
+from adora_vl.rewards.completion import REFLECTIVE, reflective_words
+from eval.benchmark import Benchmark
+from eval.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG, Prediction
+from eval.scoring.number import JUDGE_FAILED, Extraction
+from eval.scoring.statistics import bootstrap, pass_at, wilson
+
+
+def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
+    """Mean, median, 90th percentile and maximum of completion lengths in tokens; None of none."""
+    if not tokens:
+        return None
+    ordered = sorted(tokens)
+    return {
+        "mean": statistics.fmean(ordered),
+        "median": statistics.median(ordered),
+        "p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
+        "max": ordered[-1],
+    }
+
+
+def truncation(finish_reasons: Sequence[str]) -> dict[str, Any] | None:
+    """How many answers were cut off at the token limit; None of no answers."""
+    if not finish_reasons:
+        return None
+    cut, total = sum(reason == "length" for reason in finish_reasons), len(finish_reasons)
+    return {"count": cut, "total": total, "share": cut / total, "wilson_95": list(wilson(cut, total))}
+
+
+def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
+    """How many answers have a reflective word, and how often each word occurs in 1,000 answers; None of no answers."""
+    if not responses:
+        return None
+    found = [reflective_words(text) for text in responses]
+    counts = {word: sum(each.get(word, 0) for each in found) for word in REFLECTIVE}
+    having, total = sum(map(bool, found)), len(responses)
+    return {
+        "answers": having,
+        "total": total,
+        "share": having / total,
+        "wilson_95": list(wilson(having, total)),
+        "per_1000_answers": {word: 1000 * count / total for word, count in counts.items() if count},
+    }
+
+
+CORRECT, WRONG = "correct", "wrong"
+FAILED = "failed"  # not asked, or the extraction failed; counts as not correct
+# By total pixels of the first image: the upper ends of the groups.
+_SIZES = (
+    (128 * 128, "to 128x128"),
+    (256 * 256, "to 256x256"),
+    (512 * 512, "to 512x512"),
+    (1024 * 1024, "to 1024x1024"),
+)
+
+
+class Cell(TypedDict):
+    """A share of right answers. A figure that is no count has `accuracy` alone."""
+
+    accuracy: float
+    correct: NotRequired[int]
+    total: NotRequired[int]
+    wilson_95: NotRequired[list[float]]
+
+
+class Score(TypedDict):
+    """The figures that every score has. The figures of a benchmark's own (`OwnFigures`) stand beside them."""
+
+    benchmark: str
+    correct: int
+    total: int
+    accuracy: float
+    wilson_95: list[float]
+    groups: dict[str, dict[str, Cell]]
+    verdicts: dict[str, int]
+    image_failed: int
+    too_long: int
+    samples: NotRequired[dict[str, Any]]  # avg@k and pass@k, if a problem has several answers
+    tokens: dict[str, dict[str, float | int] | None]
+    truncated: dict[str, Any] | None
+    reflective_words: dict[str, Any] | None
+    empty_responses: int
+    rules: dict[str, Any]
+    extraction_mix: NotRequired[dict[str, int]]  # of a benchmark that extracts answers: how often in which way
+    extraction_failed: NotRequired[int]
+    coverage: NotRequired[dict[str, int | None]]  # of a score file, as the following two
+    versions: NotRequired[dict[str, str]]
+    fingerprint: NotRequired[dict[str, Any] | None]
+    items: list[dict[str, Any]]
+
+
+class RowGrade(NamedTuple):
+    """A benchmark's verdict on one answer.
+
+    `extracted` is the answer that was compared. `reason` says how it was found, or why it got its verdict. `groups`
+    gives, for each kind of group, the groups in which the answer is counted. `extraction` is the answer as it was read
+    out of the response, if that is a step of its own.
+    """
+
+    verdict: str
+    extracted: str | None
+    reason: str
+    groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed
+    extraction: Extraction | None = None
+
+
+@dataclass(frozen=True)
+class Graded:
+    """One graded answer: its `RowGrade`, and what the score needs of its row."""
+
+    pid: str
+    verdict: str
+    extracted: str | None
+    reason: str
+    n_tokens: int | None = None
+    groups: dict[str, list[str]] = field(default_factory=dict)
+    sample: int = 0
+    extraction: Extraction | None = None
+
+    @property
+    def correct(self) -> bool:
+        return self.verdict == CORRECT
+
+
+@dataclass(frozen=True)
+class OwnFigures:
+    """What a benchmark adds to its score; the score file has `figures` and `notes` under their own keys.
+
+    `figures`: under each key named figures, cells (see `cell`) or, for what is no count, shares. Each is a row of the
+    table, a column of a comparison and a number in the log of a training. None: nothing to count. A text explains them.
+    `notes`: anything else. `lines` and `warnings` are printed below the table. `by`: the rules in words, for its head.
+    """
+
+    figures: dict[str, dict[str, Cell | float | str | None]] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    lines: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    by: str | None = None
+
+
+class Scored(NamedTuple):
+    """A score, and what its benchmark says about it."""
+
+    score: Score
+    summary: OwnFigures
+
+
+def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, *, answer_tags: bool = False) -> Scored:
+    """The score of predictions (at least one) by the rules that `options` name.
+
+    `answer_tags`: the prompts asked for `<answer> </answer>`; `options.answer_tags` tells the benchmark.
+    """
+    options = Namespace(**{**vars(options), "answer_tags": answer_tags})
+    if benchmark.prepare is not None:
+        rows = benchmark.prepare(rows, options)
+    graded = [grade_row(benchmark, row, options) for row in rows]
+    own = OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
+    result = {
+        "benchmark": benchmark.name,
+        **aggregate(graded),
+        **{key: {name: _as_cell(value) for name, value in named.items()} for key, named in own.figures.items()},
+        **answers(rows, graded),
+        **own.notes,
+        "rules": benchmark.rules(options),
+        **_extractions(graded),
+        "items": [_item(benchmark, row, one) for row, one in zip(rows, graded, strict=True)],
+    }
+    return Scored(cast(Score, result), own)
+
+
+def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Graded:
+    """One row as its benchmark grades it. A problem that was never asked failed, whatever its response is."""
+    grade = benchmark.grade(row, options)
+    verdict, extracted, reason = grade.verdict, grade.extracted, grade.reason
+    if row.get("finish_reason") in NOT_ASKED:
+        verdict, extracted, reason = FAILED, None, row.get("error") or row["finish_reason"]
+    groups = {**grade.groups, **common_groups(row)}
+    return Graded(
+        row["pid"], verdict, extracted, reason, row.get("n_tokens"), groups, row.get("sample", 0), grade.extraction
+    )
+
+
+def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
+    """The cells of a benchmark's own figures in a score, by key and name; also of a score file that was read."""
+    found = {
+        key: {name: value for name, value in figures.items() if _is_cell(value)}
+        for key, figures in score.items()
+        if isinstance(figures, dict)
+    }
+    return {key: cells for key, cells in found.items() if cells}
+
+
+def missing_answers(score: Mapping[str, Any]) -> str | None:
+    """A sentence if a score is of a part of the answers that were asked for. None for a whole one or an unknown one."""
+    coverage = score.get("coverage") or {}
+    answers, asked = coverage.get("answers"), coverage.get("asked")
+    if not answers or not asked or answers >= asked:
+        return None
+    return f"the score of a part: {answers} of {asked} answers are there; run `infer` again for the others"
+
+
+def _is_cell(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("accuracy"), int | float)
+
+
+def _as_cell(value: Cell | float | str | None) -> Cell | str | None:
+    return {"accuracy": value} if isinstance(value, int | float) else value
+
+
+def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
+    """The entry of an answer under `items` in the score file."""
+    shown = {"verdict": graded.verdict, "extracted": graded.extracted, "reason": graded.reason}
+    if benchmark.item is not None:
+        shown = benchmark.item(row, graded)
+    return {"pid": graded.pid, **({"sample": graded.sample} if graded.sample else {}), **shown}
+
+
+def _extractions(graded: Sequence[Graded]) -> dict[str, Any]:
+    """How the answers were extracted, and how often that failed; nothing for a benchmark without such a step."""
+    mix = Counter(item.extraction.how for item in graded if item.extraction is not None)
+    return {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]} if mix else {}
+
+
+def common_groups(row: Prediction) -> dict[str, list[str]]:
+    """The groups that every benchmark has: why the answer ended, and how large the image is."""
+    groups = {}
+    if row.get("finish_reason"):
+        groups["finish_reason"] = [str(row["finish_reason"])]
+    size = row.get("image_size")
+    if size:
+        pixels = size[0] * size[1]
+        groups["image_size"] = [next((name for limit, name in _SIZES if pixels <= limit), "over 1024x1024")]
+    return groups
+
+
+def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
+    """Counts over all answers (at least one) and by group. Problems that were not asked are counted too."""
+    members: dict[str, dict[str, list[Graded]]] = defaultdict(lambda: defaultdict(list))
+    for item in graded:
+        for key, values in item.groups.items():
+            for value in values:
+                members[key][value].append(item)
+    counts: dict[str, Any] = {
+        **cell(graded),
+        "groups": {key: {value: cell(members[key][value]) for value in sorted(members[key])} for key in members},
+        "verdicts": dict(Counter(item.verdict for item in graded).most_common()),
+        "image_failed": sum(item.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded),
+        "too_long": sum(item.groups.get("finish_reason") == [TOO_LONG] for item in graded),
+    }
+    samples = _samples(graded)
+    return counts | ({"samples": samples} if samples else {})
+
+
+def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
+    """Over the problems that were asked: lengths of right and wrong answers, share cut off, and reflective words."""
+    asked = [(row, item) for row, item in zip(rows, graded, strict=True) if row.get("finish_reason") not in NOT_ASKED]
+    return {
+        "tokens": {
+            "correct": lengths([item.n_tokens for _, item in asked if item.correct and item.n_tokens is not None]),
+            "wrong": lengths([item.n_tokens for _, item in asked if not item.correct and item.n_tokens is not None]),
+        },
+        "truncated": truncation([row["finish_reason"] for row, _ in asked if row.get("finish_reason")]),
+        "reflective_words": reflection([row["response"] for row, _ in asked]),
+        "empty_responses": sum(not row["response"].strip() for row, _ in asked),
+    }
+
+
+def cell(items: Sequence[Graded]) -> Cell:
+    """Number of correct answers, their total, and the Wilson interval of the accuracy.
+
+    Answers to the same problem are not independent, so more answers per problem must not narrow the interval. It is
+    therefore computed as if there were only as many answers as problems. It is never too narrow, and wider than
+    necessary if the answers to a problem differ.
+    """
+    correct, total = sum(item.correct for item in items), len(items)
+    problems = len({item.pid for item in items})
+    interval = list(wilson(correct / total * problems if problems < total else correct, problems))
+    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
+
+
+def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
+    """Like `cell`, but from counts, with `answers` answers per problem. None if there is nothing to count."""
+    if total <= 0 or not 0 <= correct <= total:
+        return None
+    interval = list(wilson(correct / answers, max(1, total // answers)))
+    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
+
+
+def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
+    """For each problem, whether each of its answers is right. Problems are in the order of their first answers."""
+    verdicts: dict[str, list[bool]] = {}
+    for item in items:
+        verdicts.setdefault(item.pid, []).append(item.correct)
+    return verdicts
+
+
+def _samples(graded: Sequence[Graded]) -> dict[str, Any] | None:
+    """avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems. None if each problem has one answer."""
+    problems = list(by_problem(graded).values())
+    k = max(len(answers) for answers in problems)
+    if k == 1:
+        return None
+    full = [answers for answers in problems if len(answers) == k]
+    sizes = sorted({1 << power for power in range(k.bit_length()) if 1 << power <= k} | {k})
+    average = [sum(answers) / k for answers in full]
+    result: dict[str, Any] = {"k": k, "problems": len(full), "incomplete": len(problems) - len(full)}
+    result[f"avg@{k}"] = mean_with_interval(average)
+    for j in sizes:
+        result[f"pass@{j}"] = mean_with_interval([pass_at(j, k, sum(answers)) for answers in full])
+    return result
+
+
+def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
+    """The mean over problems and its interval. If all values are 0 or 1 it is a Wilson interval, because the bootstrap
+    of few or similar values is too narrow. Otherwise it is a bootstrap interval.
+    """
+    mean, by_wilson = sum(values) / len(values), set(values) <= {0.0, 1.0}
+    interval = wilson(sum(values), len(values)) if by_wilson else bootstrap(values)
+    return {"value": mean, "interval_95": list(interval), "interval": "wilson" if by_wilson else "bootstrap"}

@@ -1,0 +1,189 @@
+"""`python -m eval.wemath`: We-Math, with its official prompt, rule and four-way diagnosis, strict and loose."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from adora_vl.utils.cli import imports
+
+with imports():
+    from adora_vl.utils.cli import amount, optional, text
+    from eval.benchmark import Benchmark, Problem
+    from eval.command import main
+    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.predictions import Prediction, missing_fields
+    from eval.scoring.choice import extract_choice, lettered_options
+    from eval.scoring.score import CORRECT, WRONG, Graded, OwnFigures, RowGrade, by_problem, counted, mean_with_interval
+    from eval.scoring.table import percent
+
+RuleSet = Literal["official", "letter"]
+RULE_SETS: tuple[RuleSet, ...] = ("official", "letter")
+_PROMPT = """\
+Now, we require you to solve a multiple-choice math question. Please briefly describe your thought process and provide \
+the final answer(option).
+Question: {question}
+Option: {option}
+Regarding the format, please answer following the template below, and be sure to include two <> symbols:
+<Thought process>: <<your thought process>> <Answer>: <<your option>>"""
+_OPTION = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
+_KEY = re.compile(r"([23])steps_(\d|multi)")
+_TEMPLATE = re.compile(r"<\s*(Answer|Thought process)\s*>|<<\s*([^<>]*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>")
+_STEPS = {"2": "two steps", "3": "three steps"}
+
+
+def prompt(row: dict[str, Any]) -> str:
+    """The official prompt of one question."""
+    return _PROMPT.format(question=row["question"], option=row["option"])
+
+
+def official_letter(response: str) -> str | None:
+    """The official extraction: the first character behind the last `Answer`, without `<`, `>`, `:` and `.`, where it is
+    one from A to H. It is made for answers in the form of the official prompt; `boxed{B}` has none.
+    """
+    tail = re.sub(r"[<>:.]", "", response.split("Answer")[-1].strip()).strip()
+    return tail[0] if tail and tail[0] in "ABCDEFGH" else None
+
+
+def check(row: Prediction) -> str | None:
+    """What is wrong with a We-Math predictions row; None where nothing is."""
+    lacking = missing_fields(row, (*_NEEDED[1:], "response"))
+    if lacking:
+        return lacking
+    for field in ("ID", "question", "option", "knowledge concept"):
+        if not isinstance(row[field], str):
+            return f"has {field} = {row[field]!r:.60}, expected a string"
+    found = _KEY.fullmatch(str(row["key"]))
+    if found is None or not (found[2] == "multi" or 1 <= int(found[2]) <= int(found[1])):
+        return f"has key = {row['key']!r:.60}, expected such as 2steps_1, 3steps_3 or 3steps_multi"
+    if not re.fullmatch(r"[A-H]", row["answer"]):
+        return f"has answer = {row['answer']!r:.60}, expected a letter from A to H"
+    return None
+
+
+def grade(row: Prediction, options: Namespace) -> RowGrade:
+    """The verdict on a row by `options.rules`, by its number of steps, and for one step by its concept."""
+    if options.rules == "official":
+        letter, how = official_letter(row["response"]), "official"
+    else:
+        plain = _TEMPLATE.sub(lambda match: match[1] or match[2] or match[3] or "", row["response"])
+        letter, how = extract_choice(plain, lettered_options(row["option"], _OPTION) or [""] * 5)
+    steps, step = _key(row)
+    groups = {"steps": [_STEPS[steps]]} if step == "multi" else {
+        "steps": ["one step"], "concept": [row["knowledge concept"]]
+    }  # fmt: skip
+    return RowGrade(CORRECT if letter == row["answer"] else WRONG, letter, how, groups)
+
+
+def _key(row: Prediction) -> tuple[str, str]:
+    """How many steps the problem of a row has, and which of them this is, or `multi`."""
+    steps, _, step = row["key"].partition("steps_")
+    return steps, step
+
+
+def diagnosis(steps: Sequence[bool], whole: bool, *, strict: bool) -> str:
+    """What the answers to the steps of a problem and to the whole say (Qiao et al. 2024, We-Math, section 3.3).
+
+    - IK, insufficient knowledge: the whole is wrong, and a step is.
+    - IG, inadequate generalisation: the whole is wrong, and no step is.
+    - CM, complete mastery: the whole is right, and every step is; loose: any step is.
+    - RM, rote memorisation: the whole is right, and a step is wrong; loose: all are.
+    """
+    if not whole:
+        return "IG" if all(steps) else "IK"
+    return "CM" if (all if strict else any)(steps) else "RM"
+
+
+_DEFINITION = (
+    "of the problems whose steps were all asked: IK (insufficient knowledge), IG (inadequate generalisation) and CM "
+    "(complete mastery) as shares of all of them, RM (rote memorisation) as a share of CM and RM; the score is the "
+    "mean of 1 for CM, a half for IG, and 0 for IK and RM"
+)
+
+
+def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+    """The four-way diagnosis, and the strict and the loose score."""
+    answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
+    for row, item in zip(rows, graded, strict=True):
+        answers[row["ID"], item.sample][row["key"]] = item.correct
+    whole = {at: found for at, found in answers.items() if len(found) == 1 + int(next(iter(found))[0])}
+    missing = len({ID for ID, _ in answers} - {ID for ID, _ in whole})
+    lacking = f"{amount(missing, 'problem')} without an answer to every step and the whole, left out of the diagnosis"
+    warnings = [lacking] if missing else []
+    if not whole:
+        return OwnFigures({"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings)
+    each = max(map(len, by_problem(graded).values()))
+    cells: dict[str, Any] = {}
+    scores: dict[str, Any] = {"definition": _DEFINITION}
+    lines = []
+    for name in ("strict", "loose"):
+        found = [_diagnosis(right, strict=name == "strict") for right in whole.values()]
+        counts = Counter(found)
+        if name == "strict":  # the loose counts of these two are the same
+            cells = {kind: counted(counts[kind], len(found), each) for kind in ("IK", "IG")}
+        cells[f"CM_{name}"] = counted(counts["CM"], len(found), each)
+        cells[f"RM_{name}"] = counted(counts["RM"], counts["CM"] + counts["RM"], each)
+        credits = [{"CM": 1.0, "IG": 0.5}.get(kind, 0.0) for kind in found]
+        figure = mean_with_interval(credits)
+        scores[name] = figure["value"]
+        lines.append(f"We-Math's score, {name}: {percent(figure['value'], figure['interval_95'])}")
+    return OwnFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
+
+
+def _diagnosis(right: dict[str, bool], *, strict: bool) -> str:
+    steps = [value for key, value in right.items() if not key.endswith("multi")]
+    return diagnosis(steps, next(value for key, value in right.items() if key.endswith("multi")), strict=strict)
+
+
+_NEEDED = ("question number", "ID", "key", "knowledge concept", "question", "option", "answer")
+
+
+def load(options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a split (testmini): every step of a composite problem, and the whole; and a hash of the data."""
+    data = (options.data, options.split, options.data_revision)
+    loaded = load_rows(*data, _NEEDED, ("image_path",), _fault, id_column=BENCHMARK.id_column)
+    return loaded.problems(_fields, prompt), loaded.hash
+
+
+def _fault(row: dict[str, Any]) -> str | None:
+    """What is wrong with a row of the data, or None."""
+    return check({**row, "pid": "", "response": ""}) or unaskable(row["question"])
+
+
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    """What a prediction keeps of a row of the data."""
+    return {"pid": str(row["question number"]), **{name: row[name] for name in _NEEDED[1:]}}
+
+
+def _data_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
+
+
+def _score_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rules", choices=RULE_SETS, default="letter", help="official is made for answers in the official form")
+
+
+def _rules(options: Namespace) -> dict[str, Any]:
+    return {"rules": options.rules}
+
+
+BENCHMARK = Benchmark(
+    "wemath",
+    "testmini",
+    load,
+    grade,
+    _rules,
+    _score_options,
+    _data_options,
+    check,
+    ("data_revision",),
+    id_column="question number",
+    summary=_summary,
+)
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

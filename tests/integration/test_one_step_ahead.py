@@ -1,0 +1,84 @@
+"""Rollouts that vLLM servers sample while the policy learns: from which weights, how far from the policy, and after a
+kill. Stand-ins play the servers, whose answers are drawn from the seeds alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.train import main
+from benchmarks.stand_in_server import GENERATE, StandIn
+from tests.support.tiny_run import arguments
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    one = StandIn(vocabulary=200)
+    yield one
+    one.close()
+
+
+def words(folder: Any, server: StandIn, **changed: Any) -> list[str]:
+    return arguments(folder, **{
+        "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 0.1,
+        "adora_weight_transfer": "file", "adora_async_rollouts": 1, "adora_max_drift": "null", "entropy_coef": 1.0,
+        "max_steps": 4, "save_steps": 1, "adora_synthetic_rows": 12, **changed,
+    })  # fmt: skip
+
+
+def steps(folder: Any) -> list[dict[str, Any]]:
+    return [step for step in read_metrics(folder / METRICS) if "reward" in step]
+
+
+def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_before(tmp_path, server):
+    """Twelve rows are three generations, so the fourth is of the next epoch. The rows are those of a run without."""
+    assert main(words(tmp_path / "ahead", server)) == 0
+    # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is measured, ...
+    rollouts, drift = (_with_each_weights(server, limit) for limit in (32, 8))
+    assert (rollouts, drift) == ([8, 4, 4, 0], [0, 2, 2, 2])
+    assert [step["adora/staleness"] for step in steps(tmp_path / "ahead")] == [0, 1, 1, 1]
+    server.asked.clear()
+    assert main(words(tmp_path / "after", server, adora_async_rollouts=0)) == 0
+    ahead, after = (pq.read_table(tmp_path / name / "rollouts").to_pylist() for name in ("ahead", "after"))
+    for name in ("id", "completion"):
+        assert [row[name] for row in ahead] == [row[name] for row in after], name
+    assert _with_each_weights(server, 8) == [0] * 4
+
+
+def _length(body: dict[str, Any]) -> int:
+    return int(body.get("sampling_params", body)["max_tokens"])
+
+
+def _with_each_weights(server: StandIn, limit: int) -> list[int]:
+    """How many groups of answers of this limit were asked of the first weights, the second, ..."""
+    counts: list[int] = []
+    for path, body in server.asked:
+        if path == "/collective_rpc":
+            counts.append(0)
+        elif path in GENERATE and _length(body) == limit:
+            counts[-1] += 1
+    return counts
+
+
+def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
+    """What its checkpoint has was sampled by weights that are gone."""
+    assert main(words(tmp_path / "whole", server)) == 0
+    expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    killed = shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    for step in (3, 4):
+        shutil.rmtree(killed / f"checkpoint-{step}")
+    (killed / "model.safetensors").unlink()
+    server.start_again()
+    server.asked.clear()
+    assert main(words(killed, server)) == 0
+    assert (killed / "model.safetensors").read_bytes() == expected
+    assert [step["adora/staleness"] for step in steps(killed)] == [0, 1, 1, 1]
+    assert _with_each_weights(server, 32) == [4, 0], "of generations 3 and 4 the first was in the checkpoint"

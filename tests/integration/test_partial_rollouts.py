@@ -1,0 +1,76 @@
+"""Answers that go on in the next generation, on the real engine: exact, and the same after a kill."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from benchmarks.kill_and_resume import facts
+from tests.integration.support import launch, run
+
+pytestmark = pytest.mark.slow
+RUN = {
+    "config": "configs/train/smoke_cpu.yaml", "logging_steps": 1, "save_strategy": "no", "num_generations": 4,
+    "per_device_train_batch_size": 24, "adora_synthetic_rows": 64, "max_steps": 4, "max_completion_length": 32,
+}  # fmt: skip
+
+
+def train(folder: Path, **keys: object) -> Path:
+    words = [word for key, value in {**RUN, **keys, "output_dir": folder}.items() for word in (f"--{key}", str(value))]
+    launch("cpu", "-m", "adora_vl.train", *words)
+    return folder
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry[name] for entry in history if name in entry]
+
+
+def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_path):
+    def known(folder: Path) -> dict[str, Any]:
+        found = facts(folder)
+        own = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
+        steps = found["steps"].items()
+        found["steps"] = {n: {k: v for k, v in step.items() if not k.startswith(own)} for n, step in steps}
+        return found
+
+    without = known(train(tmp_path / "without"))
+    assert without == known(train(tmp_path / "with", adora_rollout_budget=32)) and len(without["steps"]) == 4
+
+
+def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_never_cut(tmp_path):
+    """To the policy, which sees it whole: so the engine has seen the prompt, the image and the tokens of before."""
+    out = train(tmp_path / "run", adora_rollout_budget=9, learning_rate=0)
+    rollouts = pd.read_parquet(out / "rollouts")
+    assert (rollouts["segments"] > 1).mean() > 0.5 and rollouts["age"].max() >= 1
+    assert max(logged(out, "sampling/sampling_logp_difference/max")) < 1e-4
+    assert logged(out, "adora/unfinished")[0] > 0 and logged(out, "adora/unfinished")[-1] == 0
+
+
+def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path):
+    out = train(tmp_path / "run", adora_rollout_budget=9, learning_rate=1e-3)
+    assert max(logged(out, "sampling/sampling_logp_difference/max")) > 1e-2, "to which the ratio corrects"
+    assert max(logged(out, "adora/drift")) < 1e-4
+    assert pd.read_parquet(out / "rollouts")["drift"].max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("processes", "keys"),
+    [(1, ["--adora_rollout_budget", "9", "--adora_replay_groups", "4"]), (2, ["--adora_rollout_budget", "9"])],
+    ids=["one process", "two with ZeRO-3"],
+)
+def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path, processes, keys):
+    done = run(
+        [
+            sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6", "--kills", "backward:5",
+            "--processes", str(processes), "--output", str(tmp_path), "--", *keys,
+        ]
+    )  # fmt: skip
+    assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
+    assert len(list(tmp_path.glob("*/killed/checkpoint-3/partial-*.pt"))) == processes
+    assert pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))["segments"].max() > 1

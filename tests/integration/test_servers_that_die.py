@@ -1,0 +1,66 @@
+"""A run whose vLLM servers, played by stand-ins, die one after the other: it goes on, or ends with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.train import main
+from benchmarks.stand_in_server import GENERATE, StandIn
+from tests.support.tiny_run import arguments
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def pair() -> Iterator[list[StandIn]]:
+    servers = [StandIn(vocabulary=200), StandIn(vocabulary=200)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def words(folder, servers, **changed):
+    return arguments(folder, **{
+        "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": ",".join(one.url for one in servers),
+        "adora_weight_transfer": "file", "vllm_server_timeout": 0.1, "adora_max_drift": "null", "entropy_coef": 1.0,
+        "max_steps": 4, "save_steps": 4, **changed,
+    })  # fmt: skip
+
+
+def dies_after(server: StandIn, requests: int) -> None:
+    """It answers so many requests for rollouts. A step makes four, for two servers or for the one that is left."""
+    server.asked.clear()
+
+    def spoil(reply):
+        server.dead = sum(path in GENERATE for path, _ in server.asked) > requests
+        return reply
+
+    server.spoil = spoil
+
+
+def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(tmp_path, pair, capfd):
+    """The stand-ins' answers are drawn from the seeds alone, so all of these runs have to end with the same weights."""
+    assert main(words(tmp_path / "whole", pair)) == 0
+    expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    capfd.readouterr()
+    dies_after(pair[1], 2)
+    assert main(words(tmp_path / "one", pair)) == 0
+    assert capfd.readouterr().out.count(" is left out (1 of 2 servers go on): ") == 1
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == expected
+    pair[1].start_again()
+    dies_after(pair[0], 2)
+    dies_after(pair[1], 6)
+    assert main(words(tmp_path / "none", pair)) == 1
+    said = capfd.readouterr()
+    last = said.err.strip().splitlines()[-1]
+    assert last.startswith("error: step 3: no vLLM server is left; the last one: ")
+    assert last.endswith(f"go on with --resume_from_checkpoint {tmp_path / 'none' / 'checkpoint-2'}")
+    for one in pair:
+        one.spoil = lambda reply: reply
+        one.start_again()
+    assert main(words(tmp_path / "none", pair)) == 0
+    assert (tmp_path / "none" / "model.safetensors").read_bytes() == expected
+    assert [step["step"] for step in read_metrics(tmp_path / "none" / METRICS) if "reward" in step] == [1, 2, 3, 4]

@@ -1,0 +1,1 @@
+"""What tests of several rooms share: runs, data in published formats, a browser, an endpoint."""

@@ -1,0 +1,306 @@
+"""Synthetic problems in each benchmark's exact published format, for whole runs of the evaluators."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, Image, List, Value
+
+from adora_vl.data.dataset import write_split
+from adora_vl.data.images import png_bytes
+from data_prep.synthetic.generate import generate
+from eval.mathverse import TEXT_ONLY, VERSIONS
+from eval.mathvista import build_query
+
+# The columns of AI4Math/MathVista.
+MATHVISTA = Features(
+    {
+        "pid": Value("string"),
+        "question": Value("string"),
+        "image": Value("string"),
+        "decoded_image": Image(),
+        "choices": List(Value("string")),
+        "unit": Value("string"),
+        "precision": Value("float64"),
+        "answer": Value("string"),
+        "question_type": Value("string"),
+        "answer_type": Value("string"),
+        "metadata": {
+            "category": Value("string"),
+            "context": Value("string"),
+            "grade": Value("string"),
+            "img_height": Value("int64"),
+            "img_width": Value("int64"),
+            "language": Value("string"),
+            "skills": List(Value("string")),
+            "source": Value("string"),
+            "split": Value("string"),
+            "task": Value("string"),
+        },
+        "query": Value("string"),
+    }
+)
+# Those of Lin-Chen/MMStar; the image is plain bytes there.
+MMSTAR = Features(
+    {
+        "index": Value("int64"),
+        "question": Value("string"),
+        "image": Value("binary"),
+        "answer": Value("string"),
+        "category": Value("string"),
+        "l2_category": Value("string"),
+        "meta_info": {"source": Value("string"), "split": Value("string"), "image_path": Value("string")},
+    }
+)
+
+# Those of We-Math/We-Math.
+WEMATH = Features(
+    {
+        "ID": Value("string"),
+        "split": Value("string"),
+        "knowledge concept": Value("string"),
+        "question": Value("string"),
+        "option": Value("string"),
+        "answer": Value("string"),
+        "image_path": Image(),
+        "key": Value("string"),
+        "question number": Value("int64"),
+        "knowledge concept description": Value("string"),
+    }
+)
+
+# Those of AI4Math/MathVerse, testmini; the version without images has a text for its image, which is empty.
+MATHVERSE = Features(
+    {
+        "sample_index": Value("string"),
+        "problem_index": Value("string"),
+        "problem_version": Value("string"),
+        "question": Value("string"),
+        "image": Image(),
+        "answer": Value("string"),
+        "question_type": Value("string"),
+        "metadata": {name: Value("string") for name in ("split", "source", "subject", "subfield")},
+        "query_wo": Value("string"),
+        "query_cot": Value("string"),
+        "question_for_eval": Value("string"),
+    }
+)
+
+
+def _problems(count: int, size: int) -> list[dict[str, Any]]:
+    return [
+        {"question": row["problem"], "answer": row["answer"], "png": png_bytes(row["images"][0]), "index": index}
+        for index, row in enumerate(generate(count, split="test", seed=3, size=size))
+    ]
+
+
+def mathvista_rows(count: int = 6, size: int = 56) -> list[dict[str, Any]]:
+    """Rows of every kind in turn: multiple choice, integer, float (precision 1.0), list."""
+    kinds = ("text", "integer", "float", "list")
+    return [_mathvista_row(problem, kinds[problem["index"] % 4], size) for problem in _problems(count, size)]
+
+
+def _mathvista_row(problem: dict[str, Any], kind: str, size: int) -> dict[str, Any]:
+    value = problem["answer"]
+    answers = {"text": f"{value}°", "integer": value, "float": f"{value}.0", "list": f"[{value}, 1]"}
+    row: dict[str, Any] = {
+        "pid": str(problem["index"] + 1),
+        "question": problem["question"],
+        "image": f"images/{problem['index'] + 1}.jpg",
+        "decoded_image": {"bytes": problem["png"], "path": None},
+        "choices": ["1°", f"{value}°", "3°"] if kind == "text" else None,
+        "unit": "cm" if kind == "integer" else None,
+        "precision": 1.0 if kind == "float" else None,
+        "answer": answers[kind],
+        "question_type": "multi_choice" if kind == "text" else "free_form",
+        "answer_type": kind,
+        "metadata": {
+            "category": "math-targeted-vqa",
+            "context": "geometry diagram",
+            "grade": "high school",
+            "img_height": size,
+            "img_width": size,
+            "language": "english",
+            "skills": ["geometry reasoning", "algebraic reasoning"],
+            "source": "synthetic",
+            "split": "testmini",
+            "task": "geometry problem solving",
+        },
+    }
+    return row | {"query": build_query(row)}
+
+
+def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parquet") -> Path:
+    """`parquet`: as on the hub. `json`: the repository's object of rows by pid beside a folder of images."""
+    if form == "parquet":
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        path = folder / "data" / "testmini-00000-of-00001.parquet"
+        Dataset.from_list(rows, features=MATHVISTA).to_parquet(str(path))
+        return folder
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        (folder / row["image"]).write_bytes(row["decoded_image"]["bytes"])
+    kept = {row["pid"]: {k: v for k, v in row.items() if k not in ("decoded_image", "query")} for row in rows}
+    (folder / "testmini.json").write_text(json.dumps(kept))
+    return folder
+
+
+# Those of MathLLMs/MathVision.
+MATHVISION = Features(
+    {
+        "id": Value("string"),
+        "question": Value("string"),
+        "options": List(Value("string")),
+        "image": Value("string"),
+        "decoded_image": Image(),
+        "answer": Value("string"),
+        "solution": Value("string"),
+        "level": Value("int64"),
+        "subject": Value("string"),
+    }
+)
+
+
+def mathvision_rows(count: int = 6, size: int = 56) -> list[dict[str, Any]]:
+    """Rows in turn: free form, five options, five options that are drawn in the picture, and two parts of a picture."""
+    return [_mathvision_row(problem) for problem in _problems(count, size)]
+
+
+def _mathvision_row(problem: dict[str, Any]) -> dict[str, Any]:
+    number, kind = problem["index"] + 1, problem["index"] % 4
+    options = [[], [problem["answer"], "200", "300", "400", "500"], list("ABCDE"), []][kind]
+    return {
+        "id": str(number),
+        "question": f"{problem['question']}\n<image1>" + (" or <image2>?" if kind == 3 else ""),
+        "options": options,
+        "image": f"images/{number}.jpg",
+        "decoded_image": {"bytes": problem["png"], "path": None},
+        "answer": "A" if options else problem["answer"],
+        "solution": None,
+        "level": 1 + kind,
+        "subject": ("algebra", "metric geometry - angle")[number % 2],
+    }
+
+
+def write_mathvision(folder: Path, rows: list[dict[str, Any]], form: str = "parquet") -> Path:
+    """`parquet`: as on the hub. `json`: the repository's lines beside a folder of images."""
+    if form == "parquet":
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(rows, features=MATHVISION).to_parquet(str(folder / "data" / "test-00000-of-00001.parquet"))
+        return folder
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        (folder / row["image"]).write_bytes(row["decoded_image"]["bytes"])
+    lines = [{key: value for key, value in row.items() if key != "decoded_image"} for row in rows]
+    (folder / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def mmstar_rows(count: int = 6, size: int = 56) -> list[dict[str, Any]]:
+    """Rows whose options stand in the question, two categories of two sub-axes in turn."""
+    return [
+        {
+            "index": problem["index"],
+            "question": f"{problem['question']}\nOptions: A: 1, B: {problem['answer']}, C: 3, D: 4",
+            "image": problem["png"],
+            "answer": "B",
+            "category": ("math", "logical reasoning")[problem["index"] % 2],
+            "l2_category": ("geometry", "diagram reasoning")[problem["index"] % 2],
+            "meta_info": {"source": "synthetic", "split": "val", "image_path": f"images/{problem['index']}.png"},
+        }
+        for problem in _problems(count, size)
+    ]
+
+
+def write_mmstar(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """One Parquet file named after the benchmark, as on the hub."""
+    folder.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows, features=MMSTAR).to_parquet(str(folder / "mmstar.parquet"))
+    return folder
+
+
+def wemath_rows(count: int = 7, size: int = 56) -> list[dict[str, Any]]:
+    """Composite problems of two and of three steps in turn: a row for each step, then one for the whole."""
+    places = [
+        (f"{steps}steps_{number}", f"{steps}steps_{step}")
+        for number in range(1, 1 + count)
+        for steps in (2, 3)
+        for step in [*range(1, 1 + steps), "multi"]
+    ]
+    return [
+        {
+            "ID": name,
+            "split": "testmini",
+            "knowledge concept": f"Angles {problem['index']}",
+            "question": problem["question"],
+            "option": f"A. 1;B. {problem['answer']}; C. 3;D. 4; E. No correct answer",
+            "answer": "B",
+            "image_path": {"bytes": problem["png"], "path": None},
+            "key": key,
+            "question number": problem["index"] + 1,
+            "knowledge concept description": "Angles of a triangle add up to 180 degrees.",
+        }
+        for problem, (name, key) in zip(_problems(count, size), places, strict=False)
+    ]
+
+
+def write_wemath(folder: Path, rows: list[dict[str, Any]], form: str = "parquet") -> Path:
+    """`parquet`: as on the hub. `json`: the repository's list of rows beside folders of images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "parquet":
+        Dataset.from_list(rows, features=WEMATH).to_parquet(str(folder / "testmini-00000-of-00001-ab.parquet"))
+        return folder
+    named = [{**row, "image_path": f"2steps/image/{row['question number']}.png"} for row in rows]
+    (folder / "2steps" / "image").mkdir(parents=True)
+    for row, stored in zip(rows, named, strict=True):
+        (folder / stored["image_path"]).write_bytes(row["image_path"]["bytes"])
+    (folder / "testmini.json").write_text(json.dumps(named))
+    return folder
+
+
+def mathverse_rows(count: int = 5, size: int = 56, versions: Sequence[str] = VERSIONS[:5]) -> list[dict[str, Any]]:
+    """Problems in turn multiple choice and free form, each in the next of `versions`."""
+    rows = []
+    for problem in _problems(count, size):
+        index, choice = problem["index"], problem["index"] % 2 == 0
+        version = versions[index % len(versions)]
+        whole = problem["question"] + (f"\nChoices:\nA:1\nB:{problem['answer']}\nC:3\nD:4" if choice else "")
+        asked = "" if version == "Vision Only" else whole
+        rows.append(
+            {
+                "sample_index": str(index + 1),
+                "problem_index": str(index // len(versions) + 1),
+                "problem_version": version,
+                "question": asked,
+                "image": {"bytes": problem["png"], "path": None},
+                "answer": "B" if choice else f"Area $={problem['answer']} \\mathrm{{~cm}}^{{2}}$",
+                "question_type": "multi-choice" if choice else "free-form",
+                "metadata": {"split": "testmini", "source": "x", "subject": "Plane Geometry", "subfield": "Angle"},
+                "query_wo": f"Please directly answer the question.\nQuestion: {asked}",
+                "query_cot": f"Please first conduct reasoning, and then answer the question.\nQuestion: {asked}",
+                "question_for_eval": whole,
+            }
+        )
+    return rows
+
+
+def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """A Parquet file for each of the two splits that the rows belong to, as on the hub."""
+    folder.mkdir(parents=True, exist_ok=True)
+    seen = [row for row in rows if row["problem_version"] != TEXT_ONLY]
+    unseen = [{**row, "image": ""} for row in rows if row["problem_version"] == TEXT_ONLY]
+    if seen:
+        Dataset.from_list(seen, features=MATHVERSE).to_parquet(str(folder / "testmini.parquet"))
+    if unseen:
+        features = Features({**MATHVERSE, "image": Value("string")})
+        Dataset.from_list(unseen, features=features).to_parquet(str(folder / "testmini_text_only.parquet"))
+    return folder
+
+
+def write_geometry3k(folder: Path, count: int = 6, size: int = 56) -> Path:
+    """A prepared dataset with a test split."""
+    write_split(generate(count, split="test", seed=3, size=size), folder, "test")
+    return folder

@@ -1,0 +1,48 @@
+"""The context that a part of a training step is built from, for tests of that part alone."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import TrainerState
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.types import Batch, LogFigure, PolicyLogps, SaveNow, StepContext
+
+
+@cache
+def _defaults() -> AdoraGRPOConfig:
+    return AdoraGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
+
+
+def no_checkpoint() -> Path:
+    raise AssertionError("nothing is to be saved")
+
+
+def no_pass(batch: Batch, pixels: Tensor | None = None) -> Tensor:
+    raise AssertionError("the policy makes no pass")
+
+
+def step_context(
+    log: dict[str, float] | LogFigure | None = None,
+    *,
+    accelerator: Any = None,
+    save_now: SaveNow = no_checkpoint,
+    state: TrainerState | None = None,
+    policy_logps: PolicyLogps = no_pass,
+    **keys: Any,
+) -> StepContext:
+    """`keys`: those of the config that are not to be the defaults. `log`: gets the figures; the last one of a name."""
+    config, known = copy.copy(_defaults()), state or TrainerState()
+    for name, value in keys.items():
+        assert hasattr(config, name), f"{name} is no key"
+        setattr(config, name, value)
+    accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
+    figures = {} if log is None else log
+    keep = figures.__setitem__ if isinstance(figures, dict) else figures
+    return StepContext(accelerator, config, keep, 99, lambda: known, policy_logps, save_now)

@@ -1,0 +1,58 @@
+"""A run of the real training command that takes seconds: the tiny model, four steps, without an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from adora_vl.train import main
+
+STEPS = 4
+SETTINGS = {
+    "config": "configs/train/smoke_cpu.yaml", "use_vllm": "false", "max_steps": STEPS, "logging_steps": 1,
+    "save_steps": 2, "save_total_limit": 9, "per_device_train_batch_size": 16, "num_generations": 4,
+    "max_completion_length": 32, "adora_synthetic_rows": 32, "log_completions": "false", "learning_rate": 1e-3,
+}  # fmt: skip
+
+
+def arguments(output_dir: object, **changed: object) -> list[str]:
+    settings = {**SETTINGS, "output_dir": output_dir, **changed}
+    settings["config"] = Path(__file__).parents[2] / str(settings["config"])
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def train(folder: Path, **changed: object) -> Path:
+    """Run it in this process. Returns its `output_dir`."""
+    assert main(arguments(folder, **changed)) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def adora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("runs") / "adora")
+
+
+@pytest.fixture(scope="session")
+def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("runs") / "grpo", adora_mode="off")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    folder: Path
+    printed: str
+
+
+@pytest.fixture(scope="session")
+def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    """`adora_run` as if it had been killed after checkpoint-2 with steps 3 and 4 written, and started again."""
+    folder = shutil.copytree(adora_run, tmp_path_factory.mktemp("resumed") / "adora")
+    shutil.rmtree(folder / f"checkpoint-{STEPS}")
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        train(folder)
+    return Resumed(folder, stream.getvalue())

@@ -1,0 +1,78 @@
+"""A vLLM server of the tiny model on loopback, started as `docs/rollouts.md` says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from adora_vl.models.load import PRETRAINED
+from adora_vl.utils.launch import free_port
+
+
+class VLLMServer:
+    """One server. Left out of the page's command are the limits of pixels, which the tiny model's processor has."""
+
+    def __init__(self, log: Path) -> None:
+        self.port, self._log = free_port(), log
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        words = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(PRETRAINED), "--port",
+            str(self.port), "--host", "127.0.0.1", "--served-model-name", "mine", "--generation-config", "vllm",
+            "--dtype", "float32", "--max-model-len", "512", "--gpu-memory-utilization", "0.1", "--enforce-eager",
+            "--enable-scale-out", "--logprobs-mode", "raw_logprobs",
+        ]  # fmt: skip
+        quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        environment = {**os.environ, **quiet, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def wait(self, seconds: float = 400) -> None:
+        """Until it answers. Raises `TimeoutError` with the end of its log."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()  # noqa: S310  # loopback
+                return
+            except OSError:
+                time.sleep(0.5)
+        raise TimeoutError(f"{self.url} does not answer\n{self._log.read_text()[-3000:]}")
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        request = urllib.request.Request(  # noqa: S310  # loopback
+            f"{self.url}/{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=60).close()  # noqa: S310
+
+    def give_back_weights(self) -> None:
+        """The tiny model's own, whatever a test has sent."""
+        self.post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(PRETRAINED)}})
+        self.post("reset_prefix_cache", {})
+        self.post("reset_encoder_cache", {})
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+@contextmanager
+def vllm_server(folder: Path) -> Iterator[VLLMServer]:
+    """A server that answers inside the block; its log is in `folder`."""
+    server = VLLMServer(folder / "server.log")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.end()

@@ -1,0 +1,48 @@
+"""Small batches for the tests of the methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from adora_vl.advantage import (
+    METHODS,
+    AdoraOptions,
+    AdvantagePipeline,
+    Groups,
+    group_advantages,
+    weigh_groups,
+)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """New tensors are float64, so that no bound of rounding depends on the processor."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def batch(rewards, lengths=None, surprisal=None, **facts) -> Groups:
+    rewards = torch.tensor(rewards)
+    lengths = torch.tensor(lengths) if lengths is not None else torch.full(rewards.shape, 10)
+    surprisal = torch.tensor(surprisal) if surprisal is not None else lengths / 10
+    return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, **facts)
+
+
+def run(name, groups, options=None, scale="group"):
+    """A method as the trainer applies it, on GRPO's advantages."""
+    method = AdvantagePipeline({name: METHODS[name].options() if options is None else options}, scale=scale)
+    return method(groups, group_advantages(groups.rewards_PG, scale=scale))
+
+
+def adora_weights(
+    rewards, lengths, *, truncated_at: float = math.inf, correct_above: float = 0.5, **options: Any
+) -> torch.Tensor:
+    """The weights of groups, with rollouts of so many tokens as truncated."""
+    groups = Groups(rewards, lengths, lengths >= truncated_at, correct_above=correct_above)
+    return weigh_groups(groups, AdoraOptions(**options)).weights_P

@@ -1,0 +1,439 @@
+"""ADORA: its criteria row by row, the properties of a weight per group, and the controls, which weigh other groups or
+scale the learning rate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
+from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages, weigh_groups
+from adora_vl.advantage.adora import AdoraOptions
+from adora_vl.advantage.grpo import is_constant
+from adora_vl.config.advantage import check_method, method_run
+from adora_vl.config.command_line import parse
+from adora_vl.training.optimizer_steps import ScaledRate
+from adora_vl.utils.errors import UserError
+from tests.support.tiny_run import train
+from tests.unit.advantage.methods_support import adora_weights, batch, run
+
+NAN = float("nan")
+
+
+# rewards, lengths, weight by the VLM reference (factor 0.1, truncated_at 100), weight with empty_wrong="keep"
+TABLE = {
+    "no correct rollout": ([0.0, 0.1, 0.1, 0.0], [5, 6, 7, 8], 1.0, 1.0),
+    "no correct one, one unscored": ([0.0, NAN, 0.1, 0.0], [5, 600, 7, 8], 1.0, 1.0),
+    "longest correct longer than mean wrong": ([1.0, 1.0, 0.1, 0.0], [3, 9, 4, 8], 1.0, 1.0),
+    "the longest decides, not the mean of correct": ([1.0, 1.0, 1.0, 0.1], [1, 1, 7, 6], 1.0, 1.0),
+    "the mean of wrong decides, not the longest": ([1.0, 0.1, 0.1, 0.1], [6, 1, 4, 9], 1.0, 1.0),
+    "correct shorter": ([1.0, 1.0, 0.1, 0.0], [3, 5, 6, 8], 0.1, 0.1),
+    "equal lengths": ([1.0, 1.0, 0.1, 0.0], [3, 6, 4, 8], 0.1, 0.1),
+    "all correct": ([1.0, 1.0, 1.0, 1.0], [3, 5, 6, 8], 0.1, 1.0),
+    "every wrong one truncated": ([1.0, 0.1, 0.0, 0.0], [50, 100, 120, 100], 0.1, 1.0),
+    "a truncated wrong one does not count": ([1.0, 0.1, 0.0, 0.0], [50, 100, 40, 44], 1.0, 1.0),
+    "a truncated correct one counts": ([1.0, 0.1, 0.0, 0.0], [100, 60, 40, 44], 1.0, 1.0),
+    "an unscored one is not wrong": ([1.0, NAN, 0.0, 0.0], [50, 90, 40, 44], 1.0, 1.0),
+    "correct is above the threshold, not at it": ([0.5, 0.1, 0.0, 0.0], [50, 90, 90, 90], 1.0, 1.0),
+}
+
+
+def test_semantics_table(subtests):
+    for case in TABLE:
+        with subtests.test(case):
+            rewards, lengths, attenuate, keep = TABLE[case]
+            group = torch.tensor([rewards]), torch.tensor([lengths])
+            for option, expected in (("attenuate", attenuate), ("keep", keep)):
+                weights = adora_weights(*group, truncated_at=100, empty_wrong=option)
+                assert weights.tolist() == [pytest.approx(expected)], option
+
+
+def test_defaults_are_the_references_vlm_recipe():
+    rewards, lengths = torch.tensor([[1.0, 0.1]]), torch.tensor([[3, 5]])
+    assert adora_weights(rewards, lengths).tolist() == [pytest.approx(0.1)]
+    assert adora_weights(rewards, lengths).dtype == torch.float32
+    # without truncated_at nothing is truncated, however long
+    assert adora_weights(torch.tensor([[1.0, 0.1]]), torch.tensor([[9000, 8000]])).tolist() == [1.0]
+
+
+def test_amplification_multiplies_the_advantageous_groups_only():
+    rewards = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.1, 0.1]])
+    lengths = torch.tensor([[9, 5], [3, 5], [3, 5]])
+    assert adora_weights(rewards, lengths, mode="amplification", factor=4.0).tolist() == [4.0, 1.0, 1.0]
+    assert adora_weights(rewards, lengths, mode="off").tolist() == [1.0, 1.0, 1.0]
+    assert adora_weights(rewards, lengths, factor=1.0).tolist() == [1.0, 1.0, 1.0]
+
+
+# right of four, tau, weights (attenuation to 0.1, amplification to 2), and those where a pass rate of 0 does not count
+DIFFICULTY = [
+    (0, 0.5, (1.0, 2.0), (1.0, 1.0)),
+    (1, 0.5, (1.0, 2.0), (1.0, 2.0)),
+    (2, 0.5, (1.0, 2.0), (1.0, 2.0)),
+    (3, 0.5, (0.1, 1.0), (0.1, 1.0)),
+    (4, 0.5, (0.1, 1.0), (0.1, 1.0)),
+    (1, 0.2, (0.1, 1.0), (0.1, 1.0)),
+]
+
+
+def test_difficulty_is_a_pass_rate_of_at_most_tau(subtests):
+    for right, tau, published, needing_one in DIFFICULTY:
+        with subtests.test(f"{right} {tau} {published!r:.80}"):
+            rewards = torch.tensor([([1.0] * right + [0.1] * 3 + [0.0])[:4]])
+            lengths = torch.tensor([[10] * 4])
+            for needs_correct, weights in ((False, published), (True, needing_one)):
+                own: dict[str, Any] = {
+                    "criteria": ("difficulty",),
+                    "tau": tau,
+                    "difficulty_needs_correct": needs_correct,
+                }
+                assert adora_weights(rewards, lengths, **own).tolist() == [pytest.approx(weights[0])]
+                amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **own)
+                assert amplified.tolist() == [pytest.approx(weights[1])]
+    with subtests.test("nothing scored"):
+        rewards, lengths = torch.full((1, 4), NAN), torch.full((1, 4), 10)
+        own = {"mode": "amplification", "factor": 2.0, "criteria": ("difficulty",)}
+        assert adora_weights(rewards, lengths, **own).item() == 1.0
+
+
+# criteria, combine, weight of a group without a correct rollout with no_correct="keep", with "attenuate"
+NO_CORRECT = [
+    (("length",), "any", 1.0, 0.1),
+    (("difficulty",), "any", 1.0, 1.0),  # TAS: 0 is at most tau
+    (("length", "difficulty"), "any", 1.0, 1.0),
+    (("length", "difficulty"), "all", 1.0, 0.1),
+]
+
+
+def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(subtests):
+    for criteria, combine, keep, attenuate in NO_CORRECT:
+        with subtests.test(f"{criteria!r:.80} {combine} {keep}"):
+            group = torch.tensor([[0.0, 0.1, 0.1, 0.0]]), torch.tensor([[5, 6, 70, 8]])
+            own: dict[str, Any] = {"criteria": criteria, "combine": combine}
+            assert adora_weights(*group, **own).item() == keep
+            assert adora_weights(*group, **own, no_correct="attenuate").item() == pytest.approx(attenuate)
+
+
+def test_criteria_combine():
+    rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0, 0.1], [1.0, 1.0, 1.0, 0.1]])
+    lengths = torch.tensor([[1, 5, 5, 5], [9, 9, 9, 5], [1, 1, 1, 5]])  # hard but short, easy but long, neither
+    both = ("length", "difficulty")
+    assert adora_weights(rewards, lengths, criteria=both).tolist() == [1.0, 1.0, pytest.approx(0.1)]
+    result = adora_weights(rewards, lengths, criteria=both, combine="all")
+    assert result.tolist() == [pytest.approx(0.1)] * 3
+
+
+# rewards, lengths, and whether the longest right rollout is as long as the mean of the wrong ones that finished
+TIED = [
+    ([1.0, 1.0, 0.1, 0.0], [3, 6, 4, 8], True),
+    ([1.0, 0.1, 0.1, 0.0], [7, 6, 7, 8], True),
+    ([1.0, 0.1, 0.1, 0.0], [7, 6, 7, 9], False),
+    ([1.0, 0.1, 0.1, 0.0], [7, 6, 8, 100], True),  # one was truncated
+    ([1.0, 1.0, 1.0, 1.0], [5, 5, 5, 5], False),  # nothing to compare with
+    ([1.0, 0.1, 0.0, 0.0], [100, 100, 100, 100], False),
+    ([0.0, 0.1, 0.0, 0.0], [5, 5, 5, 5], False),
+]
+
+
+def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(subtests):
+    for rewards, lengths, tied in TIED:
+        with subtests.test(f"{rewards} {lengths}"):
+            group = torch.tensor([rewards]), torch.tensor([lengths])
+            strict = adora_weights(*group, truncated_at=100)
+            kept = adora_weights(*group, truncated_at=100, ties="keep")
+            assert not torch.equal(strict, kept) if tied else torch.equal(strict, kept)
+            if tied:
+                assert strict.item() == pytest.approx(0.1) and kept.item() == 1.0
+            weighting = weigh_groups(Groups(*group, group[1] >= 100))
+            assert weighting.ties_P.tolist() == [tied]
+            kept_ties = weigh_groups(Groups(*group, group[1] >= 100), AdoraOptions(ties="keep")).ties_P
+            assert not kept_ties.any(), "what is kept is no TDS group"
+            alone = weigh_groups(Groups(*group, group[1] >= 100), AdoraOptions(criteria=("difficulty",)))
+            assert not alone.ties_P.any(), "lengths do not count without their criterion"
+
+
+def test_keeping_ties_amplifies_them(subtests):
+    group = torch.tensor([[1.0, 0.1]]), torch.tensor([[5, 5]])
+    for ties, weight in (("attenuate", 1.0), ("keep", 4.0)):
+        with subtests.test(ties):
+            assert adora_weights(*group, mode="amplification", factor=4.0, ties=ties).tolist() == [weight]
+
+
+def _random_groups(seed=0, prompts=64, generations=8):
+    generator = torch.Generator().manual_seed(seed)
+    choices = torch.tensor([0.0, 0.1, 1.0])
+    rewards = choices[torch.randint(0, 3, (prompts, generations), generator=generator)]
+    return rewards, torch.randint(1, 110, (prompts, generations), generator=generator)
+
+
+def test_with_both_options_the_length_criterion_is_the_llm_references():
+    """`compute_grpo_outcome_advantage_ADORA` written out: a maximum or a mean over nothing is -inf."""
+    rewards, lengths = _random_groups(prompts=400, generations=5)
+    weights = adora_weights(rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate")
+    for reward, length, weight in zip(rewards, lengths, weights, strict=True):
+        right, wrong = length[reward > 0.5], length[(reward <= 0.5) & (length < 60)]
+        longest = right.max().item() if len(right) else float("-inf")
+        mean = wrong.float().mean().item() if len(wrong) else float("-inf")
+        assert weight.item() == pytest.approx(1.0 if longest > mean else 0.1)
+
+
+def test_every_option_is_grpo_to_the_bit_with_a_weight_of_one(subtests):
+    cases: Iterable[Any] = product(
+        [{"mode": "off"}, {"factor": 1.0}, {"mode": "amplification", "factor": 1.0}], [False, True]
+    )
+    for neutral, needs_correct in cases:
+        with subtests.test(f"{neutral!r:.80} {needs_correct}"):
+            rewards, lengths = _random_groups()
+            own: dict[str, Any] = {
+                "criteria": ("length", "difficulty"),
+                "no_correct": "attenuate",
+                "difficulty_needs_correct": needs_correct,
+            }
+            raw = group_advantages(rewards)
+            assert torch.equal(raw * adora_weights(rewards, lengths, **own, **neutral)[:, None], raw)
+
+
+def test_permuting_the_rollouts_of_a_group_changes_nothing(subtests):
+    cases: list[Any] = [{}, {"criteria": ("length", "difficulty"), "combine": "all"}, {"no_correct": "attenuate"}]
+    for options in cases:
+        with subtests.test(f"{options!r:.80}"):
+            rewards, lengths = _random_groups()
+            weights = adora_weights(rewards, lengths, truncated_at=100, **options)
+            assert 0 < (weights < 1).sum() < len(weights)  # both kinds of group are there
+            order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
+            assert torch.equal(
+                weights, adora_weights(rewards[:, order], lengths[:, order], truncated_at=100, **options)
+            )
+
+
+def test_a_duplicated_prompt_changes_nothing_for_others():
+    rewards, lengths = _random_groups()
+    doubled = adora_weights(torch.cat([rewards, rewards[:1]]), torch.cat([lengths, lengths[:1]]), truncated_at=100)
+    single = adora_weights(rewards, lengths, truncated_at=100)
+    assert torch.equal(doubled[:-1], single)
+    assert doubled[-1] == single[0]
+
+
+def test_a_weight_keeps_sign_and_ranking_inside_the_group():
+    rewards, lengths = _random_groups()
+    raw = group_advantages(rewards)
+    weighted = raw * adora_weights(rewards, lengths)[:, None]
+    assert torch.equal(raw.sign(), weighted.sign())
+    assert torch.equal(raw.argsort(dim=1, stable=True), weighted.argsort(dim=1, stable=True))
+
+
+def test_a_wrong_argument_is_named(subtests):
+    cases: list[Any] = [
+        ({"mode": "attenuate"}, "mode"),
+        ({"criteria": ("lenght",)}, "criteria"),
+        ({"criteria": "length"}, "criteria"),
+        ({"criteria": ()}, "criteria"),
+        ({"combine": "or"}, "combine"),
+        ({"empty_wrong": "drop"}, "empty_wrong"),
+        ({"ties": "drop"}, "ties"),
+        ({"no_correct": "drop"}, "no_correct"),
+        ({"factor": 1.5}, "factor"),
+        ({"factor": 0.0}, "factor"),
+        ({"mode": "amplification", "factor": 0.5}, "factor"),
+        ({"tau": 0.0}, "tau"),
+        ({"steps": (5, 5)}, "steps"),
+    ]
+    for options, named in cases:
+        with subtests.test(f"{options!r:.80}"), pytest.raises(ValueError, match=named):
+            adora_weights(torch.ones(2, 4), torch.ones(2, 4), **options)
+    with subtests.test("shapes"), pytest.raises(ValueError, match=r"\(2, 4\)"):
+        adora_weights(torch.ones(2, 4), torch.ones(2, 3))
+
+
+def test_the_key_reaches_the_criterion():
+    tie = Groups(torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 5.0]]), torch.zeros(1, 2, dtype=torch.bool))
+    for words, weight in (([], 0.1), (["--adora_ties", "keep"], 1.0)):
+        options = config(*words)
+        assert method_run(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
+
+
+def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_steps():
+    options = AdoraOptions(
+        criteria=("difficulty",),
+        factor=Schedule(0.1, 0.5, "linear", (0, 4)),
+        tau=Schedule(0.25, 0.75, "linear", (4, 8)),
+        steps=(0, 10),
+    )
+    rewards, base = [[1.0, 1.0, 0.0, 0.0]], group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
+    weights = [
+        (run("adora", batch(rewards, step=step), options) / base)[0, 0].item() for step in (0, 2, 4, 5, 6, 9, 10)
+    ]
+    # TDS while tau is below one half, that is up to step 5
+    assert weights == pytest.approx([0.1, 0.3, 0.5, 0.5, 1.0, 1.0, 1.0])
+
+
+CONTROLS = ("random", "reversed", "rate")
+
+
+def groups(seed=0, step=0, prompts=40) -> Groups:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.tensor([0.0, 1.0])[torch.randint(0, 2, (prompts, 4), generator=generator)]
+    rewards[0], rewards[1] = 0.0, 1.0  # without signal
+    lengths = torch.randint(1, 100, (prompts, 4), generator=generator)
+    return Groups(rewards, lengths, torch.zeros_like(lengths, dtype=torch.bool), step=step)
+
+
+def judged(assign, batch, seed=5, **options):
+    return AdvantagePipeline({"adora": AdoraOptions(assign=assign, **options)}, seed=seed).weigh(batch)
+
+
+def applied(assign, batch, **options):
+    run = AdvantagePipeline({"adora": AdoraOptions(assign=assign, **options)}, seed=5)
+    return run(batch, group_advantages(batch.rewards_PG)), run
+
+
+def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
+    cases: Iterable[Any] = product(CONTROLS, [{"mode": "off"}, {"factor": Schedule(1.0)}])
+    for assign, neutral in cases:
+        with subtests.test(f"{assign} {neutral!r:.80}"):
+            advantages, run = applied(assign, groups(), **neutral)
+            assert run.is_plain and run.rate == 1.0
+            assert torch.equal(advantages, group_advantages(groups().rewards_PG))
+
+
+def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
+    for seed in range(5):
+        with subtests.test(f"{seed}"):
+            batch = groups(seed)
+            by_criterion, by_chance = judged("criterion", batch), judged("random", batch)
+            signal = ~is_constant(batch.rewards_PG)
+            wanted, given = by_criterion.weights_P[signal], by_chance.weights_P[signal]
+            assert torch.equal(given.sort().values, wanted.sort().values) and not torch.equal(given, wanted)
+            assert torch.equal(by_chance.weights_P[~signal], by_criterion.weights_P[~signal])
+            assert torch.equal(by_chance.tds_P, by_criterion.tds_P), "what the criteria say stays in the log"
+
+
+def test_random_depends_on_the_runs_seed_and_step_alone():
+    before = torch.random.get_rng_state()
+    first = judged("random", groups(step=3)).weights_P
+    assert torch.equal(torch.random.get_rng_state(), before), "no global state is touched"
+    torch.manual_seed(99)
+    resumed = judged("random", groups(step=3)).weights_P  # a process of its own would do the same
+    assert torch.equal(first, resumed)
+    assert not torch.equal(first, judged("random", groups(step=4)).weights_P)
+    assert not torch.equal(first, judged("random", groups(step=3), seed=6).weights_P)
+
+
+def test_every_group_is_chosen_equally_often_by_chance():
+    chosen = torch.stack([judged("random", groups(), seed=seed).weights_P < 1 for seed in range(400)]).double()
+    signal = ~is_constant(groups().rewards_PG)
+    share = (judged("criterion", groups()).weights_P[signal] < 1).double().mean()
+    assert (chosen.mean(0)[signal] - share).abs().max() < 0.12  # 4.8 standard deviations of 400 draws at most
+
+
+def test_reversed_gives_the_factor_to_the_other_side(subtests):
+    for mode, factor in [("attenuation", 0.1), ("amplification", 2.0)]:
+        with subtests.test(mode):
+            batch = groups()
+            options = {"mode": mode, "factor": Schedule(factor)}
+            right, wrong = judged("criterion", batch, **options), judged("reversed", batch, **options)
+            marked, swapped = right.weights_P != 1, wrong.weights_P != 1
+            assert marked.any() and swapped.any() and not (marked & swapped).any()
+            neither = ~right.tds_P & ~right.tas_P
+            assert torch.equal(marked | swapped, ~neither), "a group without a right rollout keeps its weight"
+            assert bool((wrong.weights_P[swapped] == torch.tensor(factor).float()).all())
+
+
+def test_a_control_is_off_outside_its_steps():
+    inside, outside = groups(step=1), groups(step=2)
+    assert bool((judged("random", inside, steps=(0, 2)).weights_P < 1).any())
+    assert bool((judged("random", outside, steps=(0, 2)).weights_P == 1).all())
+    assert applied("rate", outside, steps=(0, 2))[1].rate == 1.0
+
+
+def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advantages():
+    batch = groups()
+    advantages, run = applied("rate", batch)
+    assert torch.equal(advantages, group_advantages(batch.rewards_PG))
+    signal = ~is_constant(batch.rewards_PG)
+    assert run.rate == judged("criterion", batch).weights_P[signal].mean().item()
+    assert 0.1 < run.rate < 1 and run.figures == {"rate_scale": run.rate}
+    assert bool((run.weighting.weights_P == 1).all())
+    assert applied("rate", groups(prompts=2))[1].rate == 1.0, "nothing has signal"
+
+
+def test_rate_survives_a_checkpoint_between_two_updates_of_a_generation():
+    _, run = applied("rate", groups())
+    resumed = AdvantagePipeline({"adora": AdoraOptions(assign="rate")}, seed=5)
+    resumed.load(json.loads(json.dumps(run.state())))
+    assert resumed.rate == run.rate != 1.0
+    assert AdvantagePipeline({"adora": AdoraOptions()}).state() == {}
+
+
+def test_the_optimizer_steps_with_the_scaled_rate_and_has_its_own_again():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer, factors = torch.optim.SGD([weight], lr=0.3), iter([0.7, 1.0])
+    callback = ScaledRate(lambda: next(factors))
+    moved = []
+    for _ in range(2):
+        weight.grad = torch.ones(1)
+        callback.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
+        before = weight.item()
+        optimizer.step()
+        callback.on_optimizer_step(None, None, None, optimizer=optimizer)
+        moved.append(before - weight.item())
+        assert optimizer.param_groups[0]["lr"] == 0.3
+    assert moved == pytest.approx([0.21, 0.3])
+
+
+@pytest.mark.slow
+def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
+    """The real training command, which notes the learning rate of every optimizer step."""
+    stock, rates = AcceleratedOptimizer.step, []
+
+    def noted(self, *arguments):
+        rates.append(self.param_groups[0]["lr"])
+        return stock(self, *arguments)
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step", noted)
+    options = '{"assign": "rate", "criteria": ["difficulty"], "tau": 0.25}'
+    folder = train(tmp_path / "run", save_strategy="no", adora_method_options=options, max_steps=3)
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    scales = [entry["adora/rate_scale"] for entry in log if "adora/rate_scale" in entry]
+    assert rates == pytest.approx([1e-3 * scale for scale in scales], rel=1e-4)
+    assert len(rates) == 3 and min(scales) < 1
+    assert all("adora/reflective_per_1000_tokens" in entry for entry in log if "adora/rate_scale" in entry)
+
+
+def config(*arguments):
+    return parse(["--use_cpu", "true", "--bf16", "false", "--output_dir", "x", *arguments])[1]
+
+
+def test_the_key_and_what_does_not_fit_it():
+    words = ["--adora_method_options", '{"assign": "random"}', "--seed", "7"]
+    assert (method_run(config(*words)).judged_by.assign, method_run(config(*words)).seed) == ("random", 7)
+    with pytest.raises(UserError, match="assign: 'randm' is not one of criterion, random, reversed, rate"):
+        method_run(config("--adora_method_options", '{"assign": "randm"}'))
+
+
+RATE = ["--adora_method_options", '{"assign": "rate"}', "--gradient_accumulation_steps", "4"]
+
+
+def test_a_step_has_one_rate(subtests):
+    """Of two generations in one optimizer step, the step would take the rate of the second alone."""
+    for words, said in [
+        (["--adora_dynamic_sampling", "2"], "adora_dynamic_sampling: 2 with assign: rate"),
+        (["--steps_per_generation", "2"], "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4"),
+        (["--steps_per_generation", "6"], "steps_per_generation: 6 with assign: rate"),
+    ]:
+        with subtests.test(f"{words!r:.80}"):
+            for fits in (["8"], ["2", "--num_iterations", "2"]):
+                check_method(config(*RATE, "--steps_per_generation", *fits))
+            with pytest.raises(UserError, match=said):
+                check_method(config(*RATE, *words))
+    with subtests.test("DeepSpeed"):
+        ours = config(*RATE)
+        check_method(ours)
+        ours.deepspeed_plugin = object()
+        with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
+            check_method(ours)

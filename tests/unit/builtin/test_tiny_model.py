@@ -1,0 +1,65 @@
+"""The tiny model: shipped small, built reproducibly, with Qwen's own classes."""
+
+from __future__ import annotations
+
+import json
+
+from transformers import AutoConfig, AutoProcessor
+
+from adora_vl.builtin import WarmStart
+from adora_vl.builtin.tiny_vl import SLIPS, build_tiny_model
+from adora_vl.data.prompts import conversation_with_images
+from adora_vl.models.load import PRETRAINED
+from adora_vl.rollout.prompt_tokens import never_sampled_ids
+from data_prep.synthetic.families import FAMILIES
+from data_prep.synthetic.generate import generate
+
+SHORT = WarmStart(steps=3, short_prompt_steps=1, batch_size=4, rows=16)
+
+
+def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
+    assert sum(file.stat().st_size for file in PRETRAINED.iterdir()) < 4e6
+    config = AutoConfig.from_pretrained(PRETRAINED)
+    assert config.architectures == ["Qwen2_5_VLForConditionalGeneration"]
+    assert not config.tie_word_embeddings
+    facts = json.loads((PRETRAINED / "build.json").read_text())
+    assert facts["slips"] == SLIPS and facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
+
+
+def test_building_twice_gives_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        build_tiny_model(tmp_path / name, SHORT)
+    files = sorted(file.name for file in (tmp_path / "a").iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json", "build.json"} <= set(files)
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]  # nothing temporary is left
+
+
+def test_its_processor_is_qwens_with_qwens_special_tokens():
+    processor = AutoProcessor.from_pretrained(PRETRAINED)
+    assert type(processor).__name__ == "Qwen2_5_VLProcessor"
+    assert len(never_sampled_ids(processor.tokenizer)) == 5
+    row = next(iter(generate(1)))
+    text = processor.apply_chat_template(
+        conversation_with_images(row["problem"], 1), add_generation_prompt=True, tokenize=False
+    )
+    assert text.startswith("<|im_start|>system\nPlease reason step by step")
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    ids = processor(text=[text], images=row["images"], return_tensors="pt")["input_ids"][0].tolist()
+    assert ids.count(processor.image_token_id) == 4  # 56 x 56 pixels
+    words = "Any text: αβγ, 5 \\sqrt { 3 }, 12.5 cm² ✓"
+    assert processor.tokenizer.decode(processor.tokenizer(words)["input_ids"]) == words
+
+
+def test_a_conversation_without_a_system_prompt_gets_qwens_default():
+    processor = AutoProcessor.from_pretrained(PRETRAINED)
+    messages = conversation_with_images("Find x.", 1, system_prompt=None)
+    text = processor.apply_chat_template(messages, tokenize=False)
+    assert text.startswith(
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
+    )
+
+
+def test_the_teacher_knows_every_family():
+    assert [family for family in FAMILIES if not 0 < SLIPS.get(family, 0) < 1] == []

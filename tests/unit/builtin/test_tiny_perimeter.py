@@ -1,0 +1,119 @@
+"""The demo's start and problems: a guess pays at first, nothing but the sum tells which problems have a cheap guess."""
+
+from __future__ import annotations
+
+import json
+import random
+import runpy
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import pytest
+
+from adora_vl.builtin.processor import END_OF_TURN
+from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model, teacher
+from adora_vl.models.load import PRETRAINED, SHIPPED, TINY_PERIMETER_MODEL, load_processor, local_model
+from adora_vl.rewards import grade
+from data_prep.synthetic.drawing import PLAIN
+from data_prep.synthetic.generate import generate
+from data_prep.synthetic.perimeter import PLACES, USUAL_DIGITS, perimeter_digit, sides_of, working
+
+ROOT = Path(__file__).parents[3]
+SHIPPED_START = SHIPPED[TINY_PERIMETER_MODEL]
+
+
+def problems(number: int) -> list[tuple[str, tuple[int, ...], str]]:
+    """Kind, sides and answer."""
+    rng = random.Random(3)
+    drawn = (perimeter_digit(rng, 56, 1, PLAIN) for _ in range(number))
+    return [(one.kind, sides_of(one.question, one.solution), one.answer) for one in drawn]
+
+
+def test_a_guess_is_right_half_of_the_time_in_three_quarters_of_the_problems():
+    found = problems(2000)
+    assert Counter(kind for kind, _, _ in found)["usual"] / 2000 == pytest.approx(0.75, abs=0.03)
+    usual = Counter(answer for kind, _, answer in found if kind == "usual")
+    assert usual.keys() == set(map(str, USUAL_DIGITS)) and abs(usual["7"] - usual["3"]) < 0.1 * usual.total()
+    assert len({answer for kind, _, answer in found if kind == "any"}) == 10
+    for _, sides, answer in found:
+        assert str(sum(sides) % 10) == answer and 2 * max(sides) < sum(sides), "four sides that close"
+
+
+def test_no_side_tells_the_kinds_apart():
+    """Each side has the same distribution in both kinds, up to chance."""
+    found = problems(4000)
+    for place in range(4):
+        means = [fmean(sides[place] for kind, sides, _ in found if kind == name) for name in ("usual", "any")]
+        assert abs(means[0] - means[1]) < 0.35, place  # three standard errors
+
+
+def test_a_working_is_right_unless_it_slips_anywhere():
+    rng = random.Random(1)
+    for _, sides, answer in problems(50):
+        assert grade(working(rng, sides), answer).verdict == "correct"
+        for place in range(PLACES):
+            assert grade(working(rng, sides, slip_at=place), answer).verdict == "wrong", place
+
+
+def test_the_demos_reward_counts_every_step():
+    """A working that ends in the right digit whatever it has computed is no right working."""
+    every_step = runpy.run_path(str(ROOT / "configs" / "train" / "every_step.py"))["every_step"]
+    rng, sides = random.Random(1), (4, 7, 8, 5)
+    meta = {"solution": working(rng, sides)}
+
+    def reward(text: str) -> float:
+        (value,) = every_step([[{"content": text}]], answer=["4"], meta=[meta])
+        return float(value)
+
+    assert {reward(working(rng, sides)) for _ in range(20)} == {1.0}, "in any wording"
+    assert {reward(working(rng, sides, slip_at=place)) for place in range(PLACES)} == {0.0}
+    forced = working(rng, sides).replace("= 24", "= 34").replace("=24", "=34")
+    assert grade(forced, "4").verdict == "correct" and reward(forced) == 0.0
+    assert (reward("guess \\boxed{4}"), reward("guess \\boxed{7}"), reward("")) == (1.0, 0.0, 0.0)
+    assert reward("guess 7 \\boxed{4}") == 0.0 and reward("4 = \\boxed{4}") == 0.0
+
+
+def test_workings_of_one_problem_differ_in_length_by_wording():
+    tokenizer, rng = load_processor(str(PRETRAINED)).tokenizer, random.Random(1)
+    lengths = [len(tokenizer(working(rng, (4, 7, 8, 5)))["input_ids"]) for _ in range(200)]
+    assert len(set(lengths)) >= 4 and pstdev(lengths) > 1.5
+    assert max(lengths) < 58, "an answer and its end fit into the demo's 60 tokens"
+
+
+def test_the_teacher_guesses_half_of_the_time_and_is_seldom_right_where_it_works():
+    plan, rng = PerimeterStart(), random.Random(1)
+    answers = [(teacher(rng, sides, plan), answer) for _, sides, answer in problems(4000)]
+    worked = [grade(text, answer).verdict == "correct" for text, answer in answers if "=" in text]
+    assert len(worked) / 4000 == pytest.approx(0.5, abs=0.03)
+    assert fmean(worked) == pytest.approx((1 - plan.slips) ** PLACES, abs=0.03)  # 0.12, where a guess is right in 0.4
+
+
+def test_the_shipped_start_is_small_and_of_this_plan():
+    assert local_model(TINY_PERIMETER_MODEL) == str(SHIPPED_START)
+    assert sum(file.stat().st_size for file in SHIPPED_START.iterdir()) < 4e6
+    assert json.loads((SHIPPED_START / "build.json").read_text())["plan"] == asdict(PerimeterStart())
+
+
+def test_building_twice_gives_the_same_bytes(tmp_path):
+    plan = PerimeterStart(steps=2, short_prompt_steps=1, teacher_steps=1, batch_size=4, rows=12)
+    for name in ("a", "b"):
+        build_perimeter_model(tmp_path / name, plan)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+def test_its_tokenizer_is_the_tiny_models_and_ends_turns():
+    ids = load_processor(str(SHIPPED_START)).tokenizer(f"guess \\boxed{{7}}{END_OF_TURN}")["input_ids"]
+    assert ids == load_processor(str(PRETRAINED)).tokenizer(f"guess \\boxed{{7}}{END_OF_TURN}")["input_ids"]
+
+
+def test_drawn_rows_have_their_kind():
+    rows = list(generate(8, families=("perimeter",)))
+    assert {row["meta"]["family"] for row in rows} == {"perimeter"} and {row["meta"]["kind"] for row in rows} <= {
+        "usual",
+        "any",
+    }
+    for row in rows:
+        assert str(sum(sides_of(row["problem"], row["meta"]["solution"])) % 10) == row["answer"]

@@ -1,0 +1,111 @@
+"""The tiny model's teacher: at the start of the demo, ADORA's length criterion must not be the label of one subtype.
+
+It once was. Vertical angles were copied in 13 tokens, and their slip took 18, so every mixed group of this one subtype
+was attenuated and no other: GRPO with ADORA ended eight points below GRPO, for a reason that lay in the drawings.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+
+from adora_vl.advantage import Groups, weigh_groups
+from adora_vl.builtin.processor import END_OF_TURN
+from adora_vl.builtin.tiny_vl import SLIPS
+from adora_vl.data.dataset import Row
+from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.rewards import grade
+from data_prep.synthetic.generate import generate
+
+ROWS, GROUP = 600, 8  # the demo's rollouts per prompt
+SUBTYPES = {
+    "isosceles", "polygon", "right_triangle", "crossing, vertical", "crossing, supplementary", "circle, diameter",
+    "circle, circumference",
+}  # fmt: skip
+# The mean weight of a subtype's mixed groups is 1 - 0.9 * share, so up to this share the first updates count every
+# subtype at 0.91 to 1 of any other. A criterion that is a subtype's label has a share of 1 there.
+MOST_ATTENUATED = 0.1
+
+
+@dataclass
+class Subtype:
+    """Tokens of the right workings and of the slips, and whether each mixed group is attenuated."""
+
+    right: list[int] = field(default_factory=list)
+    slip: list[int] = field(default_factory=list)
+    attenuated: list[bool] = field(default_factory=list)
+
+    @property
+    def tds_share(self) -> float:
+        return fmean(self.attenuated)
+
+
+def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
+    """What each subtype's groups of `GROUP` answers by the teacher look like to the demo's criterion."""
+    found: dict[str, Subtype] = defaultdict(Subtype)
+    rng = random.Random(0)
+    for row in rows:
+        meta = row["meta"]
+        subtype = found[", ".join(filter(None, (meta["family"], meta["kind"])))]
+        texts = (meta["solution"], meta["slip"])
+        tokens = [len(tokenizer(text + END_OF_TURN)["input_ids"]) for text in texts]
+        rewards = [1.0 if grade(text, row["answer"]).verdict == "correct" else 0.1 for text in texts]
+        subtype.right.append(tokens[0])
+        subtype.slip.append(tokens[1])
+        slips = [rng.random() < SLIPS[meta["family"]] for _ in range(GROUP)]
+        lengths = torch.tensor([[tokens[slip] for slip in slips]])
+        rewarded = torch.tensor([[rewards[slip] for slip in slips]])
+        group = weigh_groups(Groups(rewarded, lengths, torch.zeros_like(lengths, dtype=torch.bool)))
+        if len({rewards[slip] for slip in slips}) > 1:  # mixed
+            subtype.attenuated.append(bool(group.tds_P.item()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_processor(str(PRETRAINED)).tokenizer
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return list(generate(ROWS, seed=1000))
+
+
+def with_vertical_angles_copied(row: Row) -> Row:
+    """The row with the working that its case had before: `vertical 40 = \\boxed{40}`."""
+    if row["meta"]["kind"] != "vertical":
+        return row
+    copied = f"vertical {row['answer']} = \\boxed{{{row['answer']}}}"
+    return {**row, "meta": {**row["meta"], "solution": copied}}
+
+
+def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, rows: list[Row]) -> None:
+    found = measure(tokenizer, rows)
+    assert found.keys() == SUBTYPES
+    for name, subtype in found.items():
+        assert len(subtype.attenuated) >= 20, name  # mixed groups: the share means something
+        assert subtype.tds_share <= MOST_ATTENUATED, name
+        # Two answers differ by a token at least. More than one apart in the mean is no accident of the digits.
+        assert fmean(subtype.right) > fmean(subtype.slip) + 1, name
+    assert fmean(found["crossing, vertical"].right) > fmean(found["crossing, vertical"].slip) > 17
+
+
+def test_the_measure_sees_the_workings_of_before(tokenizer: Any, rows: list[Row]) -> None:
+    found = measure(tokenizer, [with_vertical_angles_copied(row) for row in rows])
+    marked = {name for name, subtype in found.items() if subtype.tds_share > MOST_ATTENUATED}
+    assert marked == {"crossing, vertical"} and found["crossing, vertical"].tds_share == 1.0
+    assert fmean(found["crossing, vertical"].right) < 14
+
+
+def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(rows: list[Row]) -> None:
+    """What decides is the picture: both cases are worked out by the same teacher, with the same numbers."""
+    crossing = [row for row in rows if row["meta"]["family"] == "crossing"]
+    assert {row["meta"]["kind"] for row in crossing} == {"vertical", "supplementary"}
+    for row in crossing:
+        assert grade(row["meta"]["slip"], str(180 - int(row["answer"]))).verdict == "correct", row["id"]

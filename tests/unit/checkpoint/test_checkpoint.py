@@ -1,0 +1,258 @@
+"""A checkpoint is whole or does not count; a run goes on from the newest whole one of the same run, or says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adora_vl.checkpoint import store
+from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_of
+from adora_vl.checkpoint.resume import choose_start
+from adora_vl.checkpoint.store import (
+    MANIFEST,
+    MARK,
+    STAGING,
+    checkpoints,
+    newest_valid,
+    problem_of,
+    publish,
+    rotate,
+)
+from adora_vl.checkpoint.universal import _GroupsAsBefore, expect_universal, write_universal
+from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
+from adora_vl.config.keys import AdoraKeys
+from adora_vl.data.dataloader import EpochRepeatSampler
+from adora_vl.utils.errors import RunError, UserError
+from adora_vl.utils.seeding import rollout_seed
+
+RUN = {"adora_factor": "0.1", "dataset": "abc"}
+
+
+def make(output_dir: Path, step: int, fingerprint: dict[str, str] = RUN) -> Path:
+    staged = output_dir / STAGING / f"checkpoint-{step}"
+    (staged / "global_step").mkdir(parents=True)
+    (staged / "model.safetensors").write_bytes(bytes(range(256)) * 20)
+    (staged / "global_step" / "shard.pt").write_bytes(b"shard" * step)
+    (staged / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    final = output_dir / f"checkpoint-{step}"
+    publish(staged, final, {"step": step, "fingerprint": fingerprint})
+    return final
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+DAMAGES = {
+    "truncated": (
+        lambda c: (c / "model.safetensors").write_bytes(b"short"),
+        "model.safetensors has 5 bytes instead of",
+    ),
+    "flipped byte": (lambda c: flip_a_byte(c / "model.safetensors"), "model.safetensors is damaged"),
+    "flipped byte in a shard": (
+        lambda c: flip_a_byte(c / "global_step" / "shard.pt"),
+        "global_step/shard.pt is damaged",
+    ),
+    "missing file": (lambda c: (c / "global_step" / "shard.pt").unlink(), "global_step/shard.pt is missing"),
+    "missing mark": (lambda c: (c / MARK).unlink(), "it was never finished (complete is missing)"),
+    "missing manifest": (lambda c: (c / MANIFEST).unlink(), "it was never finished (manifest.json is missing)"),
+    "edited manifest": (lambda c: flip_a_byte(c / MANIFEST), "manifest.json is not the one that was finished"),
+    "empty mark": (lambda c: (c / MARK).write_text(""), "manifest.json is not the one that was finished"),
+}
+
+
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
+    for name, (damage, reason) in DAMAGES.items():
+        older, newer = make(tmp_path / name, 10), make(tmp_path / name, 20)
+        assert problem_of(newer) is None
+        damage(newer)
+        assert reason in str(problem_of(newer)), name
+        start = choose_start(tmp_path / name, None, False, RUN)
+        assert start.checkpoint == str(older), name
+        assert start.notes[0].startswith(f"skipped {newer}: ") and reason in start.notes[0], name
+        with pytest.raises(UserError, match="is not whole|is no checkpoint folder"):
+            choose_start(tmp_path / name, str(newer), False, RUN)
+
+
+def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
+    (make(tmp_path, 10) / MARK).unlink()
+    with pytest.raises(UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"):
+        choose_start(tmp_path, "auto", False, RUN)
+    start = choose_start(tmp_path, "auto", True, RUN)
+    assert start.checkpoint is None and start.replaces
+
+
+def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_path):
+    make(tmp_path, 10)
+    with pytest.raises(UserError, match=r"checkpoint-10 of another run: adora_factor: 0.1 -> 0.2 \(and 1 more\)"):
+        choose_start(tmp_path, None, False, {"adora_factor": "0.2", "dataset": "xyz"})
+    start = choose_start(tmp_path, str(tmp_path / "checkpoint-10"), False, {**RUN, "adora_factor": "0.2"})
+    assert start.notes[1] == "changed since then: adora_factor: 0.1 -> 0.2"
+
+
+SHARDED = {**RUN, "processes": "2", "sharding": "zero3"}
+
+
+def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tmp_path):
+    checkpoint = make(tmp_path, 10, SHARDED)
+    for wanted in (None, str(checkpoint)):
+        with pytest.raises(UserError, match=rf"by 2 processes and this run has 1; .* {checkpoint} OUT --universal"):
+            choose_start(tmp_path, wanted, False, {**SHARDED, "processes": "1"})
+        with pytest.raises(UserError, match=r"with sharding zero3 and this run has none; .* --model_name_or_path OUT"):
+            choose_start(tmp_path, wanted, False, {**SHARDED, "sharding": "none"})
+    whole = make(tmp_path / "universal", 10, SHARDED)
+    (whole / "latest_universal").write_text("global_step")
+    assert choose_start(tmp_path, str(whole), False, {**SHARDED, "processes": "1"}).notes[1:] == [
+        "changed since then: processes: 2 -> 1"
+    ]
+    assert sharding_of(SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))) == "zero3"
+    assert sharding_of(SimpleNamespace(deepspeed_plugin=None)) == "none"
+
+
+def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path):
+    checkpoint = make(tmp_path, 10)
+    (checkpoint / "global_step").rename(checkpoint / "other")
+    with pytest.raises(UserError, match="has no shards of DeepSpeed, so it needs no conversion"):
+        write_universal(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="a universal checkpoint needs DeepSpeed"):
+        expect_universal(SimpleNamespace(is_deepspeed_enabled=False))
+
+
+def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
+    """DeepSpeed hands all groups one step tensor and the first group's decay; Adam then counts a step per group."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": [each], "weight_decay": 0.1} for each in weights])
+    shared = torch.tensor(4.0)
+    for each in weights:
+        optimizer.state[each] = {"step": shared, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+        each.grad = torch.ones(2)
+    _GroupsAsBefore().on_train_begin(SimpleNamespace(weight_decay=0.1), None, None, optimizer=optimizer)
+    optimizer.step()
+    assert [optimizer.state[each]["step"].item() for each in weights] == [5, 5]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_the_words_of_resume_from_checkpoint(tmp_path):
+    assert choose_start(tmp_path / "new", None, False, RUN).checkpoint is None
+    with pytest.raises(UserError, match="true, but"):
+        choose_start(tmp_path / "new", "true", False, RUN)
+    newest = make(tmp_path, 10)
+    for word in (None, "auto", "true", True):
+        assert choose_start(tmp_path, word, False, RUN).checkpoint == str(newest)
+    with pytest.raises(UserError, match="false, but .* holds checkpoint-10"):
+        choose_start(tmp_path, "false", False, RUN)
+
+
+def test_differences_name_what_a_person_sets_first():
+    before, now = {"beta": "0", "adora_tau": "1", "gone": "1"}, {"beta": "1", "adora_tau": "2", "new": "3"}
+    expected = ["adora_tau: 1 -> 2", "beta: 0 -> 1", "gone: 1 -> not set", "new: not set -> 3"]
+    assert differences(before, now) == expected
+
+
+def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
+    for step in (5, 10, 15, 20):
+        make(tmp_path, step)
+    (tmp_path / "checkpoint-10" / MARK).unlink()
+    rotate(tmp_path, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-15", "checkpoint-10"]
+    rotate(tmp_path, None)
+    assert len(checkpoints(tmp_path)) == 3
+
+
+def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
+    make(tmp_path / ASIDE, 3)  # of the run that this one replaces
+    older = make(tmp_path, 10)
+    alone = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+    writer = CheckpointWriter(tmp_path, 1, alone)
+
+    def save(folder: Path) -> dict[str, object]:
+        assert problem_of(older) is None and checkpoints(tmp_path / ASIDE)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+        return {"fingerprint": RUN}
+
+    def on_a_full_disk(folder: Path) -> dict[str, object]:
+        save(folder)
+        raise OSError("No space left on device")
+
+    with pytest.raises(RunError, match=r"checkpoint-20 could not .* \(no space left.*older checkpoints are as"):
+        writer.write(20, on_a_full_disk)
+    assert problem_of(older) is None and checkpoints(tmp_path / ASIDE) and writer.saved_at is None
+    writer.write(20, save)
+    assert newest_valid(tmp_path).checkpoint == tmp_path / "checkpoint-20" and writer.saved_at == 20
+    assert len(checkpoints(tmp_path)) == 1 and not (tmp_path / ASIDE).exists()
+
+
+def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
+    flip_a_byte(make(tmp_path, 10) / "model.safetensors")
+    assert problem_of(make(tmp_path, 10)) is None
+    assert list((tmp_path / STAGING).iterdir()) == []
+
+
+def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkeypatch):
+    """Whatever the last call was that came through, the new folder is whole or not there."""
+    older = make(tmp_path, 10)
+    for call, survived in product(("replace_file", "hashes", "flush"), range(6)):
+        real, left = getattr(store, call), iter(range(survived))
+
+        def crash(*arguments, left=left, real=real):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        monkeypatch.setattr(store, call, crash)
+        with contextlib.suppress(KeyboardInterrupt):
+            make(tmp_path, 20)
+        monkeypatch.setattr(store, call, real)
+        found = newest_valid(tmp_path)
+        assert found.checkpoint == (tmp_path / "checkpoint-20" if (tmp_path / "checkpoint-20").exists() else older)
+        assert found.skipped == []
+        store.clear_staging(tmp_path)
+
+
+def test_an_epoch_has_its_own_order_however_the_run_came_there():
+    def order(*epochs: int) -> list[list[int]]:
+        sampler = EpochRepeatSampler(range(40), mini_repeat_count=2, batch_size=4, seed=7)
+        orders = []
+        for epoch in epochs:
+            sampler.set_epoch(epoch)
+            orders.append(list(sampler))
+        return orders
+
+    assert order(0, 1, 2)[1:] == order(1, 2)
+    assert len({tuple(each) for each in order(0, 1, 2)}) == 3
+    assert sorted(set(order(1)[0])) == list(range(40))
+
+
+def test_every_rollout_has_its_own_seed_and_the_same_one_again():
+    where = [
+        (run, f"train/{step}/{micro}", group, member)
+        for run in (0, 1)
+        for step in (0, 1)
+        for micro in (0, 1)
+        for group in (0, 9)
+        for member in (0, 7)
+    ]
+    seeds = [rollout_seed(*each) for each in where]
+    assert len(set(seeds)) == len(where) and all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds == [rollout_seed(*each) for each in where]
+
+
+def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
+    """So a run without one goes on from a checkpoint of before there was the key."""
+
+    def of(budget: int | None, staleness: int = 4) -> dict[str, str]:
+        keys = AdoraKeys(adora_rollout_budget=budget, adora_max_staleness=staleness)
+        return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
+
+    assert differences(of(None), of(None, 2)) == [] and "adora_rollout_budget" not in of(None)
+    assert len(differences(of(None), of(9))) == 2 and differences(of(9), of(9, 2)) == ["adora_max_staleness: 4 -> 2"]

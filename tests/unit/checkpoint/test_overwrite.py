@@ -1,0 +1,497 @@
+"""Starting over in a folder: what a run wrote is put aside until the new one has a checkpoint; a user's file stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl import GRPOTrainer
+
+from adora_vl.checkpoint.resume import choose_start, lock_output_dir
+from adora_vl.checkpoint.stop import mark_stopped
+from adora_vl.checkpoint.store import (
+    CHECKPOINT,
+    STAGING,
+    checkpoints,
+    newest_valid,
+)
+from adora_vl.checkpoint.writer import ASIDE, delete_aside, refuse_own_files, set_aside
+from adora_vl.checkpoint.written import WRITTEN, noted, of_a_run, own_files
+from adora_vl.export import main as export
+from adora_vl.record.rollouts import write_part
+from adora_vl.train import main
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.utils.errors import UserError
+from tests.support.tiny_run import STEPS, arguments, train
+from tests.unit.checkpoint.test_checkpoint import RUN, make
+
+BEGUN = '{"made_by": "adora_vl.train"}'
+OLD, CRASHED = (f'{{"step": {step}, "kind": "train", "time": null}}\n' for step in (8, 1))
+
+
+def a_run(folder: Path, *steps: int) -> Path:
+    """What a run leaves behind, and a file of the user's."""
+    for step in steps:
+        make(folder, step)
+    folder.mkdir(exist_ok=True)
+    with noted(folder, writes=True):
+        for name in ("model.safetensors", "README.md", "trainer_state.json"):
+            (folder / name).write_text("old")
+    (folder / "metrics.jsonl").write_text(OLD)
+    (folder / "manifest.json").write_text(BEGUN)
+    (folder / "rollouts").mkdir()
+    write_part(folder / "rollouts", pa.table({"step": [1]}).replace_schema_metadata({"adora_vl": "{}"}), 1, 8)
+    (folder / "notes.txt").write_text("the user's")
+    return folder
+
+
+def put_completions(run: Path, step: int) -> None:
+    """TRL's table of a step."""
+    (run / "completions").mkdir(exist_ok=True)
+    table = pd.DataFrame({"step": [step], "prompt": ["p"], "completion": ["c"], "advantage": [0.0]})
+    table.to_parquet(run / "completions" / f"completions_{step:05}.parquet")
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_choosing_the_start_deletes_nothing(tmp_path):
+    before = files(a_run(tmp_path, 4, 8))
+    for wanted in (None, "auto", "false"):
+        start = choose_start(tmp_path, wanted, True, RUN)
+        assert start.checkpoint is None and start.replaces and str(tmp_path / ASIDE) in start.notes[-1]
+    assert files(tmp_path) == before
+
+
+def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_used(tmp_path):
+    run, other = a_run(tmp_path / "run", 4, 8), make(tmp_path / "other", 6)
+    before = files(run)
+    for wanted in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
+        with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
+            choose_start(run, wanted, True, RUN)
+    start = choose_start(run, str(other), True, RUN)
+    assert start.checkpoint == str(other) and start.replaces
+    set_aside(run)
+    assert other.is_dir() and {name.removeprefix(f"{ASIDE}/") for name in files(run)} == before
+
+
+def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
+    """It would go at the first checkpoint of the run that goes on from it, or before it was read."""
+    run = a_run(tmp_path / "run", 4, 8)
+    set_aside(run)
+    make(run, 2)  # of the run after it
+    (run / STAGING).mkdir(exist_ok=True)
+    (run / "checkpoint-2").rename(run / STAGING / "checkpoint-2")  # whole, and killed before it got its place
+    before = files(run)
+    places = (ASIDE + "/checkpoint-4", f"{ASIDE}/../{ASIDE}/checkpoint-8", STAGING + "/checkpoint-2")
+    for place, overwrite in product(places, (False, True)):
+        with pytest.raises(UserError, match="^resume_from_checkpoint: .*, which a run clears; move it out of there"):
+            choose_start(run, str(run / place), overwrite, RUN)
+    assert files(run) == before
+    moved = (run / ASIDE / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    assert choose_start(run, str(moved), True, RUN).checkpoint == str(moved)
+
+
+def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(tmp_path):
+    """A model, a prepared data set, or a project, which `--output_dir` names by mistake."""
+    names = ("README.md", "config.json", "model.safetensors", "manifest.json", "rollouts/mine")
+    (tmp_path / "begun" / "completions").mkdir(parents=True)  # TRL's, of a run whose engine did not start
+    for name, overwrite in product(names, (False, True)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"made_by": "somebody else"}')
+        with pytest.raises(UserError, match=f"^output_dir: .* holds '{name}', which no run is known to have written "):
+            refuse_own_files(tmp_path, overwrite)
+        (tmp_path / name).unlink()
+        (tmp_path / "manifest.json").write_text(BEGUN)  # a run that came to no checkpoint
+        for fine in (tmp_path, tmp_path / "nowhere", tmp_path / "begun"):
+            refuse_own_files(fine, overwrite)
+        (tmp_path / "manifest.json").unlink()
+
+
+def test_what_the_run_reads_is_not_replaced(tmp_path):
+    """A second stage that begins from the model of the run that it replaces."""
+    run = a_run(tmp_path / "run", 4)
+    for name in ("merged", "eval"):
+        (run / name).mkdir()
+    before = files(run)
+    inside_it = (".", "merged", "checkpoint-4", "rollouts", "eval/../merged")
+    for key, inside in product(("model_name_or_path", "dataset_name"), inside_it):
+        with pytest.raises(UserError, match=f"^{key}: .* whose run overwrite_output_dir: true replaces"):
+            choose_start(run, None, True, RUN, [(key, str(run / inside))])
+    assert files(run) == before
+    for elsewhere in (tmp_path, run / "eval", "somebody/model"):
+        assert choose_start(run, None, True, RUN, [("model_name_or_path", str(elsewhere))]).replaces
+
+
+def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from_the_old_one(tmp_path):
+    run = a_run(tmp_path, 4, 8)
+    assert set_aside(run) == str(run / ASIDE)
+    assert checkpoints(run) == [] and (run / "notes.txt").is_file()
+    for overwrite in (False, True):  # the crash, and the same or the plain command again
+        (run / "metrics.jsonl").write_text(CRASHED)
+        start = choose_start(run, None, overwrite, RUN)
+        assert start.checkpoint is None
+        if start.replaces:
+            set_aside(run)
+        assert (run / ASIDE / "metrics.jsonl").read_text() == OLD
+    assert newest_valid(run / ASIDE).checkpoint == run / ASIDE / "checkpoint-8"
+    delete_aside(run)
+    assert not (run / ASIDE).exists()
+
+
+@settings(max_examples=30)
+@given(st.lists(st.sampled_from(["set aside", "crash", "checkpoint"]), max_size=6))
+def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
+    """Whatever the order of starts, crashes and checkpoints: something whole is in the folder, or aside."""
+    run = make(tmp_path_factory.mktemp("run"), 4).parent
+    for number, event in enumerate(events):
+        if event == "set aside":
+            set_aside(run)
+        elif event == "checkpoint":
+            make(run, 10 + number)
+            assert newest_valid(run).checkpoint == run / f"checkpoint-{10 + number}"
+            delete_aside(run)
+        assert newest_valid(run).checkpoint or newest_valid(run / ASIDE).checkpoint
+    shutil.rmtree(run)
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
+    run = a_run(tmp_path)
+    with pytest.raises(
+        UserError,
+        match="^output_dir: .* holds a finished run; choose another output_dir, or start anew with --overwrite_output_d"
+        r"ir true, which deletes 'model.safetensors', .* and \d more once the new run has a whole checkpoint$",
+    ):
+        choose_start(run, None, False, RUN)
+    assert choose_start(run, None, True, RUN).replaces
+
+
+def test_an_output_dir_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "a_file").write_text("")
+    for place in ("a_file", "a_file/below", "/proc/nowhere/run", "x" * 300):
+        with pytest.raises(UserError, match=r"^output_dir: .* cannot be made or written to \(.*choose another folder"):
+            lock_output_dir(tmp_path / place)
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(adora_run, tmp_path, capsys):
+    run = shutil.copytree(adora_run, tmp_path / "run")
+    before = files(run)
+    wrong = arguments(run, overwrite_output_dir="true", use_peft="true", lora_target_modules="no_such_layer")
+    assert main(wrong) == 2
+    assert "lora_target_modules" in capsys.readouterr().err.splitlines()[-1]
+    assert files(run) >= before, "a run that could not begin has deleted something"
+    put_completions(run, 9)
+    train(run, overwrite_output_dir="true", max_steps=2, log_completions="true")
+    tables = [path.name for path in sorted((run / "completions").iterdir())]
+    assert tables == ["completions_00001.parquet", "completions_00002.parquet"], "TRL's folder is there for the new run"
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2"] and STEPS > 2
+    assert not (run / ASIDE).exists() and len((run / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_what_an_unfinished_run_has_left_does_not_take_the_place_of_the_old_run(tmp_path):
+    run = a_run(tmp_path, 4)
+    set_aside(run)
+    (run / "metrics.jsonl").write_text(CRASHED)
+    set_aside(run)
+    assert (run / ASIDE / "metrics.jsonl").read_text() == OLD and not (run / "metrics.jsonl").exists()
+
+
+REFUSED = (
+    "^output_dir: .* holds .*, which no run is known to have written and this one would write over or delete; choose"
+)
+
+
+@pytest.fixture(scope="module")
+def finished(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with a table of completions, as `log_completions` leaves them."""
+    run = shutil.copytree(adora_run, tmp_path_factory.mktemp("finished") / "run")
+    put_completions(run, 1)
+    return run
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def contents(folder: Path) -> dict[str, str | bytes]:
+    """Every file, and where every link leads."""
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
+    return {str(path): str(path.readlink()) if path.is_symlink() else path.read_bytes() for path in paths}
+
+
+def link(path: Path, target: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def put(path: Path, content: str = "the user's") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+def put_table(path: Path) -> None:
+    pd.DataFrame({"step": [1], "mine": ["the user's"]}).to_parquet(path)
+
+
+def of_equal_size(path: Path) -> None:
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+
+
+def elsewhere(folder: Path) -> Path:
+    """Where the user keeps other things."""
+    put(folder.parent / "elsewhere" / "README.md")
+    return folder.parent / "elsewhere"
+
+
+def a_link_from_inside(folder: Path) -> None:
+    (folder / "rollouts" / "more").symlink_to(elsewhere(folder))
+
+
+def moved_and_linked(path: Path) -> None:
+    target = elsewhere(path.parent) / path.name
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def without_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+OWN: dict[str, Callable[[Path], object]] = {
+    "README.md": lambda run: put(run / "README.md"),
+    "config.json": lambda run: put(run / "config.json", "{}"),
+    "model.safetensors": lambda run: of_equal_size(run / "model.safetensors"),
+    "added_tokens.json": lambda run: put(run / "added_tokens.json"),
+    "metrics.jsonl": lambda run: put(run / "metrics.jsonl", '{"step": 1, "loss": 0.5}\n'),
+    "manifest.json": lambda run: put(run / "manifest.json", '{"made_by": "somebody"}'),
+    "stopped.json": lambda run: put(run / "stopped.json", "[]"),
+    "rollouts/own.parquet": lambda run: put_table(run / "rollouts" / "own.parquet"),
+    "rollouts/rollouts-00000009-00000009.parquet": lambda run: put_table(
+        run / "rollouts" / "rollouts-00000009-00000009.parquet"
+    ),
+    "rollouts/_images/mine.png": lambda run: put(run / "rollouts" / "_images" / "mine.png"),
+    "rollouts/more": a_link_from_inside,
+    "completions/completions_00009.parquet": lambda run: put_table(run / "completions" / "completions_00009.parquet"),
+    "completions/notes/a.txt": lambda run: put(run / "completions" / "notes" / "a.txt"),
+    "merged/predictions.jsonl": lambda run: put(run / "merged" / "predictions.jsonl"),
+    "checkpoint-2/notes.txt": lambda run: put(run / "checkpoint-2" / "notes.txt"),
+    "checkpoint-4": lambda run: without_manifest(run / "checkpoint-4"),
+    "checkpoint-7": lambda run: put(run / "checkpoint-7" / "model.safetensors"),
+    "checkpoint-8": lambda run: put(run / "checkpoint-8"),
+    "checkpoint-9": lambda run: link(run / "checkpoint-9", elsewhere(run)),
+    "generation_config.json": lambda run: link(run / "generation_config.json", elsewhere(run) / "README.md"),
+    "chat_template.jinja": lambda run: moved_and_linked(run / "chat_template.jinja"),
+    "rollouts": lambda run: link(run / "rollouts", elsewhere(run)),
+    "tokenizer.json": lambda run: link(run / "tokenizer.json", run.parent / "nowhere"),
+    f"{ASIDE}/README.md": lambda run: put(run / ASIDE / "README.md"),
+    f"{ASIDE}/notes.txt": lambda run: put(run / ASIDE / "notes.txt"),
+    ASIDE: lambda run: link(run / ASIDE, elsewhere(run)),
+}
+
+
+def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, tmp_path):
+    for number, (name, do) in enumerate(OWN.items()):
+        run = shutil.copytree(finished, tmp_path / str(number) / "run")
+        do(run)
+        before = contents(run.parent)
+        for refuse in (lambda run=run: refuse_own_files(run, True), lambda run=run: set_aside(run)):  # and a late file
+            with pytest.raises(UserError, match=REFUSED) as caught:
+                refuse()
+            assert f"'{name}'" in str(caught.value)
+        assert contents(run.parent) == before, name
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monkeypatch):
+    for name in ("README.md", "config.json", "rollouts/own.parquet", "checkpoint-7"):
+        OWN[name](run)
+    before = contents(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "adora_vl.train.load", lambda run: pytest.fail("the weights were loaded for a run that cannot be")
+        )
+        assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3)) == 2
+    assert contents(run) == before
+    own = "'checkpoint-7', 'config.json', 'README.md', 'rollouts/own.parquet'"
+    assert f" holds {own}, which no run is known to have written " in capsys.readouterr().err.splitlines()[-1]
+
+    shutil.rmtree(run / "checkpoint-7")
+    for name in ("README.md", "config.json", "rollouts/own.parquet"):
+        (run / name).unlink()
+    assert main(arguments(run, learning_rate=2e-3)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "learning_rate" in line and "; set it back, choose another output_dir, or start anew with --" in line
+    count = len(of_a_run(run)) - 5
+    goes = "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', 'processor_config.json'"
+    assert line.endswith(f", which deletes {goes} and {count} more once the new run has a whole checkpoint")
+
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-best")  # sealed too, but no run gives that name
+    put(run / "eval" / "predictions.jsonl")
+    kept = contents(run / "checkpoint-best")
+    assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3, max_steps=2)) == 0
+    assert "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json'" in capsys.readouterr().out
+    assert contents(run / "checkpoint-best") == kept and (run / "eval" / "predictions.jsonl").is_file()
+    assert not (run / "checkpoint-4").exists() and not (run / ASIDE).exists() and own_files(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
+    """The final model of a resumed run takes the place of the earlier one's, and of nothing else."""
+    notes = json.loads((run / WRITTEN).read_text())
+    killed = shutil.copytree(run, tmp_path / "killed")
+    for name in ("README.md", "config.json"):
+        put(run / name)
+    put(run / "rollouts" / "_images" / "mine.png")  # stays where it is
+    before = contents(run)
+    assert main(arguments(run, max_steps=6)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert " holds 'config.json', 'README.md', which no run is known to have written " in line
+    assert contents(run) == before
+    for name in ("README.md", "config.json"):
+        (run / name).rename(tmp_path / name)
+    assert main(arguments(run, max_steps=6)) == 0
+    assert own_files(run) == ["rollouts/_images/mine.png"]
+
+    put(killed / "added_tokens.json")
+    with pytest.raises(RuntimeError), noted(killed, writes=True):
+        put(killed / "model.safetensors", "half of an")
+        shutil.copy(killed / WRITTEN, tmp_path)
+        raise RuntimeError
+    shutil.copy(tmp_path / WRITTEN, killed)  # as a kill would leave it
+    with pytest.raises(UserError, match="holds 'added_tokens.json', which"):
+        refuse_own_files(killed, False)
+    (killed / "added_tokens.json").unlink()
+    refuse_own_files(killed, False)
+    assert notes["files"].keys() >= {"README.md", "config.json"}
+
+
+def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_path):
+    for output in (run / "merged", tmp_path / "merged"):
+        assert export([str(run), str(output)]) == 0
+    assert own_files(run) == [] and not (tmp_path / WRITTEN).exists()
+
+
+def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):
+    put(run / "config.json", "half")
+    code = "import sys, pathlib; from adora_vl.checkpoint import resume; "
+    code += "lock = resume.lock_output_dir(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", f"{code}; print('held', flush=True); input()", str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        before = contents(run)
+        assert main(arguments(run, overwrite_output_dir="true")) == 2
+        with pytest.raises(UserError, match="another run is writing to"):
+            lock_output_dir(run)
+        other.kill()
+        other.wait()
+        lock_output_dir(run).release()  # the lock dies with its process, however that ended
+    assert "another run is writing to" in capsys.readouterr().err.splitlines()[-1] and contents(run) == before
+
+
+def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
+    put(tmp_path / "checkpoint-500" / "model.safetensors")  # another trainer's
+    with pytest.raises(UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"):
+        choose_start(tmp_path, None, False, RUN)
+    make(tmp_path, 4)
+    with pytest.raises(
+        UserError, match="move away 'checkpoint-500', .* true, which deletes 'checkpoint-4' once the new"
+    ):
+        choose_start(tmp_path, None, False, {**RUN, "adora_factor": "0.2"})
+
+
+def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_run):
+    assert own_files(resumed_run.folder) == []
+    mark_stopped(run, 4)
+    for path in of_a_run(run):
+        if not CHECKPOINT.fullmatch(path.name) and path.name not in ("metrics.jsonl", "manifest.json", "rollouts"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()  # it was killed before its end
+    (run / "checkpoint-4" / "complete").unlink()  # and has been damaged
+    (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes() + b'{"step": 5, "ki')
+    put(run / "rollouts" / f".rollouts-00000005-00000005.parquet.partial-{'0' * 16}")
+    mark_stopped(run, 4)
+    assert own_files(run) == []
+    refuse_own_files(run, True)
+    assert set_aside(run) and of_a_run(run) == []
+    refuse_own_files(run, True)  # what was put aside is known there as well
+
+
+def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_again(run, monkeypatch):
+    moves = iter([True] * 5)
+    rename = Path.rename
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):
+        patch.setattr(Path, "rename", lambda path, target: next(moves) and rename(path, target))
+        set_aside(run)
+    assert (run / ASIDE / "config.json").is_file() and (run / "README.md").is_file()
+    refuse_own_files(run, True)
+
+
+def test_a_model_that_an_earlier_version_saved_is_refused_until_it_is_moved(run, tmp_path):
+    (run / WRITTEN).unlink()
+    with pytest.raises(UserError, match=rf"{REFUSED.split(' .*')[0]} .* holds 'model.safetensors', .* and \d more, "):
+        refuse_own_files(run, True)
+    for name in own_files(run):
+        shutil.move(run / name, tmp_path)
+    refuse_own_files(run, True)
+    put(run / WRITTEN, '{"files": {}}')
+    assert own_files(run) == [WRITTEN]
+
+
+def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
+    subprocess.run(["cp", "-r", str(run), str(tmp_path / "copy")], check=True)  # as users copy: with other times
+    assert own_files(tmp_path / "copy") == []
+    (tmp_path / "link").symlink_to(run)
+    refuse_own_files(tmp_path / "link", True)
+    assert set_aside(tmp_path / "link") and (run / ASIDE / "checkpoint-4").is_dir() and (tmp_path / "link").is_symlink()
+
+
+def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
+    put(tmp_path / STAGING / "mine")
+    with pytest.raises(UserError, match=REFUSED.replace(".* holds .*", f".* holds '{STAGING}'")):
+        refuse_own_files(tmp_path, False)
+    put(tmp_path / "manifest.json", '{"made_by": "adora_vl.train"}')  # of a run that was killed while it saved
+    refuse_own_files(tmp_path, False)
+
+
+def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
+    put(tmp_path / "merged" / "mine")
+    put(tmp_path / "notes.txt")
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "notes.txt")
+    with noted(tmp_path, writes=True):
+        put(tmp_path / "config.json", "a run's")
+    with pytest.raises(OSError, match="full"), noted(tmp_path, writes=True):
+        put(tmp_path / "README.md", "a run's")
+        put(tmp_path / "tokenizer.json", "through the link")
+        raise OSError("full")
+    with noted(tmp_path, writes=False):
+        put(tmp_path / "model.safetensors", "of another process")
+    assert json.loads((tmp_path / WRITTEN).read_text())["files"].keys() == {"config.json", "README.md"}
+    assert own_files(tmp_path) == ["merged/mine", "model.safetensors", "tokenizer.json"]
+
+
+def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        GRPOTrainer, "_push_from_checkpoint", lambda self, folder: put(tmp_path / "config.json", folder)
+    )
+    trainer = object.__new__(AdoraGRPOTrainer)
+    trainer.args, trainer.accelerator = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(is_main_process=True)
+    trainer._push_from_checkpoint("checkpoint-2")
+    assert (tmp_path / "config.json").read_text() == "checkpoint-2" and own_files(tmp_path) == []

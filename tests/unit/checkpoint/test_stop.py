@@ -1,0 +1,291 @@
+"""Signals, Ctrl-C, a launcher that goes, and output that nobody reads any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adora_vl import train
+from adora_vl.checkpoint.stop import REPEAT_S, StopOnSignal
+from adora_vl.utils import launch as launcher
+from adora_vl.utils.cli import EXIT_INTERRUPTED
+from adora_vl.utils.errors import RunError
+
+ROOT = Path(__file__).parents[3]
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+WORKER = SimpleNamespace(is_world_process_zero=True, global_step=0)
+
+
+@contextlib.contextmanager
+def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
+    """A clock that stands until it is set, and the signals by which a run would have ended itself."""
+    clock, kills = SimpleNamespace(now=0.0), []
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(time, "monotonic", lambda: clock.now)
+        patches.setattr(os, "kill", lambda pid, number: kills.append(number))
+        patches.setattr(signal, "signal", lambda number, handler: None)
+        patches.setattr(os, "write", lambda descriptor, words: len(words))
+        yield clock, kills
+
+
+@given(st.lists(st.tuples(st.sampled_from(SIGNALS), st.floats(0.0, 2 * REPEAT_S)), min_size=1, max_size=8))
+def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_once(sent):
+    times, now = [], 0.0
+    with clock_and_kills() as (clock, kills):
+        run = StopOnSignal()
+        for number, gap in sent:
+            now += gap
+            times.append(now)
+            clock.now = now
+            run._handle(number, None)
+    late = [number for (number, _), when in zip(sent, times, strict=True) if when - times[0] >= REPEAT_S]
+    assert run.received == sent[0][0]
+    assert kills == [number for number in late if number != signal.SIGHUP]
+
+
+def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
+    run = StopOnSignal()
+    with contextlib.suppress(RunError), run:
+        raise RunError("step 3: stop")
+    run._handle(signal.SIGTERM, None)
+    assert capfd.readouterr().err == ""
+    with (going_on := StopOnSignal()):
+        going_on._handle(signal.SIGTERM, None)
+    assert capfd.readouterr().err == (
+        "SIGTERM: saving after this optimizer step; "
+        "another signal, 10 seconds from now or later, ends the run at once\n"
+    )
+
+
+@pytest.fixture
+def handlers():
+    """Puts the handlers of this process back. Under nohup SIGHUP is ignored; here it is as in a terminal."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_on(handlers, monkeypatch, elastic):
+    """torch's launcher handles SIGHUP under nohup too, and kills what does not end."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if elastic:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run = StopOnSignal()
+    run.on_train_begin(None, WORKER, None)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert (run.received == signal.SIGHUP) is elastic
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert run.received is not None
+
+
+def test_a_run_that_was_not_stopped_leaves_the_signals_as_they_were(handlers):
+    run = StopOnSignal()
+    run.on_train_begin(None, WORKER, None)
+    assert all(signal.getsignal(number) != handler for number, handler in handlers.items())
+    run.release()
+    assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
+
+
+def test_a_stopped_run_keeps_its_exit_code_whatever_comes_after_its_last_write(handlers):
+    run = StopOnSignal()
+    run.on_train_begin(None, WORKER, None)
+    run.stopped = True
+    run.release()
+    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
+
+
+ORPHAN = """
+import os, signal, sys
+from adora_vl.utils import launch as launcher
+launcher._WATCH_S = 0.01
+if sys.argv[1] == "saves":
+    def handle(number, frame):
+        print("saved", flush=True)
+        os._exit(0)
+    signal.signal(signal.SIGHUP, handle)
+def alone(number, frame):
+    print("trains on as an orphan", flush=True)
+    os._exit(1)
+signal.signal(signal.SIGALRM, alone)
+signal.alarm(60)
+launcher.watch_launcher()
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+LAUNCHER = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+sys.stdin.read()
+"""
+
+
+def test_a_process_ends_with_its_launcher_and_saves_where_there_is_something_to_save():
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(ROOT)}
+    for when, said in {"before training": "ready\n", "saves": "ready\nsaved\n"}.items():
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, ORPHAN, when],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        first = process.stdout.readline()
+        process.kill()
+        assert first + process.stdout.read() == said  # to the end of the file, so the child has ended
+        process.wait()
+
+
+def test_a_process_that_no_launcher_started_outlives_its_shell(monkeypatch):
+    assert not any(launcher.under_launcher({key: "1"}) for key in ("SHELL", "ACCELERATE_MIXED_PRECISION"))
+    started: list[str] = []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name))
+    for name, watches in {"SHELL": False, "TORCHELASTIC_RUN_ID": True, "ACCELERATE_DYNAMO_MODE": True}.items():
+        started.clear()
+        with monkeypatch.context() as patch:
+            patch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+            patch.delenv("ACCELERATE_DYNAMO_MODE", raising=False)
+            patch.setenv(name, "1")
+            launcher.watch_launcher()
+        assert started == ["launcher-watch"] * watches, name
+
+
+TALKER = """
+import sys
+from adora_vl.utils.launch import mute_lost_outputs
+mute_lost_outputs()
+print("heard", flush=True)
+sys.stdin.readline()
+mute_lost_outputs()
+print("to nobody", flush=True)
+print("to nobody", file=sys.stderr, flush=True)
+"""
+
+
+def test_output_that_nobody_reads_any_more_does_not_end_a_run():
+    """`accelerate launch ... | tee log`: Ctrl-C ends tee as well."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TALKER], cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "heard\n"
+    process.stdout.close()
+    process.stderr.close()
+    process.stdin.write("\n")
+    process.stdin.close()
+    assert process.wait() == 0
+
+
+LAUNCHERS: list[tuple[dict[str, str], bool]] = [  # its environment, and whether it kills before a run can save
+    ({}, False),  # no launcher
+    ({"TORCHELASTIC_RUN_ID": "1"}, True),
+    ({"TORCHELASTIC_RUN_ID": "1", "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,offload_param_device"}, True),
+    ({"TORCHELASTIC_RUN_ID": "1", "ACCELERATE_CONFIG_DS_FIELDS": "shutdown_timeout,zero_stage"}, False),
+    ({"TORCHELASTIC_RUN_ID": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, False),
+]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys):
+    for environment, too_early in LAUNCHERS:
+        for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_CONFIG_DS_FIELDS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        for first in (True, False):
+            StopOnSignal().on_train_begin(None, SimpleNamespace(is_world_process_zero=first), None)
+        told = capsys.readouterr().err.count("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch")
+        assert told == too_early, environment
+
+
+# The first of these that a command imports, or the first file that it was told to read, is where Ctrl-C comes.
+AT_FIRST = ("numpy", "torch", "transformers", "datasets", "pyarrow", "yaml", "PIL", "safetensors", "a.json")
+WORDS = {
+    "adora_vl.export": ["RUN", "OUT"],
+    "adora_vl.report": ["."],
+    "adora_vl.report.compare": ["a.json", "b.json"],
+    "eval.compare": ["a.json", "b.json"],
+    "eval": ["geometry3k", "score"],
+}
+NO_COMMAND = {
+    "adora_vl.rewards.explain": "imports nothing that takes long, and answers at once",
+}
+PRESS = f"""
+import os, runpy, signal, sys
+module, sys.argv[1:] = sys.argv[1], sys.argv[2:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background passes on that it is ignored
+pressed = []
+def hook(event, values):
+    if event in ("import", "open") and str(values[0]) in {AT_FIRST} and not pressed:
+        pressed.append(values[0])
+        os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(hook)
+"""
+AS_MODULE = PRESS + "runpy.run_module(module, run_name='__main__', alter_sys=True)"
+AS_SCRIPT = PRESS + "from importlib import import_module; sys.exit(import_module(module).main())"
+
+
+def commands() -> list[str]:
+    found = []
+    for top in ("adora_vl", "data_prep", "eval"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            if '__name__ == "__main__"' in path.read_text():
+                name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                found.append(name.removesuffix(".__main__"))
+    return [name for name in found if name not in NO_COMMAND]
+
+
+def scripts() -> list[str]:
+    """The modules that the installed commands such as `adora-vl-train` import."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    return [target.removesuffix(":main") for target in declared.values()]
+
+
+def press_ctrl_c(code: str, module: str, folder: Path) -> tuple[int, str]:
+    (folder / "a.json").write_text("{}")
+    words = WORDS.get(module.removesuffix(".__main__"), ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")])
+    done = subprocess.run(
+        [sys.executable, "-c", code, module, *words],
+        cwd=folder, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [*commands(), *(f"{name}:main" for name in scripts())])
+def test_a_module_that_is_interrupted_says_so_in_one_line(module: str, tmp_path: Path) -> None:
+    """A command by `python -m`, and an installed one by its entry point (`:main`)."""
+    name = module.removesuffix(":main")
+    code, said = press_ctrl_c(AS_MODULE if name == module else AS_SCRIPT, name, tmp_path)
+    assert code == EXIT_INTERRUPTED, said
+    assert said.startswith("interrupted") and said.count("\n") == 1, said
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_run_that_is_interrupted_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    config = type("Config", (), {"model_init_kwargs": None, "output_dir": str(tmp_path), "process_index": 0})
+    monkeypatch.setattr(train, "prepare", lambda *_: type("Run", (), {"finished": None, "config": config}))
+    for place in ("build_trainer", "prepare"):
+        monkeypatch.setattr(train, place, interrupted)
+        assert train.main([]) == EXIT_INTERRUPTED
+        assert capsys.readouterr().err == "interrupted outside the training; checkpoints are as they were\n"

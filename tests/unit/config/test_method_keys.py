@@ -1,0 +1,141 @@
+"""Choosing a method by key: its settings, its options, and one clear line where something does not fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from adora_vl.advantage import METHODS, Schedule
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.advantage import check_method, chosen_methods, method_needs, method_run
+from adora_vl.config.command_line import parse
+from adora_vl.utils.errors import UserError
+
+CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
+
+
+def config(method: str = "adora", options: str = "", **keys: object) -> AdoraGRPOConfig:
+    words = [f"--{key}={value}" for key, value in {"adora_method": method, **keys}.items()]
+    return parse([*CPU, *words, *([f"--adora_method_options={options}"] if options else [])])[1]
+
+
+def test_the_default_is_adora_by_its_own_keys():
+    ours = config(adora_factor=0.3, adora_tau=0.4)
+    assert ours.adora_method == "adora" and ours.loss_type == "dapo"  # TRL's default is left alone
+    options = chosen_methods(ours)["adora"]
+    assert (options.factor, options.tau, options.mode) == (Schedule(0.3), Schedule(0.4), "attenuation")
+    assert not method_run(ours).is_plain and method_needs(ours) == []
+    assert method_run(config(adora_mode="off")).is_plain
+
+
+def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
+    ours = config("dr_grpo", loss_type="grpo")
+    assert (ours.loss_type, ours.scale_rewards) == ("dr_grpo", "none")
+    assert any("loss_type: dr_grpo (was grpo" in line for line in method_needs(ours))
+    lite = config("lite_ppo", loss_type="grpo")
+    assert (lite.loss_type, lite.scale_rewards) == ("dapo", "batch")
+    dapo = config("dapo+adora")
+    assert (dapo.epsilon_high, dapo.mask_truncated_completions) == (0.28, True)
+    kept = config("dapo", '{"keep_settings": ["epsilon_high"]}')
+    assert kept.epsilon_high is None and kept.loss_type == "dapo"
+    assert all(hasattr(ours, key) for method in METHODS.values() for key in method.settings)
+
+
+def test_options_come_from_a_yaml_block(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "adora_method: adora\nadora_method_options:\n  steps: [0, 50]\n"
+        "  factor: {start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}\n"
+    )
+    options = method_run(parse([*CPU, "--config", str(path)])[1]).judged_by
+    assert options.factor == Schedule(0.1, 1.0, "cosine", (0, 40)) and options.steps == (0, 50)
+
+
+# (method, its options, other keys) -> what the line has
+WRONG: list[tuple[str, str, dict[str, object], str]] = [
+    ("darro", "", {}, "adora_method: unknown method 'darro'.*did you mean 'daro'"),
+    ("adora+adora", "", {}, "names a method twice"),
+    ("adora+ngrpo", "", {}, "ngrpo starts from the rewards, so it must stand first"),
+    ("adora", '{"factr": 1}', {}, "unknown option 'factr' of adora.*did you mean 'factor'"),
+    ("adora", "", {"adora_factor": 1.5}, "^adora_factor: 1.5 must be above 0 and at most 1 with mode: attenuation"),
+    ("adora", "", {"adora_factor": 0.5, "adora_mode": "amplification"}, "^adora_factor: 0.5 must be at least 1 with"),
+    ("adora", "", {"adora_criteria": "[]"}, r"^adora_criteria: \[\] is empty; name one or both of length, difficulty"),
+    ("adora", '{"criteria": []}', {}, r"^adora_method_options: criteria: \[\] is empty"),
+    ("adora", '{"factor": 1.5}', {}, "^adora_method_options: factor: 1.5 must be .*at most 1"),
+    ("adora", '{"factor": "much"}', {}, "factor: 'much' is not a number"),
+    ("adora", '{"factor": true}', {}, "factor: True is not a number"),
+    ("adora", '{"tau": {"begin": 1}}', {}, "tau: unknown 'begin'"),
+    ("adora", '{"tau": {"start": "a"}}', {}, "tau: start: 'a' is not a number"),
+    ("adora", '{"tau": {"start": 0.5, "end": 1, "shape": "line"}}', {}, "tau: shape: 'line'"),
+    ("adora", '{"steps": [3]}', {}, r"steps: \[3\] must be a list of 2"),
+    ("adora", '{"steps": [5, 2]}', {}, r"steps: \[5, 2\] must be"),
+    ("adora", '{"mode": "amplify"}', {}, "mode: 'amplify' is not one of"),
+    ("adora", "{", {}, "^adora_method_options: '{' is not a mapping, such as"),
+    ("adora", '{"keep_settings": ["beta"]}', {}, "keep_settings.*adora sets: none"),
+    ("daro", '{"bin_loss": "mean"}', {}, "bin_loss: 'mean'"),
+    ("a_grae", '{"alpha": 0}', {}, "alpha: 0.0 must be above 0"),
+    ("d3s", '{"keep": 0}', {}, "keep.*above 0"),
+    ("rrb", '{"full_range": 0}', {}, "full_range: 0.0 must be above 0"),
+    ("mc_grpo", "", {}, "num_generations: 8 is even.*the median: 9"),
+    ("canon", "", {}, "canon with measure: entropy needs use_vllm"),
+    ("ngrpo", "", {"multi_objective_aggregation": "normalize_then_sum"}, "ngrpo needs multi_"),
+    ("daro", '{"keep_settings": ["loss_type"]}', {"loss_type": "grpo"}, "loss_type: grpo with adora_method: daro"),
+    ("dapo", '{"overlong_cache": 9999}', {}, "overlong_cache: 9999"),
+]
+
+
+def test_what_does_not_fit_is_named():
+    wrong = {}
+    for method, options, keys, expected in WRONG:
+        try:
+            check_method(config(method, options, **keys))
+        except UserError as error:
+            if not re.search(expected, str(error)) or "\n" in str(error):
+                wrong[method, options] = str(error)
+        else:
+            wrong[method, options] = "taken"
+    assert wrong == {}
+
+
+def test_no_option_of_a_method_takes_a_number_that_is_not_finite():
+    numbers = [
+        (name, option.name)
+        for name, method in METHODS.items()
+        for option in fields(method.options)
+        if "Schedule" in str(option.type) or type(option.default) in (int, float)
+    ]
+    assert len(numbers) > 12
+    for name, option in numbers:
+        for block in (f'{{"{option}": NaN}}', f'{{"{option}": -Infinity}}', f'{{"{option}": {{"start": Infinity}}}}'):
+            with pytest.raises(UserError, match=f"^adora_method_options: {option}: .*is not a finite number"):
+                config(name, block)
+
+
+def test_what_a_method_needs_stands_in_the_runs_first_lines():
+    ours = config("mc_grpo", num_generations=9, per_device_train_batch_size=9)
+    check_method(ours)
+    assert method_needs(ours) == ["mc_grpo: of 9 rollouts per prompt, the median is not learned from"]
+    assert "7 learned weights, saved in every checkpoint" in " ".join(method_needs(config("daro")))
+
+
+def defaults_of(name: str) -> dict[str, object]:
+    made = {one.name: one.default if one.default_factory is MISSING else one.default_factory()
+            for one in fields(METHODS[name].options)}  # fmt: skip
+    return {key: value.start if isinstance(value, Schedule) else value for key, value in made.items()}
+
+
+def test_the_documentation_lists_every_method_with_its_options_and_no_option_belongs_to_two():
+    names = [option for method in METHODS for option in defaults_of(method)]
+    assert len(names) == len(set(names))
+    lines = (Path(__file__).parents[3] / "docs" / "methods.md").read_text().splitlines()
+    missing = []
+    for name in METHODS:
+        row = next((line for line in lines if line.startswith(f"| `{name}` ")), "")  # of the table of methods
+        for option, default in {} if name == "adora" else defaults_of(name).items():  # ADORA's are keys
+            shown = {"True": "true", "False": "false", "None": "null"}.get(str(default), str(default))
+            missing += [] if f"`{option}: {shown}`" in row else [(name, option)]
+        missing += [] if row else [(name, "")]
+    assert missing == []

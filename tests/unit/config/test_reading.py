@@ -1,0 +1,162 @@
+"""How the command line and the file are read: spellings, precedence, and what is wrong before a value is looked at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adora_vl.config import early_check, key_list
+from adora_vl.config.command_line import known_keys, parse
+from adora_vl.utils.cli import split_list
+from adora_vl.utils.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+SLOW = {"torch", "transformers", "trl", "vllm"}
+CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
+
+
+# content of the file, words of the command line, key, value
+SPELLINGS: list[tuple[str, list[str], str, object]] = [
+    ("adora_mode: off", [], "adora_mode", "off"),
+    ("eval_strategy: no", [], "eval_strategy", "no"),
+    ("scale_rewards: false", [], "scale_rewards", "none"),
+    ("scale_rewards: true", [], "scale_rewards", "group"),
+    ("report_to: null", [], "report_to", []),
+    ("report_to: [wandb, tensorboard]", [], "report_to", ["wandb", "tensorboard"]),
+    ("resume_from_checkpoint: true", [], "resume_from_checkpoint", True),
+    ("learning_rate: 1e-6", [], "learning_rate", 1e-6),
+    ("save_steps: 1e3", [], "save_steps", 1000),
+    ("run_name: 2020-01-01", [], "run_name", "2020-01-01"),
+    ("attn_implementation: owner/kernel", [], "attn_implementation", "owner/kernel"),
+    ("adora_share_prompt: true", ["--no_adora_share_prompt"], "adora_share_prompt", False),
+    ("use_peft: null", ["--use_peft"], "use_peft", True),
+    ("adora_reward: easyr1", [], "adora_reward", ["easyr1"]),
+    ("adora_reward: easyr1", ["--adora_reward", "accuracy", "format"], "adora_reward", ["accuracy", "format"]),
+    ("adora_system_prompt: null", [], "adora_system_prompt", None),
+    ("{}", ["--adora_system_prompt", "None"], "adora_system_prompt", None),
+    ("{}", ["--lora_target_modules", "null"], "lora_target_modules", None),
+    ("{}", ["--lora_target_modules", r"^(?!.*visual).*(q|v)_proj$"], "lora_target_modules",
+     r"^(?!.*visual).*(q|v)_proj$"),
+    ("{}", ["--reward_weights=[1, 2]"], "reward_weights", [1.0, 2.0]),
+    ("{}", ["--adora_columns", '{"problem": "q"}'], "adora_columns", {"problem": "q"}),
+    ("{}", ["--adora_method_options", '{"steps": [0, 5]}'], "adora_method_options", '{"steps": [0, 5]}'),
+    ("{}", ["--max_completion_length", "4096"], "truncated_at", 4094),
+    ("adora_truncated_at: 100", ["--max_completion_length", "4096"], "truncated_at", 100),
+]  # fmt: skip
+
+
+def test_how_people_write_a_value(tmp_path):
+    wrong = []
+    for content, words, key, expected in SPELLINGS:
+        (tmp_path / "c.yaml").write_text(content)
+        parts = parse(["--config", str(tmp_path / "c.yaml"), *CPU, *words])
+        found = next(getattr(part, key) for part in parts if hasattr(part, key))
+        found = found.value if isinstance(found, Enum) else found
+        if (found, type(found)) != (expected, type(expected)):
+            wrong.append((content, words, found))
+    assert wrong == []
+
+
+entries = st.lists(st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True).filter(lambda w: w not in ("y", "n", "no",
+    "on", "yes", "off", "true", "null", "false")), min_size=1, max_size=4)  # fmt: skip
+
+
+@given(entries)
+def test_a_list_is_written_with_spaces_commas_or_brackets(words):
+    inside = ", ".join(words)
+    for written in (words, [",".join(words)], [f"[{inside}]"], f"[{inside}]".split(" "), [f"[{','.join(words)}]"]):
+        assert split_list(written) == words
+
+
+def test_command_line_over_file_over_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("OF_THE_FILE", "before")
+    (tmp_path / "c.yaml").write_text("env: {OF_THE_FILE: 7}\nadora_factor: 0.3\nnum_generations: 4\nbeta: -1\n")
+    config = parse(["--config", str(tmp_path / "c.yaml"), *CPU, "--adora_factor", "0.2", "--beta", "0.1"])[1]
+    assert (config.adora_factor, config.num_generations, config.adora_mode) == (0.2, 4, "attenuation")
+    assert config.beta == 0.1, "a value of the file that the command line replaces is not looked at"
+    assert os.environ["OF_THE_FILE"] == "7"
+
+
+BAD_FILES = {
+    "adora_less_padding: true\n": "the key 'adora_less_padding' was removed; leave it out",
+    "num_generation: 8\n": "unknown key 'num_generation'; did you mean 'num_generations'",
+    "- a\n- b\n": "expected `key: value` lines, found list",
+    "a: [1\n": "not valid YAML",
+    "[" * 3000: "nested too deeply",
+    "seed: 1\nbeta: 0\nseed: 2\n": "line 3 gives 'seed' a second time",
+    "seed: 2020-13-45\n": "not valid YAML",
+    "? [a]\n: 1\n": "not valid YAML",
+    "env: 5\n": "env: 5 is not a mapping of environment variables",
+    "env: {1: 2}\n": "env: 1: 2 is not a name and a text",
+    "env: {A=B: 2}\n": "env: 'A=B': 2 is not",
+    "env: {A: [2]}\n": "env: 'A': [2] is not",
+}
+BAD_WORDS = {
+    "--learning_rat 1": "command line: unknown key 'learning_rat'; did you mean 'learning_rate'?",
+    "--adora-facter=0.2": "command line: unknown key 'adora_facter'; did you mean 'adora_factor'?",
+    "--zzzz 1": "command line: unknown key 'zzzz'",
+    "--adora_less_padding true": "command line: the key 'adora_less_padding' was removed; leave it out",
+    "--no_adora_share_promt": "command line: unknown key 'no_adora_share_promt'; did you mean 'adora_share_prompt'?",
+    "--config nowhere.yaml": "--config: no file 'nowhere.yaml'",
+    "--config": "--config: expected the path of a YAML file after it",
+    "--config a.yaml --config=b.yaml": "--config: given twice",
+}
+
+
+@pytest.mark.parametrize("read", [early_check.early_check, parse], ids=["before TRL", "parser"])
+def test_an_unknown_key_and_a_bad_file_are_named_early_and_by_the_parser(read, tmp_path):
+    path, wrong = tmp_path / "c.yaml", {}
+    rows = {words: (words.split(), expected) for words, expected in BAD_WORDS.items()}
+    rows |= {content: (["--config", str(path)], expected) for content, expected in BAD_FILES.items()}
+    for row, (words, expected) in rows.items():
+        path.write_text(row)
+        with pytest.raises(UserError) as refused:
+            read(words)
+        line = str(refused.value)
+        if expected not in line or "\n" in line or (row in BAD_FILES and str(path) not in line):
+            wrong[row[:60]] = line
+    assert wrong == {}
+    with pytest.raises(UserError, match="stray"):
+        parse([*CPU, "stray"])
+
+
+def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
+    """From the sources. Where a library keeps them elsewhere, nothing is said early, and nothing wrong."""
+    assert key_list.read_keys().keys() == known_keys()
+    for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
+        monkeypatch.setitem(key_list._FILES, "trl", files)
+        key_list.read_keys.cache_clear()
+        assert key_list.read_keys() is None
+        early_check.early_check(["--betta", "1"])
+    key_list.read_keys.cache_clear()
+
+
+EARLY = {
+    "--betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
+    "--dry-run --betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
+    "--adora_tau 2": "adora_tau: 2 is not a number above 0 and at most 1",
+    "--num_generations=1": "num_generations: 1 is not a whole number of at least 2",
+    "--adora_mode atenuation": "adora_mode: 'atenuation' is not one of attenuation, amplification, off; did you mean "
+    "'attenuation'?",
+    "--adora_criteria length size": "adora_criteria: 'size' is not one of length, difficulty",
+    "--config {file}": "adora_factor: 0 is not a number above 0",
+    "--config {file} --adora_factor 0.5 --no_adora_share_prompt --seed -1": "seed: -1 is not a whole number of at "
+    "least 0 and at most 4294967295",
+}
+
+
+def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path):
+    """All in one process. What the command line replaces in the file is not looked at."""
+    (tmp_path / "c.yaml").write_text("adora_factor: 0\nadora_share_prompt: maybe\n")
+    rows = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
+    code = f"import sys; from adora_vl.train import main; print([main(r) for r in {rows!r}], {SLOW} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout == f"{[2] * len(rows)} set()\n"
+    assert done.stderr.splitlines() == [f"error: {line}" for line in EARLY.values()]

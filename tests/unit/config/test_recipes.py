@@ -1,0 +1,241 @@
+"""Every shipped config is parsed by the code of a real run, and its arithmetic checked for the GPUs that it names."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import Qwen2_5_VLConfig, TrainerState
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
+from adora_vl.config.checks import check_run
+from adora_vl.config.command_line import parse, read_yaml
+from adora_vl.config.experimental import noise_settings
+from adora_vl.experimental.noisy_rollouts import NoisyRollouts
+from adora_vl.utils.errors import UserError
+from tests.support.step_context import step_context
+from tests.unit.config.test_keys import defaults
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+# train config -> the accelerate config that its header names
+PAIRS = {
+    "smoke_cpu": "cpu",
+    "demo_cpu": "cpu",
+    "smoke_text_cpu": "cpu",
+    "annotated": "cpu",
+    "adora_7b_geo3k": "zero3",
+    "grpo_7b_geo3k": "zero3",
+    "noisy_7b_geo3k": "zero3",
+    "adora_llm_kk": "zero3",
+    "adora_3b_1gpu_lora": "gpu1",
+    "adora_3b_24gb": "gpu1",
+    "adora_qwen3_vl_2b_1gpu": "gpu1",
+    "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
+    "adora_qwen3_vl_8b_geo3k": "zero3",
+    "slice_7b_cpu": "cpu",
+}
+# The others have the 2,101 rows of Geometry3K.
+ROWS = {
+    "smoke_cpu": 4096,
+    "demo_cpu": 2000,
+    "smoke_text_cpu": 4096,
+    "annotated": 4096,
+    "slice_7b_cpu": 8,
+    "adora_llm_kk": 4500,
+}
+
+
+def parsed(name: str) -> Any:
+    """What a machine without a GPU cannot promise is switched off here, everything else is the file's."""
+    return parse(["--config", str(CONFIGS / "train" / f"{name}.yaml"), "--use_cpu", "true", "--bf16", "false"])
+
+
+def content(name: str) -> dict[str, Any]:
+    return read_yaml(CONFIGS / "train" / f"{name}.yaml")
+
+
+def test_every_shipped_config_is_in_the_pairs():
+    assert {path.stem for path in (CONFIGS / "train").glob("*.yaml")} == PAIRS.keys()
+    names = {path.stem for path in (CONFIGS / "accelerate").glob("*.yaml")}
+    assert names == {"cpu", "cpu_zero3", "gpu1", "zero2", "zero3", "zero3_offload", "zero3_nodes"}
+
+
+def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
+    for name, launcher in PAIRS.items():
+        with subtests.test(name):
+            script, config, model = parsed(name)
+            processes = yaml.safe_load((CONFIGS / "accelerate" / f"{launcher}.yaml").read_text())["num_processes"]
+            plan = check_run(config, model, Qwen2_5_VLConfig(), ROWS.get(name, 2101), processes)
+            assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
+            assert model.model_name_or_path and script.dataset_name
+            if launcher != "cpu":  # a micro-batch has whole groups
+                assert config.per_device_train_batch_size % config.num_generations == 0
+
+
+def test_each_config_s_header_names_its_accelerate_config():
+    for name, launcher in PAIRS.items():
+        header = (CONFIGS / "train" / f"{name}.yaml").read_text().split("\nmodel_name_or_path")[0]
+        named = set(re.findall(r"configs/accelerate/(\w+)\.yaml", header))
+        assert not named or launcher in named, name
+        assert "zero3_offload" not in named, "the optimizer in host memory is for cards where zero3 does not fit"
+
+
+def test_that_check_would_notice_a_dataset_that_is_too_small():
+    _, config, model = parsed("adora_7b_geo3k")
+    with pytest.raises(UserError, match="100 rows cannot fill one generation of 128"):
+        check_run(config, model, Qwen2_5_VLConfig(), 100, num_processes=8)
+
+
+def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
+    for name in ("adora_7b_geo3k", "grpo_7b_geo3k", "adora_qwen3_vl_8b_geo3k"):
+        config = parsed(name)[1]
+        plan = batch_plan(config, 8)
+        assert (plan.prompts_per_generation, plan.generation_batch, plan.optimizer_batch) == (128, 1024, 128)
+        assert plan.updates_per_generation == 8
+        assert config.save_steps == 2101 // 128 * 8, "once per epoch"
+
+
+def level(config: AdoraGRPOConfig, progress: float) -> float:
+    keys = {name: getattr(config, name) for name in vars(config) if name.startswith("adora_noise_")}
+    shares = {"adora_noisy_rollouts": config.adora_noisy_rollouts, "num_generations": config.num_generations}
+    state = TrainerState(global_step=round(60 * progress), max_steps=60)
+    return NoisyRollouts(step_context(state=state, **keys, **shares)).level()
+
+
+def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_steps():
+    """NUS-TRAIL/NoisyRollout: rollout_batch_size 512, global_batch_size 128, n 6 twice, half the noise at 40 of 60."""
+    config = parsed("noisy_7b_geo3k")[1]
+    plan = batch_plan(config, 8)
+    assert (plan.prompts_per_generation, plan.optimizer_batch, plan.updates_per_generation) == (512, 128 * 12, 4)
+    assert config.save_steps == 2101 // 512 * 4, "once per epoch"
+    assert noise_settings(config).count == 6
+    for number in (1, 20, 35, 39, 41, 45, 60):  # a generation as it is counted there
+        there = int(500 * (1 - 1 / (1 + math.exp(-30 * (number / 60 - 40 / 60)))))
+        assert level(config, (number - 1) / 60) == there, number
+
+
+def test_noisy_rollouts_ask_for_thinking_and_a_box_and_reward_both():
+    script, config, _ = parsed("noisy_7b_geo3k")
+    assert script.adora_system_prompt.startswith("You FIRST think")
+    assert script.adora_system_prompt.endswith("<think> </think> tags. The final answer MUST BE put in \\boxed{}.")
+    assert "answer.\n The reasoning" in script.adora_system_prompt
+    assert config.reward_weights == [0.9, 0.1]
+    reward = runpy.run_path(str(CONFIGS / "train" / "think_and_box.py"))["think_and_box"]
+    forms = {
+        r"<think>a</think> \boxed{4}": 1.0,
+        "<think>a</think>\n\\boxed{4} m": 1.0,
+        r"<think>a</think> 4": 0.0,
+        r"<think>\boxed{4}</think> 4": 0.0,
+        r"so <think>a</think> \boxed{4}": 0.0,
+        r"\boxed{4}": 0.0,
+        r"<think>a</think> \boxed{4": 0.0,
+    }
+    assert reward([[{"role": "assistant", "content": text}] for text in forms]) == list(forms.values())
+
+
+def differing(one: str, other: str) -> set[str]:
+    ours, theirs = content(one), content(other)
+    return {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+
+
+def test_recipes_that_are_compared_differ_only_in_what_is_compared():
+    pixels = {"model_name_or_path", "output_dir", "min_pixels", "max_pixels"}
+    assert differing("adora_7b_geo3k", "adora_qwen3_vl_8b_geo3k") == pixels
+    baseline = differing("adora_7b_geo3k", "grpo_7b_geo3k")
+    assert {key for key in baseline if not key.startswith("adora_")} == {"output_dir"}
+    assert parsed("grpo_7b_geo3k")[1].adora_mode == "off"
+
+
+def test_an_accelerate_config_is_one_that_accelerate_reads():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    for path in sorted((CONFIGS / "accelerate").glob("*.yaml")):
+        config = load_config_from_file(str(path))
+        assert config.num_processes >= 1
+        assert (config.distributed_type.value == "DEEPSPEED") == ("zero" in path.stem), path
+        assert "zero3" not in path.stem or config.deepspeed_config["zero_stage"] == 3, path
+
+
+def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(monkeypatch):
+    """Down to what torch's launcher makes of it, since accelerate hands the key on without knowing it."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import _filter_args
+    from torch.distributed import run
+
+    for path in sorted((CONFIGS / "accelerate").glob("*zero*.yaml")):
+        monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+        given = launch_command_parser().parse_args(["--config_file", str(path), "-m", "adora_vl.train"])
+        own = ["--training_script", given.training_script, "--training_script_args", given.training_script_args]
+        words = _filter_args(_validate_launch_command(given)[0], run.get_args_parser(), own)
+        assert run.config_from_args(words)[0].shutdown_timeout == 3600, path
+
+
+def made(**changes: Any) -> AdoraGRPOConfig:
+    keys = {"per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 4}
+    return AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", **{**keys, **changes})
+
+
+def plan(**changes: Any) -> BatchPlan:
+    return batch_plan(made(**changes), 2)
+
+
+def test_the_numbers_of_a_run():
+    numbers = plan()
+    assert (numbers.global_batch, numbers.optimizer_batch, numbers.generation_batch) == (16, 64, 64)
+    assert (numbers.prompts_per_generation, numbers.cycle_micro_batches) == (8, 4)
+    assert "8 prompts per generation (64 rollouts)" in numbers.describe()
+    halves = plan(per_device_train_batch_size=4, gradient_accumulation_steps=2)  # of groups, on each process
+    assert halves.prompts_per_generation == 2
+    for updates, changes in ((1, {}), (8, {"steps_per_generation": 32}), (3, {"num_iterations": 3}),
+                             (1.5, {"steps_per_generation": 6})):  # fmt: skip
+        assert plan(**changes).updates_per_generation == updates
+        assert f"{updates} optimizer step{'' if updates == 1 else 's'} a generation" in plan(**changes).describe()
+
+
+def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
+    config = made()
+    config.num_generations = 12  # planned for other processes than TRL has checked it for
+    with pytest.raises(UserError, match="64 sequences does not divide into groups of num_generations: 12; make"):
+        batch_plan(config, 2)
+    check_rows(plan(), 8)
+    with pytest.raises(UserError, match="7 rows cannot fill one generation of 8 prompts"):
+        check_rows(plan(), 7)
+
+
+def stated() -> dict[str, str]:
+    """Key of the annotated config -> what the comment above it states as its default."""
+    found, last = {}, ""
+    for line in (CONFIGS / "train" / "annotated.yaml").read_text().splitlines():
+        if match := re.match(r"# \[default (\[.*?\]|.*?)\] \S", line):
+            last = match[1]
+        elif not line.startswith("#") and line:
+            found[line.split(":")[0]], last = last, ""
+    return found
+
+
+def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the_code():
+    texts, wrong = stated(), {}
+    assert texts.keys() == content("annotated").keys() and len(texts) > 50
+    for key, text in texts.items():
+        value = defaults()[key]
+        plain = isinstance(value, str) and not text.startswith('"')
+        given = float(text) if isinstance(value, float) else text if plain else yaml.safe_load(text)
+        if given != value:
+            wrong[key] = (text, value)
+    assert wrong == {}
+
+
+def test_the_annotated_config_trains_what_the_smoke_test_trains():
+    """Every key that differs, after parsing, is where it writes."""
+    annotated, demo = (
+        {key: value for part in parsed(name) for key, value in asdict(part).items()}
+        for name in ("annotated", "smoke_cpu")
+    )
+    assert {key for key in annotated if annotated[key] != demo[key]} <= {"output_dir", "logging_dir", "run_name"}

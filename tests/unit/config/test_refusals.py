@@ -1,0 +1,363 @@
+"""What Transformers and TRL would refuse with a traceback once the weights are loaded is one line before that."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel, ValidationError, model_validator
+from transformers import PreTrainedModel
+from trl import ModelConfig
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.checks import (
+    check_async,
+    check_budget,
+    check_optimizer,
+    check_schedule,
+    check_servers,
+    check_speed,
+    check_tensor_parallel,
+    schedule_of,
+)
+from adora_vl.export import main as export
+from adora_vl.models.check import check_model
+from adora_vl.models.load import PRETRAINED
+from adora_vl.train import main
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.utils.errors import UserError, in_one_line
+from benchmarks.gpu.setting import Setting
+from tests.support.tiny_run import arguments
+
+
+def config(**keys: Any) -> AdoraGRPOConfig:
+    return AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", max_steps=10, **keys)
+
+
+def refusal(check: Any, *values: Any) -> str:
+    """The line of the refusal; empty where there is none."""
+    try:
+        check(*values)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the training command, which has to refuse before it loads weights, and returns the line that says why."""
+
+    def no_weights(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were loaded before the input was checked")
+
+    def run(**keys: object) -> str:
+        keys = {"output_dir": tmp_path / "run", **keys}
+        monkeypatch.setattr(PreTrainedModel, "from_pretrained", no_weights)
+        assert main(arguments(**keys)) == 2, keys
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return run
+
+
+COMMANDS: list[tuple[dict[str, object], str]] = [
+    ({"adora_tau": 2}, "error: adora_tau: 2 is not a number above 0 and at most 1"),
+    ({"beta": "nan"}, "error: beta: nan is not a number of at least 0"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_kwargs: {} does not fit lr_scheduler_type: cosine"),
+    ({"optim": "adamw_bnb_8bit"}, "optim: adamw_bnb_8bit is not installed"),
+    ({"optim_args": "foo"}, "optim_args: 'foo' is not"),
+    ({"fsdp": "full_shard"}, "needs several processes"),
+    ({"use_peft": "true", "lora_target_modules": "q_proj,v_prj"}, "lora_target_modules: 'v_prj' is no module of this"),
+    (
+        {"use_peft": "true", "lora_target_modules": "q_proj,v_proj", "lora_modules_to_save": "lm_hed"},
+        "lora_modules_to_save: 'lm_hed' is no module of this model; did you mean 'lm_head'?",
+    ),
+    ({"save_strategy": "best"}, "save_strategy: best needs Transformers' own evaluation"),
+    ({"torch_compile": "true"}, "torch_compile: true would compile again for nearly every micro-batch"),
+    ({"torch_compile_mode": "default"}, "torch_compile: true would compile again"),
+    ({"remove_unused_columns": "true"}, "remove_unused_columns: true takes the columns away"),
+    ({"sync_ref_model": "true"}, "sync_ref_model: true with beta: 0"),
+    ({"use_transformers_continuous_batching": "true"}, "set use_vllm: true instead"),
+    ({"push_to_hub": "true"}, "push_to_hub: true, but HF_HUB_OFFLINE is set"),
+    ({"trust_remote_code": "true"}, "trust_remote_code: true: code that comes with a model is not run here"),
+    ({"model_init_kwargs": '{"trust_remote_code": true}'}, "trust_remote_code: true: code that comes with a model"),
+    ({"use_vllm": "true", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size: 2 does not divide the 1 proces"),
+    ({"output_dir": "null"}, "error: output_dir: null is no folder; name one for this run, such as runs/first"),
+    ({"output_dir": "/"}, "error: output_dir: '/' is the root of the file system; name a folder for this run"),
+    ({"output_dir": "/tmp/.."}, "error: output_dir: '/tmp/..' is the root of the file system"),
+    ({"reward_weights": 0}, "error: reward_weights: [0.0] makes every reward 0; give a weight other than 0"),
+    (
+        {"adora_correct_above": 1},
+        "error: adora_correct_above: 1 makes no rollout correct, because the sum of the ",
+    ),
+    ({"adora_correct_above": -1}, "error: adora_correct_above: -1 makes every rollout correct, because the sum of the"),
+    (
+        {"reward_weights": 0.5, "adora_method": "grpo"},
+        "is from 0 to 0.5; set it between the sum of a wrong answer and that of a right one, for example to 0.25",
+    ),
+    (
+        {"adora_columns": '{"problem": "q"}'},
+        "error: adora_columns: {'problem': 'q'} names columns of a table, but ",
+    ),
+    ({"adora_factor": 3}, "error: adora_factor: 3 must be above 0 and at most 1 with mode: attenuation"),
+]
+
+
+def test_the_command_says_so_before_it_loads_weights(last_line: Any) -> None:
+    lines = [(keys, said, last_line(**keys)) for keys, said in COMMANDS]
+    assert [(keys, line) for keys, said, line in lines if said not in line or not line.startswith("error: ")] == []
+
+
+def test_a_gpu_recipe_on_a_cpu_names_the_key_and_the_recipe_for_a_cpu(
+    last_line: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("is_torch_bf16_gpu_available", "is_torch_cuda_available", "is_torch_xla_available"):
+        monkeypatch.setattr(f"adora_vl.config.schema.{name}", lambda: False)
+    for key in ("bf16", "fp16"):
+        line = last_line(**{"use_cpu": "false", "bf16": "false", key: "true"})
+        assert line.startswith(f"error: {key}: true needs a GPU") and "smoke_cpu.yaml" in line
+
+
+def test_what_would_sample_several_turns_is_one_line_before_the_model_is_looked_for() -> None:
+    for key in ("tools", "environment_factory", "rollout_func"):
+        with pytest.raises(UserError, match=f"^{key}: rollouts of several turns are not supported") as error:
+            AdoraGRPOTrainer("nowhere", args=config(), **{key: [print]})
+        assert "\n" not in str(error.value)
+
+
+def test_an_option_of_a_dry_run_alone_says_where_it_belongs(last_line: Any) -> None:
+    for option in ("write_config", "write-config", "json", "card_gib"):
+        assert last_line(**{option: "80"}) == f"error: --{option}: belongs to --dry-run; add --dry-run, or leave it out"
+
+
+def test_the_hub_token_is_in_no_file_of_a_run(tmp_path: Path) -> None:
+    word = "hf_abcdefgh"
+    made = config(hub_token=word)
+    torch.save(made, tmp_path / "training_args.bin")
+    assert word.encode() not in (tmp_path / "training_args.bin").read_bytes() and made.hub_token == word
+    read = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert read.hub_token is None and read.learning_rate == made.learning_rate
+
+
+def test_a_schedule_is_made_before_the_run_or_refused() -> None:
+    """With an argument that it has not, and with a rate that is none; Transformers makes a rate of 0 of NaN."""
+    keys = {**vars(config()), "lr_scheduler_type": "cosine_with_min_lr", "get_warmup_steps": lambda _: 0}
+    fine = SimpleNamespace(**{**keys, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}})
+    check_schedule(fine)
+    schedule_of(fine, 10)
+    rates: list[dict[str, Any]] = [{"min_lr_rate": rate} for rate in (float("nan"), float("inf"), "half")]
+    for wrong in [{"no": 1}, *rates]:
+        line = refusal(check_schedule, SimpleNamespace(**{**keys, "lr_scheduler_kwargs": wrong}))
+        assert line.startswith("lr_scheduler_kwargs: ") and next(iter(wrong)) in line, line
+    line = refusal(
+        check_schedule, SimpleNamespace(**{**keys, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"no": 1}})
+    )
+    assert line.startswith("lr_scheduler_kwargs: {'no': 1} has no meaning for lr_scheduler_type: constant")
+
+
+def test_an_optimizer_is_made_before_the_run_or_refused() -> None:
+    wrong = ("lr=nan", "foo", "a=1,b", "=1", "a=-inf", ",")
+    lines = {given: refusal(check_optimizer, config(optim_args=given)) for given in wrong}
+    assert [given for given, line in lines.items() if f"optim_args: {given!r} is not NAME=VALUE" not in line] == []
+    check_optimizer(config(optim_args="beta1=0.9, eps=1e-8"))
+    assert refusal(check_optimizer, config(optim="adamw_bnb_8bit")).endswith("use adamw_torch")
+
+
+def test_dynamic_sampling_needs_whole_groups_and_a_loss_that_can_be_regrouped() -> None:
+    ours = {"per_device_train_batch_size": 8, "adora_dynamic_sampling": 2}
+    assert "does not go with loss_type: bnpo" in refusal(check_speed, config(loss_type="bnpo", **ours))
+    line = refusal(check_speed, config(top_entropy_quantile=0.2, **ours))
+    assert "does not go with top_entropy_quantile: 0.2, which depends on the rows" in line
+    two_processes = config(**ours)
+    check_speed(two_processes)
+    two_processes.per_device_train_batch_size = 4  # half a group each, which TRL allows
+    line = refusal(check_speed, two_processes)
+    assert "needs whole groups" in line and "samples 4 rollouts" in line and "num_generations is 8" in line
+
+
+def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
+    ours = {"adora_rollout_budget": 100, "use_vllm": True, "per_device_train_batch_size": 16}
+    check_budget(config(**ours))
+    check_budget(config(**{**ours, "adora_rollout_budget": None, "use_vllm": False}))
+    check_budget(config(**ours, generation_kwargs={"stop_token_ids": [3]}))
+    for keys, words in (
+        ({"use_vllm": False}, "use_vllm: false"),
+        ({"vllm_mode": "server"}, "vllm_mode: server"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size: 2"),
+        ({"adora_dynamic_sampling": 2}, "adora_dynamic_sampling: 2"),
+        ({"adora_noisy_rollouts": 0.5}, "adora_noisy_rollouts: 0.5"),
+        ({"adora_cache_images": False}, "adora_cache_images: false"),
+        ({"generation_kwargs": {"min_tokens": 5, "stop": ["."]}}, "generation_kwargs: min_tokens, stop"),
+        ({"loss_type": "bnpo"}, "loss_type: bnpo"),
+        ({"steps_per_generation": 1, "gradient_accumulation_steps": 2}, "several generations for one optimizer step"),
+    ):
+        line = refusal(check_budget, config(**{**ours, **keys}))
+        assert line == f"adora_rollout_budget: 100 does not go with {words}; leave out one of the two"
+    line = refusal(check_budget, config(**{**ours, "per_device_train_batch_size": 8}))
+    assert "does not go with one group per process, which has to end in every generation" in line
+    half = config(**ours)
+    half.per_device_train_batch_size = 4  # half a group on each of two processes, which TRL allows
+    assert "4 rollouts per process, which are no whole groups" in refusal(check_budget, half)
+
+
+def model_with(text: dict[str, int], tower: dict[str, int]) -> Any:
+    return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**text), vision_config=SimpleNamespace(**tower))
+
+
+def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
+    keys: Any = SimpleNamespace(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    text = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    tower = {"num_heads": 4, "intermediate_size": 8}
+    for part, name, wrong, things in (
+        (text, "num_attention_heads", 3, "3 attention heads of the model"),
+        (tower, "num_heads", 5, "5 attention heads of its vision tower"),
+        (tower, "intermediate_size", 9, "9 columns of its vision tower's MLP"),
+        (text, "num_key_value_heads", 3, "3 key-value heads"),
+    ):
+        before = part[name]
+        for value in (wrong, before):
+            part[name] = value
+            model = model_with(text, tower)
+            line = refusal(check_tensor_parallel, keys, model, 4)
+            expected = f"vllm_tensor_parallel_size: 2 does not divide the {things}" if value == wrong else ""
+            assert line.startswith(expected) and bool(line) == bool(expected)
+    keys.vllm_mode = "server"
+    check_tensor_parallel(keys, model_with(text, tower), 3)
+
+
+def test_what_one_step_ahead_does_not_go_with():
+    ours = {
+        "adora_async_rollouts": 1, "use_vllm": True, "vllm_mode": "server", "adora_weight_transfer": "file",
+        "vllm_importance_sampling_correction": True, "adora_rollout_budget": None, "adora_cache_images": True,
+        "adora_dynamic_sampling": 0, "dataloader_num_workers": 0, "steps_per_generation": 4,
+        "num_iterations": 1, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    assert refusal(check_async, SimpleNamespace(**ours)) == ""
+    for key, value, said in (
+        ("adora_weight_transfer", "nccl", "another engine than vllm_mode: server"),
+        ("vllm_mode", "colocate", "another engine than vllm_mode: server"),
+        ("vllm_importance_sampling_correction", False, "vllm_importance_sampling_correction: false"),
+        ("adora_rollout_budget", 64, "adora_rollout_budget: 64"),
+        ("adora_dynamic_sampling", 2, "adora_dynamic_sampling: 2"),
+        ("adora_cache_images", False, "adora_cache_images: false"),
+        ("dataloader_num_workers", 2, "dataloader_num_workers: 2"),
+        ("gradient_accumulation_steps", 8, "several generations for one optimizer step"),
+    ):
+        line = refusal(check_async, SimpleNamespace(**{**ours, key: value}))
+        assert line.startswith(f"adora_async_rollouts: 1 does not go with {said}")
+        assert refusal(check_async, SimpleNamespace(**{**ours, key: value, "adora_async_rollouts": 0})) == ""
+
+
+def test_weights_that_nccl_could_not_carry():
+    keys = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_server_base_url=None, use_cpu=False)
+    for changed, said in (
+        ({}, ""),
+        ({"use_cpu": True}, "adora_weight_transfer: nccl needs GPUs on both sides"),
+        (
+            {"vllm_server_base_url": "http://a:1,http://b:1"},
+            "vllm_server_base_url: http://a:1,http://b:1 names",
+        ),
+    ):
+        for transfer, line in (("nccl", said), ("file", "")):
+            one = SimpleNamespace(**{**vars(keys), **changed, "adora_weight_transfer": transfer})
+            found = refusal(check_servers, one)
+            assert found.startswith(line) and bool(found) == bool(line)
+
+
+INDEX = "model.safetensors.index.json"
+BROKEN: list[tuple[str, bytes | None, str]] = [
+    ("model.safetensors", None, "has no weights"),
+    ("model.safetensors", b"", "is damaged"),
+    ("model.safetensors", b"12345", "is damaged"),
+    (INDEX, b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}', "has no model-2.safetensors"),
+    (INDEX, b"{", f"{INDEX}' is damaged"),
+    (INDEX, b"[]", f"{INDEX}' is damaged"),
+    ("tokenizer.json", b"{", "cannot be loaded ("),
+]
+
+
+def test_a_model_whose_download_was_broken_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    """Training and export both refuse it, and neither leaves anything behind."""
+    for number, (file, content, said) in enumerate(BROKEN):
+        with subtests.test(f"{file} {content!r:.12}"):
+            (tmp_path / str(number)).mkdir()
+            _check_broken(file, content, said, tmp_path / str(number), capsys)
+
+
+def _check_broken(
+    file: str, content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(PRETRAINED, model)
+    (model / file).unlink() if content is None else (model / file).write_bytes(content)
+    assert main(arguments(tmp_path / "run", model_name_or_path=model)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: model_name_or_path: ") and said in line
+    if file == "tokenizer.json":  # read with the model; export copies it
+        return
+    assert export([str(model), str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: RUN: ") and (content is None or said in line)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_the_model_does_not_take_is_one_line_of_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in (("dtype", "foo"), ("no_such_argument", 1)):
+        assert main(arguments(tmp_path / "run", model_init_kwargs=json.dumps({key: value}))) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith(f"error: model_init_kwargs: {key}: {value!r} is refused")
+
+
+def test_what_goes_wrong_while_loading_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(run: object) -> None:
+        raise RuntimeError("no room\nfor it")
+
+    monkeypatch.setattr("adora_vl.train.build_trainer", fails)
+    assert main(arguments(tmp_path / "run")) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "error: the model or the engine could not be loaded (RuntimeError: no room)"
+
+
+def test_an_error_of_pydantic_says_what_was_wrong() -> None:
+    class Two(BaseModel):
+        heads: int
+
+    with pytest.raises(ValidationError) as wrong:
+        Two.model_validate({"heads": "many"})
+    assert in_one_line(wrong.value) == (
+        "ValidationError: Input should be a valid integer, unable to parse string as an integer"
+    )
+
+    class Whole(BaseModel):
+        """Such an error names no field."""
+
+        @model_validator(mode="after")
+        def refuse(self) -> Whole:
+            raise ValueError("the engine is too small")
+
+    with pytest.raises(ValidationError) as wrong:
+        Whole()
+    assert in_one_line(wrong.value) == "ValidationError: Value error, the engine is too small"
+
+
+def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> None:
+    tied, untied = (Setting(False, torch.device("cpu")).config(size, layers=1) for size in ("3B", "7B"))
+    places = [("lm_head", "target_modules"), ("embed_tokens", "target_modules"), ("lm_head", "modules_to_save")]
+    for name, key in places:
+        lists = {"lora_target_modules": ["q_proj", "v_proj"], "lora_modules_to_save": ["input_layernorm"]}
+        lists[f"lora_{key}"] = [*lists[f"lora_{key}"], name]
+        model = ModelConfig(use_peft=True, **lists)
+        check_model(model, untied, has_images=True)
+        with pytest.raises(UserError, match=f"^lora_{key}: '{name}' shares its weight"):
+            check_model(model, tied, has_images=True)

@@ -1,0 +1,226 @@
+"""A problem with choices is asked with them: in training, by the evaluator, and where a person looks at the data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from adora_vl.builtin.assets import data_folders
+from adora_vl.checkpoint.fingerprint import Fingerprint, differences, fingerprint
+from adora_vl.checkpoint.resume import choose_start
+from adora_vl.config.command_line import parse
+from adora_vl.data.dataset import load_split, split_files
+from adora_vl.data.loading import as_asked, load_rows
+from adora_vl.data.prompts import DEFAULT_PROMPT
+from adora_vl.evaluation import take_evaluations
+from adora_vl.record.card import model_card
+from adora_vl.record.manifest import run_manifest
+from adora_vl.rewards import grade
+from adora_vl.train import main as train
+from adora_vl.utils.errors import UserError
+from data_prep.cli import main as data_prep
+from data_prep.survey import survey, whole_prompt
+from eval.command import parse as parse_evaluation
+from eval.compare import main as compare
+from eval.geometry3k import BENCHMARK
+from tests.unit.checkpoint.test_checkpoint import make
+from tests.unit.data_prep.own_data_support import convert, jsonl
+
+CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny", "--output_dir", "nowhere"]
+ROWS: list[dict[str, Any]] = [
+    {"q": "Who?", "a": "Ada", "c": None, "i": "pics/0.png"},
+    {"q": "How long is AB?", "a": "B", "c": ["3", r"4 \sqrt { 2 }", "5"], "i": "pics/1.png"},
+    {"q": "How long is BC?", "a": "3", "c": [], "i": "pics/2.png"},
+]
+ASKED = [
+    "Who?",
+    "How long is AB?\nChoices:\n(A) 3\n(B) 4 \\sqrt { 2 }\n(C) 5\nAnswer with the letter of the right choice.",
+    "How long is BC?",
+]
+WHOLE = [
+    "[system]",
+    r"Please reason step by step, and put your final answer within \boxed{}.",
+    "[user]",
+    *("<image>" + ASKED[1]).splitlines(),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A train and a test split, each with one row with choices among open ones."""
+    root = tmp_path_factory.mktemp("choices")
+    source = jsonl(root / "in", ROWS)
+    (root / "both").mkdir()
+    for number in range(3):
+        (root / "both" / "pics").mkdir(exist_ok=True)
+        (root / "both" / "pics" / f"{number}.png").write_bytes((root / "in" / "pics" / f"{number}.png").read_bytes())
+        (root / "both" / "pics" / f"{number}t.png").write_bytes((root / "in" / "pics" / f"{number}.png").read_bytes())
+    (root / "both" / "train.jsonl").write_bytes(source.read_bytes())
+    tests = [{**row, "q": f"{row['q']} Again.", "i": row["i"].replace(".", "t.")} for row in ROWS]
+    (root / "both" / "test.jsonl").write_text("\n".join(map(json.dumps, tests)))
+    columns = ("problem=q", "answer=a", "choices=c", "images=i")
+    assert convert(root / "both", root / "data", "--name", "mine", columns=columns) == 0
+    return root / "data"
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drawn") / "synthetic"
+    assert data_prep(["synthetic", "--output", str(folder), "--rows", "40", "--test-rows", "10"]) == 0
+    return folder
+
+
+def script_of(*words: object) -> Any:
+    return parse([*CPU, *map(str, words)])[0]
+
+
+def trained_on(folder: Path, *words: str) -> list[str]:
+    """The text of each row's last message."""
+    script = script_of("--dataset_name", folder, *words)
+    rows = load_rows(script, data_folders(script), seed=0)
+    return [row["prompt"][-1]["content"] for row in rows]
+
+
+def options_of(folder: Path, *words: str) -> Any:
+    given = ["infer", "--model", "tiny", "--data", str(folder), "--output", "o", *words]
+    return parse_evaluation(given, BENCHMARK)
+
+
+def evaluated_on(folder: Path, *words: str) -> list[str]:
+    problems, _ = BENCHMARK.load(options_of(folder, *words))
+    return [problem.prompt for problem in problems]
+
+
+def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
+    script = script_of("--dataset_name", folder, *words)
+    asked = as_asked(script, load_rows(script, [str(folder)], seed=0).data.table)
+    return fingerprint(asked, data=[folder], model="m", revision="r", processes=1)
+
+
+def test_training_and_evaluations_ask_in_the_same_words(data: Path, subtests: pytest.Subtests) -> None:
+    alone = [row["q"] for row in ROWS]
+    cases: list[tuple[str | None, list[str], list[str], list[str]]] = [
+        (DEFAULT_PROMPT, [], [], ASKED),
+        (None, ["--adora_prompt", "null"], ["--prompt", "none"], alone),
+    ]
+    for prompt, train_words, evaluation_words, texts in cases:
+        with subtests.test(f"{prompt}"):
+            assert trained_on(data, *train_words) == texts
+            assert evaluated_on(data, *evaluation_words) == [text.replace("?", "? Again.", 1) for text in texts]
+            config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
+            plan = take_evaluations(config, [str(data)], prompt)
+            assert plan is not None
+            during = [problem.prompt for problem in plan.tasks[0].problems]
+            assert during == evaluated_on(data, *evaluation_words)
+
+
+def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data: Path) -> None:
+    row = load_split(data, "train")[1]
+    for answer, verdict in {"B": "correct", r"4\sqrt{2}": "correct", "A": "wrong", "3": "wrong", "D": "wrong"}.items():
+        assert grade(rf"So \boxed{{{answer}}}.", row["answer"], choices=row["choices"]).verdict == verdict, answer
+
+
+def test_drawn_problems_are_asked_as_before(drawn: Path) -> None:
+    """The tiny model has learned those words, and the figures of the demo depend on them."""
+    assert trained_on(drawn) == list(load_split(drawn, "train")["problem"])
+    assert evaluated_on(drawn) == list(load_split(drawn, "test")["problem"])
+
+
+def test_a_data_set_without_the_column_is_read(drawn: Path, tmp_path: Path) -> None:
+    (stored,) = split_files(drawn)["train"]
+    (tmp_path / "data").mkdir()
+    pq.write_table(pq.read_table(stored).drop_columns(["choices"]), tmp_path / "data" / stored.name)
+    assert trained_on(tmp_path) == trained_on(drawn)
+    assert evaluated_on(tmp_path, "--split", "train") == trained_on(drawn)
+    assert survey(tmp_path).example is not None
+
+
+def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(data: Path, drawn: Path, tmp_path: Path) -> None:
+    """Its fingerprint says null, as that of a run without a template does."""
+    before = {folder: {**fingerprint_of(folder), "adora_prompt": "null"} for folder in (data, drawn)}
+    assert differences(before[drawn], fingerprint_of(drawn)) == [], "nothing has changed without choices"
+    assert differences(before[data], fingerprint_of(data, "--adora_prompt", "null")) == []
+    assert differences(before[data], fingerprint_of(data, "--adora_prompt", "{problem}")) == []
+    checkpoint = make(tmp_path, 10, before[data])
+    with pytest.raises(UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"):
+        choose_start(tmp_path, None, False, fingerprint_of(data))
+    started = choose_start(tmp_path, None, False, fingerprint_of(data, "--adora_prompt", "null"))
+    assert started.checkpoint == str(checkpoint)
+
+
+def test_answers_of_before_count_for_the_same_questions_alone(data: Path, drawn: Path) -> None:
+    for folder, asked_with in ((drawn, None), (data, DEFAULT_PROMPT)):
+        options = options_of(folder)
+        BENCHMARK.load(options)
+        assert options.prompt == asked_with  # goes into the fingerprint, where it was null
+
+
+def test_one_whole_prompt_is_shown_where_a_person_looks(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert data_prep(["inspect", str(data)]) == 0
+    said = capsys.readouterr().out
+    assert "\n".join(f"  {line}" for line in WHOLE) in said and "of mine/train/1, as a training" in said
+    page = data.with_name("data.html").read_text()
+    assert page.count("\n".join(f"  {line.replace('<image>', '&lt;image&gt;')}" for line in WHOLE)) == 1
+
+
+def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = jsonl(tmp_path / "in", [{"q": "Which\x1b]0;owned\x07?", "a": "A", "c": ["1\u202e", "2"]}])
+    assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
+    said = capsys.readouterr().out
+    assert "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in said and "\x1b" not in said
+
+
+def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
+    row = {"id": "mine/1", "problem": "Which?", "choices": ["<image>", "2"], "images": []}
+    assert whole_prompt(row) == [
+        "the prompt of mine/1 cannot be made: its text has 1 <image> with 0 images; write one for each, or none"
+    ]
+
+
+@pytest.mark.slow
+def test_the_dry_run_shows_it_in_the_words_of_the_models_template(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--num_generations", "2", "--per_device_train_batch_size", "2", "--dry-run", "--dataset_name", str(data)]
+    file = tmp_path / "written.yaml"
+    assert train([*CPU, *words]) in (0, 1)
+    said = capsys.readouterr().out.split("One whole prompt, of mine/train/1\n")[1]
+    start = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+    assert f"{WHOLE[1]}<|im_end|>\n{start}{ASKED[1]}<|im_end|>\n<|im_start|>assistant\n" in said
+    alone = ["--adora_prompt", "null", "--adora_system_prompt", "null", "--write-config", str(file)]
+    assert train([*CPU, *words, *alone]) in (0, 1)
+    assert "Choices:" not in capsys.readouterr().out
+    script = parse(["--config", str(file)])[0]
+    assert script.adora_prompt is script.adora_system_prompt is None, "null is written down too"
+
+
+def test_the_card_of_a_model_shows_how_choices_were_asked(data: Path, drawn: Path) -> None:
+    def card(folder: Path) -> str:
+        script, config, model = parse([*CPU, "--dataset_name", str(folder)])
+        manifest = run_manifest(
+            script, config, model, arguments=[], data=[str(folder)], rows=3, fingerprint=fingerprint_of(folder),
+            plan="", processes=1, checkpoint=None,
+        )  # fmt: skip
+        assert manifest["config"]["adora_prompt"] == DEFAULT_PROMPT, "an evaluation on other data asks with it"
+        return model_card(manifest, [], 1)
+
+    assert "Find x.\nChoices:\n(A) 12\n(B) 13\nAnswer with the letter of the right choice.\n" in card(data)
+    assert "Choices" not in card(drawn)
+
+
+def test_quoted_figures_of_open_questions_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for prompt, noted in ((None, False), (DEFAULT_PROMPT, True)):
+        items = [{"pid": "1", "verdict": "correct"}]
+        score = {"benchmark": "geometry3k", "accuracy": 1.0, "total": 1, "wilson_95": [0.2, 1.0], "groups": {},
+                 "items": items, "rules": {}, "fingerprint": {"fields": {"prompt": prompt}}}  # fmt: skip
+        (tmp_path / "score.json").write_text(json.dumps(score))
+        assert compare([str(tmp_path / "score.json")]) == 0
+        assert ("the quoted rows are of open questions" in capsys.readouterr().out) == noted
+        assert compare([str(tmp_path / "score.json"), "--no-published"]) == 0
+        assert "open questions" not in capsys.readouterr().out

@@ -1,0 +1,323 @@
+"""Data of the user's own in a training config: columns, several data sets, prompts; and that a resume sees the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageColumn
+from PIL import Image
+
+from adora_vl.builtin.assets import data_folders
+from adora_vl.checkpoint.fingerprint import differences, fingerprint
+from adora_vl.config.command_line import parse
+from adora_vl.data.dataloader import EpochRepeatSampler
+from adora_vl.data.dataset import read_manifest, split_files
+from adora_vl.data.images import png_bytes
+from adora_vl.data.loading import UnreadableImage, load_rows, mark_unreadable, mixed_rows, unreadable_rows
+from adora_vl.data.prompts import DEFAULT_PROMPT, RESPONSE_FORMATS, SYSTEM_PROMPT
+from adora_vl.evaluation import take_evaluations
+from adora_vl.record.card import model_card
+from adora_vl.record.manifest import facts_of_run, run_manifest
+from adora_vl.train import main as train
+from adora_vl.utils.errors import UserError
+from data_prep.convert import ensure_converted
+from data_prep.tables import open_local
+from eval.command import parse as parse_evaluation
+from eval.geometry3k import BENCHMARK
+from tests.unit.data_prep.own_data_support import convert, jsonl, with_images
+
+CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny", "--output_dir", "nowhere"]
+COLUMNS = ("problem=q", "answer=a")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two prepared folders: 30 rows with a column of their own, and 6; both with a test split."""
+    root = tmp_path_factory.mktemp("sets")
+    for name, count, more in (("large", 30, {"tip": "think"}), ("small", 6, {})):
+        rows = [{"q": f"{name} {number}?", "a": number, **more} for number in range(count)]
+        columns = (*COLUMNS, *(["tip=tip"] if more else []))
+        options = ("--name", name, "--test-share", "0.2")
+        assert convert(jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns) == 0
+    return [root / "large", root / "small"]
+
+
+def script_of(*words: object) -> Any:
+    return parse([*CPU, *map(str, words)])[0]
+
+
+def test_every_share_is_kept_and_every_row_comes() -> None:
+    rows = mixed_rows([300, 50], [0.7, 0.3], seed=1)
+    counts = Counter(rows)
+    assert counts.keys() == set(range(350)) and all(counts[row] >= 1 for row in range(350))
+    small = sum(row >= 300 for row in rows)
+    assert small / len(rows) == pytest.approx(0.3, abs=0.06)
+    assert rows == mixed_rows([300, 50], [0.7, 0.3], seed=1) != mixed_rows([300, 50], [0.7, 0.3], seed=2)
+
+
+def ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
+    """In the order in which a run draws them."""
+    sampler = EpochRepeatSampler(rows, mini_repeat_count=2, batch_size=4, repeat_count=1, shuffle=True, seed=3)
+    seen = []
+    for epoch in epochs:
+        sampler.set_epoch(epoch)
+        seen += [rows[index]["id"] for index in sampler]
+    return seen
+
+
+def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
+    """The rows of a run of three epochs, and of one that another process goes on with in the second epoch."""
+
+    def order(epochs: range) -> list[str]:
+        script = script_of("--dataset_name", *sets, "--adora_mixture", 0.6, 0.4)
+        rows = load_rows(script, data_folders(script), seed=3)
+        return ids_of_epochs(rows, epochs)
+
+    whole, again = order(range(3)), order(range(1, 3))
+    assert whole[-len(again) :] == again and len(again) == 2 * len(whole) // 3
+    names = Counter(name.split("/")[0] for name in whole)
+    assert names["small"] > 0.2 * len(whole), "5 rows of 29 would be less"
+
+
+def test_several_data_sets_are_one_with_the_columns_of_all(sets: list[Path]) -> None:
+    script = script_of("--dataset_name", *sets)
+    rows = load_rows(script, data_folders(script), seed=0)
+    assert Counter(row["id"].split("/")[0] for row in rows) == {"large": 24, "small": 5}
+    assert {row["tip"] for row in rows} == {"think", None}
+    assert rows[0]["prompt"][0]["content"] == SYSTEM_PROMPT and rows[0]["prompt"][1]["content"] == rows[0]["problem"]
+
+
+def test_a_picture_that_cannot_be_read_is_marked_and_never_passed_on() -> None:
+    """Pillow's error would be raised in the loader of one rank, without the row's id, while the others wait."""
+    whole = {"bytes": png_bytes(Image.new("RGB", (8, 8), "red")), "path": None}
+    broken = {"bytes": whole["bytes"][:40], "path": None}
+    stored = {"id": ["a", "b", "c"], "images": [[whole], [whole, broken], []]}
+    features = Features({"id": Value("string"), "images": List(ImageColumn())})
+    rows = list(mark_unreadable(Dataset.from_dict(stored, features)))
+    assert [len(row["images"]) for row in rows] == [1, 2, 0]
+    assert rows[0]["images"][0].getpixel((0, 0)) == (255, 0, 0) == rows[1]["images"][0].getpixel((0, 0))
+    assert isinstance(rows[1]["images"][1], UnreadableImage)
+    ((name, reason),) = unreadable_rows(rows)
+    assert name == "b" and "Error: " in reason and unreadable_rows([rows[0], rows[2]]) == []
+
+
+def test_a_resume_sees_another_data_set_share_prompt_or_order(sets: list[Path], tmp_path: Path) -> None:
+    def of(*words: object) -> dict[str, str]:
+        script = script_of(*words)
+        return fingerprint(script, data=data_folders(script), model="m", revision="r", processes=1)
+
+    system = tmp_path / "system.txt"
+    system.write_text("Be brief.\n")
+    mixed = ("--dataset_name", *sets, "--adora_mixture", 0.6, 0.4)
+    before = of(*mixed)
+    assert differences(before, of(*mixed)) == []
+    for key, words in {
+        "adora_mixture": ("--dataset_name", *sets, "--adora_mixture", 0.5, 0.5),
+        "dataset": ("--dataset_name", *sets[::-1], "--adora_mixture", 0.6, 0.4),
+        "adora_prompt": (*mixed, "--adora_prompt", "{problem}!"),
+        "adora_system_prompt": (*mixed, "--adora_system_prompt_file", system),
+    }.items():
+        (changed,) = differences(before, of(*words))
+        assert changed.startswith(f"{key}: ")
+    system.write_text("Be very brief.\n")
+    assert "very brief" in of(*mixed, "--adora_system_prompt_file", system)["adora_system_prompt"]
+
+
+def test_a_table_is_named_with_its_columns_and_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
+    rows = with_images([f"pics/{n}.png" for n in range(4)])
+    source = jsonl(tmp_path / "in", rows)
+    columns = {"problem": "question", "answer": "label", "images": "image", "choices": "options"}
+    words = ("--dataset_name", source, "--adora_columns", json.dumps(columns))
+    config = tmp_path / "c.yaml"
+    config.write_text("adora_columns: {problem: question, answer: label, images: image, choices: options}\n")
+    script = script_of(*words)
+    assert script_of("--dataset_name", source, "--config", config).adora_columns == script.adora_columns == columns
+    (folder,) = data_folders(script)
+    with pytest.raises(UserError, match=r"has its columns already; leave adora_columns out, or name the table$"):
+        data_folders(script_of("--dataset_name", folder, "--adora_columns", json.dumps(columns)))
+    made = Path(folder, "manifest.json").stat().st_mtime_ns
+    assert data_folders(script) == [folder] and Path(folder, "manifest.json").stat().st_mtime_ns == made
+    seen = load_rows(script, [folder], seed=0)
+    kinds = [[part["type"] for part in row["prompt"][1]["content"]] for row in seen]
+    assert kinds == [["image", "text"], ["text", "image", "text", "image", "text"], ["image", "text"]]
+    assert [len(row["images"]) for row in seen] == [1, 2, 1]
+    picture = tmp_path / "in" / "pics" / "0.png"
+    os.utime(picture, ns=(1, 1))  # a picture has changed
+    assert data_folders(script) == [folder] and Path(folder, "manifest.json").stat().st_mtime_ns != made
+    jsonl(tmp_path / "in", rows[1:])
+    data_folders(script)
+    manifest = read_manifest(Path(folder))
+    assert manifest is not None and manifest["counts"] == {"train": 2}
+    jsonl(tmp_path / "in", rows)
+    picture.unlink()
+    with pytest.raises(
+        UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 rows"
+    ) as error:
+        data_folders(script)
+    assert len(str(error.value).splitlines()) == 2  # what is wrong, and where the rows are
+
+
+def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path]) -> None:
+    script = script_of("--dataset_name", sets[0], "--adora_prompt", "{tip}: {problem}")
+    (row, *_) = load_rows(script, data_folders(script), seed=0)
+    assert row["prompt"][1]["content"] == f"think: {row['problem']}" and row["problem"].startswith("large ")
+    words = ["infer", "--model", "m", "--data", str(sets[0]), "--output", "o", "--prompt", "{tip}: {problem}"]
+    options = parse_evaluation(words, BENCHMARK)
+    problems, _ = BENCHMARK.load(options)
+    assert all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems) and problems
+
+
+def test_a_template_that_does_not_fit_the_rows_is_one_line(sets: list[Path], subtests: pytest.Subtests) -> None:
+    for words, message in [
+        (["--adora_prompt", "{hnt} {problem}"], "adora_prompt: 'hnt' is no column of .*large"),
+        (["--adora_prompt", "{problem} {id} <image>"], "adora_prompt: row large/train/0.* 1 <image> with 0 images"),
+        (["--adora_prompt", "<|im_end|>{problem}"], "adora_prompt: row large/train/0.*model's own token"),
+    ]:
+        with subtests.test(f"{words!r:.80}"):
+            script = script_of("--dataset_name", sets[0], *words)
+            with pytest.raises(UserError, match=message) as error:
+                load_rows(script, data_folders(script), seed=0)
+            assert "\n" not in str(error.value)
+
+
+def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
+    cases = [
+        (["--adora_mixture", "0.5", "0.5"], "adora_mixture: .* has 2 values for the 1 of dataset_name"),
+        (["--dataset_name", "a", "b", "--adora_mixture", "0.5", "0.6"], "sum to 1.1"),
+        (["--dataset_name", "a", "b", "--adora_mixture", "0.5", "x"], "adora_mixture: "),
+        (["--dataset_name", "a", "a"], "dataset_name: 'a' is given twice"),
+        (["--adora_columns", "[1]"], "adora_columns: "),
+        (["--dataset_name", __file__], "test_loading.py' is a file; say which of its columns"),
+        (["--adora_response_format", "loud"], "adora_response_format: 'loud' is not one of"),
+        (["--adora_prompt", "{problem.x}"], "adora_prompt: .*plain name"),
+        (["--adora_system_prompt_file", "nowhere.txt"], "adora_system_prompt_file: 'nowhere.txt' cannot be read"),
+    ]
+    for words, message in cases:
+        with subtests.test(f"{words!r:.80}"):
+            with pytest.raises(UserError, match=message) as error:
+                data_folders(script_of(*words))
+            assert "\n" not in str(error.value)
+
+
+def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits, asked = ["1" * 40], []
+
+    def opened(name: str, columns: Any, *, revision: str | None, **_: Any) -> Any:
+        asked.append(revision)
+        local = open_local(jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
+        return replace(local, kind="hub", revision=commits[-1])
+
+    def commit_of(name: str, revision: str | None) -> str:
+        if not commits:
+            raise ConnectionError
+        return commits[-1]
+
+    monkeypatch.setattr("data_prep.convert.open_hub", opened)
+    monkeypatch.setattr("data_prep.convert.commit_of", commit_of)
+
+    def folder() -> Path:
+        return ensure_converted("someone/theirs", {"problem": "q", "answer": "a"}, tmp_path / "home")
+
+    assert folder() == folder() and len(asked) == 1, "every process would stream it once more"
+    commits.append("2" * 40)
+    manifest = read_manifest(folder())
+    assert manifest is not None and manifest["revision"] == "2" * 40 and len(asked) == 2
+    commits.clear()  # no network
+    assert folder().is_dir() and len(asked) == 2
+
+
+def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
+    assert convert(source, tmp_path / "again", "--name", "large", columns=COLUMNS) == 0
+    script = script_of("--dataset_name", sets[0], tmp_path / "again")
+    with pytest.raises(UserError, match="large and again both have a row 'large/train/0'"):
+        load_rows(script, data_folders(script), seed=0)
+
+
+def test_a_row_that_is_there_twice_is_refused(sets: list[Path], tmp_path: Path) -> None:
+    """Rollouts are recorded under the id of their row."""
+    (stored,) = split_files(sets[1])["train"]
+    (tmp_path / "data").mkdir()
+    table = pq.read_table(stored)
+    pq.write_table(pa.concat_tables([table, table.slice(1, 1)]), tmp_path / "data" / stored.name)
+    twice = table["id"][1].as_py()
+    with pytest.raises(UserError, match=f"^dataset_name: .* has the row '{twice}' twice"):
+        load_rows(script_of("--dataset_name", tmp_path), [str(tmp_path)], seed=0)
+
+
+def test_the_system_prompt_is_of_a_file_or_of_the_format(tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"\xef\xbb\xbfThink of {braces}.\n")
+    assert script_of("--adora_system_prompt_file", file).adora_system_prompt == "Think of {braces}."
+    assert script_of("--adora_response_format", "think").adora_system_prompt == RESPONSE_FORMATS["think"]
+    own = script_of("--adora_response_format", "think", "--adora_system_prompt", "Mine.")
+    assert own.adora_system_prompt == "Mine."
+    with pytest.raises(UserError, match="give one of them"):
+        script_of("--adora_system_prompt_file", file, "--adora_system_prompt", "Mine.")
+    file.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="name a UTF-8 text"):
+        script_of("--adora_system_prompt_file", file)
+
+
+def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
+    script, config, model = parse([*CPU, "--dataset_name", *map(str, sets), "--adora_mixture", "0.7", "0.3"])
+    manifest = run_manifest(
+        script, config, model, arguments=[], data=[str(folder) for folder in sets], rows=29,
+        fingerprint={"dataset": "a+b"}, plan="", processes=1, checkpoint=None,
+    )  # fmt: skip
+    assert [one["share"] for one in manifest["data"]["sets"]] == [0.7, 0.3]
+    assert facts_of_run(manifest)["data"] == "large, small, 29 rows (a+b)"
+    card = model_card(manifest, [], 1)
+    assert "| large | share 0.7, own/jsonl, " in card and "| dataset | large, small |" in card
+    assert str(sets[0].parent) not in card, "a path of this machine"
+
+
+def test_a_dry_run_names_every_data_set(sets: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num_generations", "2", "--per_device_train_batch_size", "2", "--adora_prompt", "{problem} Go."]
+    words += ["--dataset_name", *map(str, sets), "--adora_mixture", "0.6", "0.4", "--dry-run"]
+    assert train([*CPU, *words]) in (0, 1)
+    said = capsys.readouterr().out
+    rows = len(mixed_rows([24, 5], [0.6, 0.4], seed=42))
+    assert f"2 data sets are mixed into {rows} rows per epoch: large 24 rows at 60%, small 5 rows at 40%" in said
+    assert f"{rows} rows make" in said
+
+
+def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -> None:
+    config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
+    plan = take_evaluations(config, [str(folder) for folder in sets], "{problem} Go.")
+    assert plan is not None and [task.benchmark.name for task in plan.tasks] == ["geometry3k_large", "geometry3k_small"]
+    assert all(task.problems[0].prompt.endswith(" Go.") for task in plan.tasks)
+
+
+def test_a_model_is_asked_in_the_words_of_its_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"adora_system_prompt": "Be brief.", "adora_prompt": "{problem}!"}
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps({"made_by": "adora_vl.train", "config": config}))
+
+    def prompts(model: object, *words: str) -> tuple[Any, Any]:
+        given = ["infer", "--model", str(model), "--data", "d", "--output", "o", *words]
+        options = parse_evaluation(given, BENCHMARK)
+        return options.system_prompt, options.prompt
+
+    for model in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
+        assert prompts(model) == ("Be brief.", "{problem}!")
+    assert "Be brief." in capsys.readouterr().err
+    assert prompts(tmp_path / "run", "--system-prompt", "none", "--prompt", "{id}") == (None, "{id}")
+    assert prompts("tiny") == (SYSTEM_PROMPT, DEFAULT_PROMPT) and capsys.readouterr().err == ""
+    assert prompts("tiny", "--prompt", "none") == (SYSTEM_PROMPT, None)
+    earlier = {"adora_system_prompt": SYSTEM_PROMPT, "adora_prompt": None}  # a run that showed no choices
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps({"made_by": "adora_vl.train", "config": earlier}))
+    assert prompts(tmp_path / "run") == (SYSTEM_PROMPT, None)
+    assert capsys.readouterr().err == "prompt: that of the model's training, none\n"

@@ -1,0 +1,236 @@
+"""The next generation's images are ready when it begins, and nothing else about the run is different."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import threading
+from collections import Counter
+from itertools import pairwise, product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List
+from PIL import Image as Pillow
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows, EpochRepeatSampler, ImagePrefetch, NoPrefetch
+from adora_vl.data.loading import mark_unreadable, only_decodes
+from adora_vl.dedup.images import DistinctImages
+from tests.support.tiny_run import STEPS, train
+
+
+class Stored:
+    """Rows that remember which thread read them; some cannot be read."""
+
+    def __init__(self, rows: int, broken: tuple[int, ...] = ()) -> None:
+        self.rows, self.broken, self.read = rows, broken, list[tuple[str, int]]()
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append((threading.current_thread().name, index))
+        if index in self.broken:
+            raise OSError(f"row {index}")
+        return {"id": index, "images": [Pillow.new("RGB", (4, 4), (index, 0, 0))]}
+
+
+class Processed(list[int]):
+    """Stands in for the cache: the rows that were processed, each of so many bytes."""
+
+    size = 1
+
+    def __call__(self, row: dict[str, Any]) -> int:
+        self.append(row["id"])
+        return self.size
+
+
+class InOrder:
+    """Generations of two rows, one after the other."""
+
+    epoch = 0
+
+    def following(self, rows: Any, epoch: int) -> list[int]:
+        return [row + 2 for row in rows]
+
+
+class Patient(ImagePrefetch):
+    """Waits for the thread where the run would end it, so that what it has done is always the same."""
+
+    def finish(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        super().finish()
+
+
+def test_a_row_says_its_number_where_that_is_asked_for():
+    rows = DistinctRows(Stored(8), numbered=True)
+    rows.read_ahead(5)
+    assert [row[ROW_NUMBER] for row in rows.__getitems__([3, 3, 5])] == [3, 3, 5]
+    assert ROW_NUMBER not in DistinctRows(Stored(8))[3]
+
+
+def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
+    stored, processed = Stored(8), Processed()
+    rows = DistinctRows(stored)
+    prefetch = Patient(rows, InOrder(), processed, 100)
+    rows.__getitems__([0, 0, 1, 1])
+    prefetch.start()
+    prefetch.finish()
+    assert processed == [0, 1, 2, 3], "the last batch first: the loader may be ahead of the generation"
+    given = rows.__getitems__([2, 2, 3, 3])
+    assert [row["id"] for row in given] == [2, 2, 3, 3] and given[0]["images"][0] is given[1]["images"][0]
+    main = threading.current_thread().name
+    assert stored.read == [(main, 0), (main, 1), ("prefetch", 2), ("prefetch", 3)]
+
+
+def test_rows_that_nobody_asked_for_are_let_go():
+    rows = DistinctRows(Stored(8))
+    prefetch = Patient(rows, InOrder(), lambda row: 1, 100)
+    for batch in ([0, 1], [6, 7]):
+        rows.__getitems__(batch)
+        prefetch.start()
+        prefetch.finish()
+        assert len(rows._ahead) <= 2
+
+
+def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
+    stored, processed = Stored(8, broken=(2,)), Processed()
+    rows = DistinctRows(stored)
+
+    def process(row: dict[str, Any]) -> int:
+        if row["id"] == 1:
+            raise ValueError("no image")
+        return processed(row)
+
+    prefetch = Patient(rows, InOrder(), process, 100)
+    rows.__getitems__([0, 1])
+    prefetch.start()
+    prefetch.finish()
+    assert processed == [0, 3]
+    with pytest.raises(OSError, match="row 2"):
+        rows.__getitems__([2, 3])
+
+
+def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins():
+    processed = Processed()
+    processed.size = 60
+    rows = DistinctRows(Stored(8))
+    rows.__getitems__([0, 1])
+    full = Patient(rows, InOrder(), processed, 100)
+    full.start()
+    full.finish()
+    assert processed == [0, 1], "120 of 100 bytes"
+
+    begun = threading.Event()
+
+    def until_asked(row: dict[str, Any]) -> int:
+        begun.set()
+        assert asked._ending.wait(60)
+        return processed(row)
+
+    asked = ImagePrefetch(rows, InOrder(), until_asked, 100)
+    processed.clear()
+    asked.start()
+    assert begun.wait(60)
+    asked.finish()
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    assert processed == [0], "it did not go on to the next row"
+
+
+def test_what_follows_is_what_the_sampler_gives_next(subtests):
+    """Of 11 rows, five generations of two with three rollouts each, and the next epoch after them."""
+    for shuffle, processes in product([True, False], [1, 2]):
+        with subtests.test(f"{shuffle} {processes}"):
+            sampler = EpochRepeatSampler(range(11), 3, 2, 4, shuffle, 7)
+            generations, size = [], 6 // processes
+            for epoch in (0, 1):
+                sampler.set_epoch(epoch)
+                drawn = list(sampler)
+                for begin in range(0, len(drawn), 24):  # each generation comes four times
+                    parts = [drawn[begin + size * rank :][:size] for rank in range(processes)]
+                    generations.append((epoch, [list(dict.fromkeys(part)) for part in parts]))
+            assert len(generations) == 10
+            for (epoch, now), (_, then) in pairwise(generations):
+                assert [sampler.following(rows, epoch) for rows in now] == then
+            assert sampler.following([], 0) == sampler.following([99], 0) == []
+
+
+def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state():
+    sampler, undisturbed = (EpochRepeatSampler(range(9), 2, 3, 1, True, 7) for _ in range(2))
+    states = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
+    begun = iter(sampler)
+    sampler.following([0], 0)
+    drawn = [next(begun)]
+    sampler.following([0], 1)
+    assert [*drawn, *begun] == list(undisturbed)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (repr(np.random.get_state()), random.getstate())
+
+
+def test_rows_are_read_ahead_only_where_reading_one_is_decoding_it():
+    plain = Dataset.from_dict({"images": [[]]}, features=Features({"images": List(Image())}))
+    assert only_decodes(plain) and only_decodes(mark_unreadable(plain))
+    assert not only_decodes(plain.with_transform(lambda rows: rows)), "it may draw a random crop"
+    assert not only_decodes(Stored(1)) and not only_decodes([])
+
+
+def test_where_it_runs(subtests):
+    cases: list[Any] = [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"adora_prefetch_images": True}, "cpu", True),
+        ({"adora_prefetch_images": False}, "cuda", False),
+        ({"dataloader_num_workers": 2}, "cuda", False),
+        ({"cache": None}, "cuda", False),
+        ({"shown": False}, "cuda", False),
+        ({"dataset": []}, "cuda", False),
+    ]
+    for changed, device, expected in cases:
+        with subtests.test(f"{changed!r:.80} {device} {expected}"):
+            given: dict[str, Any] = {
+                "adora_prefetch_images": None,
+                "dataloader_num_workers": 0,
+                "cache": SimpleNamespace(limit_bytes=1),
+            }
+            given |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
+            args = SimpleNamespace(device=torch.device(device), **given)
+            facts = {"cache": given["cache"], "shown": given["shown"], "process": len}
+            images: Any = SimpleNamespace(**facts, _switches=args, _device=args.device)
+            made = DistinctImages.prefetch(images, DistinctRows([]), cast("Any", InOrder()), given["dataset"])
+            assert isinstance(made, ImagePrefetch) == expected and isinstance(made, NoPrefetch)
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """The steps in the log, without the times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["kind"] != "end"]  # the mean loss of one command, not of the run
+    timed = ("seconds", "time", "runtime", "per_second", "/ms_", "mb", "MB")
+    return [{key: value for key, value in line.items() if not any(word in key for word in timed)} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeypatch):
+    """`adora_run`, which was made without, killed after checkpoint-2 and continued with it."""
+    seen: Counter[str] = Counter()
+    preprocess = Qwen2VLImageProcessor.preprocess
+
+    def counted(self: Any, images: Any, **settings: Any) -> Any:
+        seen[threading.current_thread().name] += len(images)
+        return preprocess(self, images, **settings)
+
+    monkeypatch.setattr(Qwen2VLImageProcessor, "preprocess", counted)
+    monkeypatch.setattr("adora_vl.dedup.images.ImagePrefetch", Patient)
+    folder = shutil.copytree(adora_run, tmp_path / "adora")
+    shutil.rmtree(folder / f"checkpoint-{STEPS}")
+    train(folder, adora_prefetch_images="true")
+    assert recorded(folder) == recorded(adora_run)
+    main = threading.current_thread().name
+    assert seen[main] == 4, "the problems of step 3, the first after the checkpoint"
+    assert seen["prefetch"] >= 4, "those of step 4, and what would have come after it"

@@ -1,0 +1,428 @@
+"""Prompts that leave no room for an answer are found before the weights are loaded, and refused or left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from copy import copy
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datasets import Dataset, Features
+from transformers import PreTrainedModel
+from trl.data_utils import prepare_multimodal_messages
+
+from adora_vl.checkpoint.fingerprint import differences, fingerprint
+from adora_vl.config.command_line import parse
+from adora_vl.data.dataset import schema, write_manifest, write_split
+from adora_vl.data.loading import load_rows
+from adora_vl.data.prompt_lengths import (
+    ContextLimit,
+    LengthCheck,
+    Limits,
+    Measured,
+    OverlongPrompts,
+    context_limit,
+    limits_of,
+    measured,
+    served_length,
+    sizes_in,
+    tokenizer_counter,
+)
+from adora_vl.data.prompts import SYSTEM_PROMPT
+from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
+from adora_vl.models.load import PRETRAINED, load_config, load_processor
+from adora_vl.planning.dry_run import dry_run
+from adora_vl.planning.options import DryRunOptions
+from adora_vl.planning.plan import make_plan
+from adora_vl.prepare import prepare
+from adora_vl.record.card import model_card
+from adora_vl.record.manifest import facts_of_run
+from adora_vl.train import main
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.launch import prepare_engine_environment
+from eval.benchmark import Problem
+from eval.command import parse as parse_evaluation
+from eval.geometry3k import BENCHMARK
+from tests.support.benchmark_data import mathvista_rows, mmstar_rows, write_geometry3k, write_mathvista, write_mmstar
+from tests.unit.data.test_loading import ids_of_epochs
+from tests.unit.data_prep.data_prep_support import drawing, encoded
+
+CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
+BATCH = ["--per_device_train_batch_size", "4", "--num_generations", "2", "--max_completion_length", "40"]
+ENGINE = ["--use_vllm", "true", "--vllm_importance_sampling_mode", "token_truncate"]
+PICTURE = {"bytes": encoded(drawing(1, 140)), "path": None}  # 25 image tokens
+SHORT, LONG = "Find x.", "Find x. " * 60
+
+
+def write(folder: Path, problems: Sequence[str], images: Sequence[list[Any]] = (), split: str = "train") -> Path:
+    """A prepared data set with these problems, each with one picture where nothing else is said."""
+    empty = dict.fromkeys(schema()["meta"], None)
+    pictures = images or [[PICTURE] for _ in problems]
+    rows = [
+        {"id": f"{folder.name}/{split}/{number}", "images": row, "problem": text, "answer": "5", "answer_raw": "5",
+         "choices": None, "split": split, "source": "own", "meta": empty}
+        for number, (text, row) in enumerate(zip(problems, pictures, strict=True))
+    ]  # fmt: skip
+    count = write_split(rows, folder, split)
+    write_manifest(folder, {"source": "own", "input": "x", "revision": None}, {split: count})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine short problems and three long ones; the eighth row is the first long one."""
+    folder = tmp_path_factory.mktemp("data") / "mine"
+    problems = [SHORT] * 7 + [LONG, SHORT, LONG + LONG, SHORT, LONG]
+    write(folder, problems)
+    write(folder, [SHORT, LONG, SHORT], split="test")
+    return folder
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were loaded before the prompts were measured")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return load_processor(str(PRETRAINED))
+
+
+def counted(processor: Any, problem: str, images: int = 25) -> int:
+    """Tokens of a prompt with one picture."""
+    return tokenizer_counter(processor, SYSTEM_PROMPT)(problem, 1) - 1 + images
+
+
+def words_of(data: Path, out: Path, *words: str) -> list[str]:
+    return [*CPU, *BATCH, *ENGINE, "--dataset_name", str(data), "--output_dir", str(out), *words]
+
+
+LIMIT = ContextLimit(100, 40, "vllm_max_model_length: 100", "set it to", 2048)
+
+
+def check_of(prompt: list[int], image: list[int], limit: ContextLimit = LIMIT) -> LengthCheck:
+    return LengthCheck(limit, Measured([f"r{number}" for number in range(len(prompt))], prompt, image))
+
+
+def test_what_is_refused_and_what_is_cut() -> None:
+    check = check_of([50, 60, 61, 99, 100, 130], [4] * 6)
+    assert check.refused == [4, 5] and check.cut == [2, 3]
+    with pytest.raises(UserError) as error:
+        check.kept("error")
+    assert str(error.value) == (
+        "vllm_max_model_length: 100 is too short for 2 of 6 prompts: row r4 has 100 tokens, 4 of them for its images, "
+        "the longest 130; set it to 170, which holds every prompt with its answer, or leave such rows out with "
+        "adora_overlong_prompts: drop"
+    )
+    assert check.kept("drop") == [0, 1, 2, 3]
+    assert check.notes() == [
+        "adora_overlong_prompts: drop leaves out 2 of 6 rows, for whose prompts vllm_max_model_length: 100 is too "
+        "short (170 would hold all of them)",
+        "vllm_max_model_length: 100 leaves 2 of 6 prompts less than max_completion_length: 40, 1 at the least, and "
+        "longer answers are cut off there; 139 would leave room",
+    ]
+    assert check_of([50, 60], [4, 4]).kept("error") == [0, 1] and not check_of([50, 60], [4, 4]).notes()
+    with pytest.raises(
+        UserError, match=r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model_len.*170"
+    ):
+        check_of([100, 130], [4, 4]).kept("drop")
+
+
+def test_it_is_vllm_that_refuses_a_prompt_of_this_length(subtests: pytest.Subtests) -> None:
+    for length, fits in ((99, True), (100, False), (101, False)):
+        with subtests.test(f"{length}"):
+            prepare_engine_environment()
+            from vllm.exceptions import VLLMValidationError
+            from vllm.v1.engine.input_processor import InputProcessor
+
+            model = SimpleNamespace(max_model_len=LIMIT.tokens, runner_type="generate")
+            engine: Any = SimpleNamespace(skip_prompt_length_check=False, model_config=model, supports_mm_inputs=True)
+            assert (check_of([length], [0]).refused == []) == fits
+            if fits:
+                InputProcessor._validate_prompt_len(engine, length, "decoder")
+            else:
+                with pytest.raises(VLLMValidationError, match="maximum model length of 100"):
+                    InputProcessor._validate_prompt_len(engine, length, "decoder")
+
+
+def test_the_remedy_is_one_that_helps() -> None:
+    """Smaller images where the text alone has room, and no length that the model does not take."""
+    assert "lower max_pixels, or leave" in check_of([120, 50], [90, 4]).refusal()
+    assert "lower max_pixels" not in check_of([120], [20]).refusal()
+    beyond = check_of([2020], [0]).refusal()
+    assert (
+        "set it to" not in beyond and "2060 would hold every prompt with its answer, but the model takes 2048" in beyond
+    )
+    own = check_of([2050], [0], ContextLimit(2048, 40, "the model's max_position_embeddings: 2048", "", 2048)).refusal()
+    assert own.startswith("the model's max_position_embeddings: 2048 is too short for 1 of 1 prompt: row r0")
+    assert own.endswith("; shorten the rows, or leave such rows out with adora_overlong_prompts: drop")
+
+
+def test_which_limit_counts() -> None:
+    model = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=2048))
+
+    def name(served: int | None = None, **keys: Any) -> str:
+        config = {"use_vllm": True, "vllm_max_model_length": 256, "max_completion_length": 40, **keys}
+        limit = context_limit(SimpleNamespace(**config), model, served)
+        assert limit is not None
+        return limit.name
+
+    assert name() == "vllm_max_model_length: 256"
+    assert name(vllm_max_model_length=None) == "the model's max_position_embeddings: 2048"
+    config = {"vllm_max_model_length": None, "max_completion_length": 40}
+    sampled, generated = (context_limit(SimpleNamespace(**config, use_vllm=vllm), model) for vllm in (True, False))
+    assert "and longer answers are cut off there" in check_of([2040], [0], sampled).notes()[0]
+    (said,) = check_of([2040], [0], generated).notes()
+    assert said.endswith("8 at the least, and longer answers reach positions that the model was not made for")
+    assert name(use_vllm=False) == "the model's max_position_embeddings: 2048", "vLLM's key is for vLLM"
+    assert name(served=512) == "the vLLM server's --max-model-len: 512"
+    unlimited = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
+    assert context_limit(SimpleNamespace(**config, use_vllm=True), unlimited) is None
+
+
+def test_a_server_that_does_not_answer_has_no_limit() -> None:
+    config = SimpleNamespace(vllm_server_base_url="http://127.0.0.1:9", vllm_server_host="", vllm_server_port=0)
+    assert served_length(config) is None
+
+
+def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor: Any) -> None:
+    """Of rows without an image, with one, with two at their places, and of several sizes."""
+    problems = [SHORT, SHORT, "Add <image> to <image>, é.", LONG]
+    sizes = [[], [140], [60, 300], [200]]
+    images = [[{"bytes": encoded(drawing(size, size)), "path": None} for size in row] for row in sizes]
+    folder = write(tmp_path / "mine", problems, images)
+    script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
+    found: list[Measured] = []
+    limits = limits_of(processor, load_config(str(PRETRAINED)), None, None)
+
+    def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
+        count = tokenizer_counter(processor, script.adora_system_prompt)
+        ids = rows.data.table["id"].to_pylist()
+        found.append(measured(zip(ids, texts, sizes_in(rows.data.table), strict=True), count, limits, len(ids)))
+        return range(len(rows))
+
+    rows = load_rows(script, [str(folder)], 0, fitting)
+    for row, length, image in zip(rows, found[0].prompt, found[0].image, strict=True):
+        messages = prepare_multimodal_messages(row["prompt"], images=row["images"])
+        made = processor.apply_chat_template([messages], add_generation_prompt=True, tokenize=True, return_dict=True)
+        assert length == len(made["input_ids"][0])
+        assert image == list(made["input_ids"][0]).count(processor.image_token_id)
+    assert found[0].ids == [row["id"] for row in rows] and found[0].image[0] == 0 < found[0].image[1]
+
+
+def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
+    """Its template adds strings, and TRL gives it strings."""
+    tokenizer = copy(processor.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ '<|im_start|>' + m.content + (end or '.') }}{% endfor %}"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SHORT}]
+    for options in (None, {"end": "<|im_end|> and so on"}):  # TRL's chat_template_kwargs
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, **(options or {}))
+        assert tokenizer_counter(tokenizer, "Be brief.", options)(SHORT, 0) == len(ids["input_ids"])
+
+
+def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path: Path) -> None:
+    broken = {"bytes": b"\x89PNG\r\n\x1a\n", "path": None}
+    folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken], [{"bytes": None, "path": "gone.png"}]])
+    rows = Dataset.from_parquet(str(next(folder.glob("data/*"))), cache_dir=str(tmp_path))
+    assert list(sizes_in(rows.data.table)) == [[(140, 140)], [None], [None]]
+    texts = Dataset.from_dict({"images": [[], []]}, Features({"images": schema()["images"]}))
+    assert list(sizes_in(texts.data.table)) == [[], []]
+    found = measured([("a", "x", [None])], lambda text, images: 7 + images, Limits(1, 100, 1), 1)
+    assert found.prompt == [7] and found.image == [0]
+
+
+def test_an_image_that_the_processor_refuses_is_named(tmp_path: Path, no_weights: None, capsys: Any) -> None:
+    thin = {"bytes": encoded(drawing(1, 900).resize((900, 4))), "path": None}
+    folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
+    for words in ((), ("--dry-run",)):
+        assert main(words_of(folder, tmp_path / "out", *words)) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith("error: dataset: row mine/train/1 has an image of 900 x 4 pixels, which the model's")
+
+
+def test_the_run_does_not_start(data: Path, tmp_path: Path, no_weights: None, capsys: Any, processor: Any) -> None:
+    length, longest = counted(processor, LONG), counted(processor, LONG + LONG)
+    limit = ("--vllm_max_model_length", str(length))
+    assert main(words_of(data, tmp_path / "out", *limit)) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompts: row mine/train/7 has {length} "
+        f"tokens, 25 of them for its images, the longest {longest}; set it to {longest + 40}, which holds every prompt "
+        "with its answer, or leave such rows out with adora_overlong_prompts: drop"
+    )
+    assert not (tmp_path / "out").exists()
+    assert main([*words_of(data, tmp_path / "out", *limit), "--dry-run", "--json", str(tmp_path / "d.json")]) == 1
+    said = capsys.readouterr().out
+    assert f"The run does not start: vllm_max_model_length: {length} is too short for 3 of 12 prompts" in said
+    assert "It fits" not in said and "The memory would suffice (" in said
+    assert f"No max_pixels leaves room for a whole answer: text of up to {longest - 25} tokens and " in said
+    figures = json.loads((tmp_path / "d.json").read_text())
+    assert figures["fits"] is False and figures["overlong_prompts"] == 3 and figures["largest_max_pixels"] == 0
+
+
+def test_the_length_that_is_named_holds_all(data: Path, tmp_path: Path, capsys: Any, processor: Any) -> None:
+    needed = str(counted(processor, LONG + LONG) + 40)
+    run = prepare(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed), to_train=False)
+    assert len(run.dataset) == 12 and run.left_out == [] and capsys.readouterr().out == ""
+    assert "overlong_rows_left_out" not in run.manifest([])["data"]
+    assert dry_run(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
+    said = capsys.readouterr().out
+    assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said and "It fits" in said
+
+
+def test_rows_are_left_out_and_recorded(data: Path, tmp_path: Path, capsys: Any, processor: Any) -> None:
+    length = counted(processor, LONG)
+    words = words_of(data, tmp_path / "out", "--vllm_max_model_length", str(length), "--adora_overlong_prompts", "drop")
+    run = prepare(words, to_train=False)
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len")
+    assert run.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
+    assert [row["id"] for row in run.dataset] == [f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)]
+    assert {row["problem"] for row in run.dataset} == {SHORT} and run.dataset[7]["images"][0].size == (140, 140)
+    manifest = run.manifest([])
+    assert manifest["data"]["rows"] == 9 and manifest["data"]["overlong_rows_left_out"] == 3
+    assert "9 rows without 3 overlong ones" in facts_of_run(manifest)["data"]
+    assert "| overlong_rows_left_out | 3 |" in model_card(manifest, [], 1)
+    assert prepare(words).fingerprint["rows left out"].startswith("3 (")
+    capsys.readouterr()
+    plan = make_plan(words, DryRunOptions())
+    assert plan.lengths.rows == 9 and plan.lengths.longest[0] == counted(processor, SHORT) and not plan.refusing
+    assert dry_run([*words, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "drop leaves out 3 of 12 rows" in said and "9 rows make" in said and "It fits" in said
+
+
+def test_a_resume_sees_the_same_rows(data: Path) -> None:
+    def of(left_out: list[str], policy: str = "drop") -> dict[str, str]:
+        script = parse([*CPU, "--output_dir", "nowhere", "--adora_overlong_prompts", policy])[0]
+        return fingerprint(script, data=[data], model="m", revision="r", processes=1, left_out=left_out)
+
+    assert of([]) == of([], "error"), "where nothing is left out, the key changes no run"
+    assert differences(of(["a", "b"]), of(["a", "b"])) == []
+    for other in ([], ["a"], ["a", "c"]):
+        (changed,) = differences(of(["a", "b"]), of(other))
+        assert changed.startswith("rows left out: 2 (")
+
+
+def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path) -> None:
+    """Also where a run goes on in its second epoch."""
+    sets = [write(tmp_path / "large", [SHORT, LONG] * 20), write(tmp_path / "small", [LONG, LONG, SHORT, SHORT])]
+    words = ["--dataset_name", *map(str, sets), "--adora_mixture", "0.6", "0.4", "--output_dir", "nowhere"]
+    script = parse([*CPU, *words])[0]
+
+    def short(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
+        return [number for number, text in enumerate(texts) if text == SHORT]
+
+    def order(epochs: range) -> list[str]:
+        rows = load_rows(script, [str(folder) for folder in sets], 3, short)
+        return ids_of_epochs(rows, epochs)
+
+    whole = order(range(2))
+    assert whole[len(whole) // 2 :] == order(range(1, 2))
+    assert {name for name in whole if name.startswith("small")} == {"small/train/2", "small/train/3"}
+    assert {int(name.rsplit("/", 1)[1]) % 2 for name in whole if name.startswith("large")} == {0}
+    assert sum(name.startswith("small") for name in whole) / len(whole) == pytest.approx(0.4, abs=0.1)
+    with pytest.raises(UserError, match=r"^adora_mixture: small has a share, but adora_overlong_prompts: drop leaves"):
+        load_rows(script, [str(folder) for folder in sets], 3, lambda rows, texts: range(40))
+
+
+def test_nothing_left_is_an_error(data: Path, tmp_path: Path, capsys: Any, subtests: pytest.Subtests) -> None:
+    for command in ((), ("--dry-run",)):
+        with subtests.test(f"{command}"):
+            words = words_of(
+                data, tmp_path / "out", "--vllm_max_model_length", "50", "--adora_overlong_prompts", "drop"
+            )
+            assert main([*words, *command]) == 2
+            said = capsys.readouterr().err.splitlines()[-1]
+            assert said.startswith(
+                "error: adora_overlong_prompts: drop leaves nothing to use: vllm_max_model_length: 50 is too"
+            )
+            assert "12 of 12 prompts" in said and "leave such rows out" not in said
+
+
+def test_without_vllm_the_models_positions_count(tmp_path: Path, no_weights: None, capsys: Any) -> None:
+    folder = write(tmp_path / "mine", [SHORT, SHORT, LONG * 20])
+    words = [*CPU, *BATCH, "--use_vllm", "false", "--dataset_name", str(folder), "--output_dir", str(tmp_path / "out")]
+    assert main([*words, "--vllm_max_model_length", "50"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(
+        "error: the model's max_position_embeddings: 2048 is too short for 1 of 3 prompts: row mine/"
+    )
+    assert main([*words, "--dry-run"]) == 1
+
+
+def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
+    overlong = OverlongPrompts(
+        ContextLimit(limit, 10, f"vllm_max_model_length: {limit}", "set it to", None),
+        lambda text, images: len(text) + images, Limits(1, 100, 1), policy, speaks=True,
+    )  # fmt: skip
+    return fitting_evaluations(EvaluationPlan([Task(BENCHMARK, list(problems))], 1, True), overlong).tasks[0].problems
+
+
+def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
+    def images() -> list[Any]:
+        raise AssertionError("an image was decoded")
+
+    small = Problem({"pid": "a"}, "x" * 20, 1, images, lambda: [(3, 3)])
+    large = Problem({"pid": "b"}, "x" * 20, 1, images, lambda: [(10, 10)])
+    with pytest.raises(
+        UserError, match=r"for 1 of 2 prompts of the evaluation geometry3k: row b has 120 tokens, 100 of"
+    ):
+        evaluated(110, "error", small, large)
+    assert evaluated(110, "drop", small, large) == [small]
+    assert "drop leaves out 1 of 2 rows of the evaluation geometry3k" in capsys.readouterr().out
+    decoded = Problem({"pid": "c"}, "x" * 20, 1, lambda: [drawing(0, 30).resize((10, 10))])
+    broken = Problem({"pid": "d"}, "x" * 20, 1, lambda: [][0])
+    assert evaluated(110, "drop", decoded, broken) == [broken], "the evaluation counts one that cannot be read"
+
+
+def test_a_benchmark_knows_the_sizes_of_its_images(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    data = {
+        "geometry3k": write_geometry3k(tmp_path / "a", 3),
+        "mathvista": write_mathvista(tmp_path / "b", mathvista_rows(3)),
+        "mmstar": write_mmstar(tmp_path / "c", mmstar_rows(3)),
+    }
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("an image was decoded")
+
+    for name, folder in data.items():
+        with subtests.test(name), pytest.MonkeyPatch.context() as patched:
+            benchmark = import_module(f"eval.{name}").BENCHMARK
+            words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
+            problems, _ = benchmark.load(parse_evaluation(words, benchmark))
+            expected = [[image.size for image in problem.images()] for problem in problems]
+            assert len(problems) == 3 and all(len(sizes) == 1 for sizes in expected)
+            patched.setattr("PIL.ImageFile.ImageFile.load", refuse)
+            assert [problem.sizes() for problem in problems] == expected
+
+
+def test_a_run_refuses_an_evaluation_that_would_stop_it(
+    data: Path, tmp_path: Path, capsys: Any, processor: Any
+) -> None:
+    short = write(tmp_path / "short", [SHORT] * 4)
+    limit = str(counted(processor, LONG))
+    words = [*words_of(short, tmp_path / "out", "--vllm_max_model_length", limit), "--eval_strategy", "steps"]
+    words += ["--eval_steps", "1", "--adora_eval", f"geometry3k={data}"]
+    for command, code in (((), 2), (("--dry-run",), 1)):
+        assert main([*words, *command]) == code
+        printed = capsys.readouterr()
+        expected = f"vllm_max_model_length: {limit} is too short for 1 of 3 prompts of the evaluation geometry3k: row "
+        assert expected + "mine/test/1 has" in (printed.out if command else printed.err)
+    words += ["--adora_overlong_prompts", "drop"]
+    run = prepare(words, to_train=False)
+    assert run.evaluations is not None
+    assert [problem.pid for problem in run.evaluations.tasks[0].problems] == ["mine/test/0", "mine/test/2"]
+    assert run.left_out == [] and len(run.dataset) == 4
+    assert main([*words, "--dry-run"]) == 0
+    assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
+    write(tmp_path / "all", [LONG], split="test")
+    for command in ((), ("--dry-run",)):
+        assert main([*words, "--adora_eval", f"geometry3k={tmp_path / 'all'}", *command]) == 2
+        assert "drop leaves nothing to use: vllm_max_model_length: " in capsys.readouterr().err.splitlines()[-1]

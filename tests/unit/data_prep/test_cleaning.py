@@ -1,0 +1,365 @@
+"""Rows are cleaned, kept aside with reason and bytes where they are broken, and stand in one split alone."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Features, List
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from adora_vl.data.dataset import read_manifest, stored_rows
+from adora_vl.data.images import MAX_DECODED_PIXELS, clean_image
+from data_prep.leakage import LeakIndex, difference_hash, fingerprint
+from data_prep.quarantine import Quarantine
+from tests.unit.data_prep.data_prep_support import (
+    HUB_FEATURES,
+    Damage,
+    drawing,
+    encoded,
+    files,
+    prepare,
+    problem_folder,
+    quarantined,
+    write_table,
+)
+
+
+def _bomb() -> bytes:
+    """A PNG of 120,000 x 120,000 pixels in a few hundred bytes, as its header says."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", 120_000, 120_000, 8, 2, 0, 0, 0)
+    body = zlib.compress(bytes(10_000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :]
+
+
+def _animated(form: str) -> bytes:
+    frames = [drawing(1), drawing(2)]
+    return encoded(frames[0], form, save_all=True, append_images=frames[1:])
+
+
+def _lost(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+def _written(name: str, content: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+PNG, JPEG = encoded(drawing(3)), encoded(drawing(3), "JPEG")
+# name -> (changed keys of data.json, or its image, or damage to the folder; the reason)
+PICTURES: dict[str, tuple[bytes, str]] = {
+    "empty picture": (b"\0", "image_undecodable"),
+    "text as a picture": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_undecodable"),
+    "PNG cut in half": (PNG[: len(PNG) // 2], "image_truncated"),
+    "PNG without its end": (PNG[:-12], "image_truncated"),
+    "JPEG cut in half": (JPEG[: len(JPEG) // 2], "image_truncated"),
+    "BMP cut": (encoded(drawing(3), "BMP")[:-100], "image_truncated"),
+    "PNG with a flipped byte": (_flipped(PNG), "image_undecodable"),
+    "animated GIF": (_animated("GIF"), "image_animated"),
+    "animated PNG": (_animated("PNG"), "image_animated"),
+    "animated WebP": (_animated("WEBP"), "image_animated"),
+    "decompression bomb": (_bomb(), "image_too_large"),
+    "one pixel": (encoded(Image.new("RGB", (1, 1))), "image_degenerate"),
+    "three rows of pixels": (encoded(drawing(3).crop((0, 50, 100, 53))), "image_degenerate"),
+    "all white": (encoded(Image.new("RGB", (50, 50), "white")), "image_degenerate"),
+    "all transparent": (encoded(Image.new("RGBA", (50, 50), (9, 200, 3, 0))), "image_degenerate"),
+    "over 200 times as wide as high": (encoded(Image.linear_gradient("L").resize((900, 4))), "image_shape"),
+}
+TEXTS: dict[str, tuple[dict[str, Any], str]] = {
+    "blank text": ({"problem_text": " \n"}, "no_text"),
+    "no text": ({"problem_text": None}, "field_type"),
+    "text that is a number": ({"problem_text": 12}, "field_type"),
+    "half a surrogate pair": ({"problem_text": "Find \ud835."}, "field_type"),
+    "letter without its choice": ({"answer": "E"}, "letter_without_choice"),
+    "small letter": ({"answer": "b"}, "letter_without_choice"),
+    "no answer": ({"answer": ""}, "letter_without_choice"),
+    "answer that is a number": ({"answer": 2}, "field_type"),
+    "no choices": ({"choices": None}, "field_type"),
+    "empty choices": ({"choices": []}, "no_choices"),
+    "choice of another type": ({"choices": ["5", 7]}, "field_type"),
+    "blank choice": ({"choices": ["5", " "]}, "letter_without_choice"),
+    "an open list as a gold": ({"choices": ["5", "2, 4, ..."]}, "gold"),
+    "empty box as a gold": ({"choices": ["5", "{}"]}, "gold"),
+    "gold that divides by zero": ({"choices": ["5", "\\frac{1}{0}"]}, "gold"),
+    "huge gold": ({"choices": ["5", "9" * 600]}, "gold"),
+    "gold with hidden characters": ({"choices": ["5", "1\u202e2"]}, "gold"),
+}
+FOLDERS: dict[str, tuple[Damage, str]] = {
+    "no picture": (_lost("img_diagram.png"), "file_missing"),
+    "no data.json": (_lost("data.json"), "file_missing"),
+    "data.json cut": (_written("data.json", b'{"problem_text": "Find'), "not_json"),
+    "data.json of another kind": (_written("data.json", b"[1, 2]"), "not_json"),
+    "data.json that is no UTF-8": (_written("data.json", b'{"problem_text": "\xff"}'), "not_json"),
+    "data.json nested without end": (_written("data.json", b"[" * 200_000), "not_json"),
+}
+KINDS = [*PICTURES, *TEXTS, *FOLDERS]
+WORDS = {  # of some: the value and the remedy
+    "letter without its choice": "the answer 'E' is not the letter of one of its 2 choices; write one of A, B in",
+    "answer that is a number": "'answer' is 2; make it a text in",
+    "no choices": "'choices' is missing; make it a list of texts in",
+    "blank choice": "choice B, the right one, is ' '",
+    "an open list as a gold": "the gold answer '2, 4, ...' cannot be met by any answer",
+    "no picture": "img_diagram.png cannot be read",
+    "PNG cut in half": "is not usable (Truncated File Read)",
+}
+
+
+def _broken(root: Path, kind: str, number: int) -> tuple[Path, str]:
+    """A folder that is broken in this way, and the reason that it has to be given."""
+    if kind in PICTURES:
+        content, reason = PICTURES[kind]
+        return problem_folder(root, number=number, image=content), reason
+    if kind in TEXTS:
+        changed, reason = TEXTS[kind]
+        return problem_folder(root, number=number, **changed), reason
+    damage, reason = FOLDERS[kind]
+    folder = problem_folder(root, number=number)
+    damage(folder)
+    return folder, reason
+
+
+@pytest.fixture(scope="module")
+def everything_broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Path], dict[str, str]]:
+    """Raw folders of all kinds and two good rows, and what was prepared of them."""
+    root = tmp_path_factory.mktemp("broken")
+    folders, reasons = {}, {}
+    for number, kind in enumerate(KINDS):
+        folders[kind], reasons[kind] = _broken(root / "raw", kind, number)
+    for number in (500, 501):
+        problem_folder(root / "raw", number=number)
+    assert prepare("intergps", root / "raw", root / "out", "--allow-quarantined", "1") == 0
+    return root / "raw", root / "out", folders, reasons
+
+
+def test_a_broken_row_is_kept_aside_with_reason_and_bytes(everything_broken: Any, subtests: pytest.Subtests) -> None:
+    for kind in KINDS:
+        with subtests.test(kind):
+            _, output, folders, reasons = everything_broken
+            row_id = f"geometry3k/train/{folders[kind].name}"
+            (line,) = [line for line in quarantined(output) if line["id"] == row_id]
+            assert line["reason"] == reasons[kind] and WORDS.get(kind, "") in line["detail"], line["detail"]
+            assert (
+                line["detail"].startswith(f"{row_id}: ")
+                and "; " in line["detail"]
+                and "object at 0x" not in line["detail"]
+            )
+            kept = {(output / name).read_bytes() for name in line["files"]}
+            assert kept == {path.read_bytes() for path in folders[kind].iterdir()} or kind == "no data.json"
+
+
+def test_good_rows_survive_among_broken_ones_and_everything_is_counted(everything_broken: Any) -> None:
+    _, output, _, reasons = everything_broken
+    assert [row["id"] for row in stored_rows(output, "train")] == ["geometry3k/train/500", "geometry3k/train/501"]
+    manifest = read_manifest(output)
+    assert manifest is not None and manifest["counts"] == {"train": 2}
+    assert manifest["quarantined"]["rows"] == len(KINDS) == len(quarantined(output)) >= 25
+    assert sum(manifest["quarantined"]["reasons"].values()) == len(KINDS)
+    assert set(manifest["quarantined"]["reasons"]) == set(reasons.values())
+    assert set(manifest["files"]) | {"manifest.json"} == set(files(output))
+
+
+def test_broken_rows_give_the_same_bytes_again_and_with_workers(everything_broken: Any, tmp_path: Path) -> None:
+    raw, output, _, _ = everything_broken
+    assert prepare("intergps", raw, tmp_path / "again", "--allow-quarantined", "1", "--workers", "4") == 0
+    assert files(tmp_path / "again") == files(output)
+
+
+def test_too_many_broken_rows_are_an_error_that_says_where_to_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(50):
+        problem_folder(tmp_path / "raw", number=number)
+    (tmp_path / "raw" / "train" / "3" / "img_diagram.png").write_bytes(b"x")
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0, "2 % are allowed"
+    before = files(tmp_path / "out")
+    assert len(quarantined(tmp_path / "out")) == 1
+    for number in (3, 4):
+        (tmp_path / "raw" / "train" / str(number) / "img_diagram.png").write_bytes(b"x")
+    (tmp_path / "raw" / "train" / "5" / "data.json").write_text("{")
+    capsys.readouterr()
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: input: 3 of 50 rows (6.0%) cannot be used") and error.count("\n") == 2
+    assert "'image_undecodable' (2)" in error and "--allow-quarantined 0.06" in error
+    assert files(tmp_path / "out") == before, "the old output has to stay"
+    report = tmp_path / "out.quarantine"
+    assert str(report / "quarantine.jsonl") in error and len(quarantined(report)) == 3
+    assert all((report / name).is_file() for line in quarantined(report) for name in line["files"])
+
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.06") == 0
+    assert not report.exists(), "the report of the earlier try is out of date"
+    assert len(quarantined(tmp_path / "out")) == 3 and len(list(stored_rows(tmp_path / "out", "train"))) == 47
+    assert "quarantined: 3 rows" in capsys.readouterr().out
+
+
+def test_a_foreign_folder_at_the_place_of_the_report_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem_folder(tmp_path / "raw", answer="Z")
+    (tmp_path / "out.quarantine").mkdir()
+    (tmp_path / "out.quarantine" / "thesis.tex").write_text("years of work")
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 2
+    assert "out.quarantine" in capsys.readouterr().err
+    assert files(tmp_path / "out.quarantine") == {"thesis.tex": b"years of work"}
+
+
+def test_rows_with_the_same_id_are_told_apart(tmp_path: Path) -> None:
+    problem_folder(tmp_path / "raw", number=7)
+    (tmp_path / "raw" / "train" / "07").mkdir()
+    for path in (tmp_path / "raw" / "train" / "7").iterdir():
+        (tmp_path / "raw" / "train" / "07" / path.name).write_bytes(path.read_bytes())
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "1") == 0
+    assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["duplicate_id"]
+
+
+def test_broken_rows_of_a_table(tmp_path: Path) -> None:
+    good = {"images": [{"bytes": PNG, "path": None}], "problem": "<image>Find x.", "answer": "5"}
+    features = Features({**HUB_FEATURES, "images": List(ImageFeature(decode=False))})
+    broken: dict[str, dict[str, Any]] = {
+        "field_type": {"answer": None},
+        "gold": {"answer": "2, 4, ..."},
+        "no_image": {"images": []},
+        "path_outside": {"images": [{"bytes": None, "path": "/etc/hostname"}]},
+        "image_truncated": {"images": [{"bytes": PNG[:300], "path": None}]},
+        "placeholder": {"problem": "<image> or <image>?"},
+        "no_text": {"problem": " "},
+    }
+    write_table(tmp_path / "table", [good, *({**good, **changed} for changed in broken.values())], features=features)
+    assert prepare("parquet", tmp_path / "table", tmp_path / "out", "--allow-quarantined", "1") == 0
+    lines = quarantined(tmp_path / "out")
+    assert [line["reason"] for line in lines] == list(broken)
+    assert [line["id"] for line in lines] == [f"geometry3k/train/{number}" for number in range(1, len(broken) + 1)]
+    assert all("row " in line["detail"] and line["record"]["problem"] for line in lines if line["reason"] != "no_text")
+
+
+def test_no_input_reaches_a_path(tmp_path: Path) -> None:
+    """An id such as ../../x is text, and the name of a kept file comes from its content."""
+    from data_prep.problem import RowError
+
+    tmp_path.joinpath("in").mkdir()
+    quarantine = Quarantine(tmp_path / "in")
+    quarantine.add("train", RowError("../../evil", "gold", "wrong", "remedy", originals=[b"../../x", PNG]))
+    assert {path.name for path in tmp_path.rglob("*")} >= {"in", "quarantine", "quarantine.jsonl"}
+    assert len(list(tmp_path.iterdir())) == 1
+    (line,) = [json.loads(text) for text in (tmp_path / "in" / "quarantine.jsonl").read_text().splitlines()]
+    assert [name.rsplit(".")[-1] for name in line["files"]] == ["bin", "png"]
+
+
+def _ids(output: Path, split: str) -> list[str]:
+    return [row["id"].removeprefix("geometry3k/") for row in stored_rows(output, split)]
+
+
+@pytest.fixture
+def leaky(tmp_path: Path) -> Path:
+    raw = tmp_path / "raw"
+    figure = drawing(1, 300)
+    problem_folder(raw, "test", 900, encoded(figure), problem_text="Find m \\widehat A B .")
+    problem_folder(raw, "val", 800, encoded(drawing(2)))
+    problem_folder(raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B")  # the very pixels
+    problem_folder(raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60))  # seen again by a camera
+    problem_folder(raw, "train", 3, encoded(figure), problem_text="Find the radius.")  # another question
+    problem_folder(raw, "train", 4, encoded(figure.resize((190, 190))), answer="A")  # the same figure, another number
+    problem_folder(raw, "train", 5, encoded(drawing(3)))  # another figure
+    problem_folder(raw, "train", 6, encoded(drawing(3)))  # twice in one split is no leak
+    return raw
+
+
+def test_leaks_are_dropped_from_train_and_reported(
+    leaky: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare("intergps", leaky, tmp_path / "out") == 0
+    assert _ids(tmp_path / "out", "train") == ["train/3", "train/4", "train/5", "train/6"]
+    assert _ids(tmp_path / "out", "test") == ["test/900"] and _ids(tmp_path / "out", "validation") == ["validation/800"]
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    also = {"also": "geometry3k/test/900"}
+    assert manifest["leaks"] == {
+        "found": 2,
+        "dropped": 2,
+        "rows": [
+            {"id": "geometry3k/train/1", **also, "by": "exact"},
+            {"id": "geometry3k/train/2", **also, "by": "near"},
+        ],
+    }
+    assert "leaks: 2 rows" in capsys.readouterr().out
+    lines = quarantined(tmp_path / "out")
+    assert [(line["id"][-1], line["reason"]) for line in lines] == [("1", "leak"), ("2", "leak")]
+    assert encoded(drawing(1, 300)) in {(tmp_path / "out" / name).read_bytes() for name in lines[0]["files"]}
+
+
+def test_leaks_that_are_kept_are_reported_all_the_same(leaky: Path, tmp_path: Path) -> None:
+    """By --keep-leaks, or between two held-out splits."""
+    problem_folder(tmp_path / "held", "val", 1, encoded(drawing(1)))
+    problem_folder(tmp_path / "held", "test", 2, encoded(drawing(1)))
+    for raw, options, found in ((leaky, ("--keep-leaks",), 2), (tmp_path / "held", (), 1)):
+        assert prepare("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
+        manifest = read_manifest(tmp_path / "out")
+        assert manifest is not None and (manifest["leaks"]["found"], manifest["leaks"]["dropped"]) == (found, 0)
+        assert manifest["quarantined"]["rows"] == 0 and sum(manifest["counts"].values()) == (8 if options else 2)
+
+
+def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
+    """One of the two golds is wrong: no reason to train on the test question."""
+    problem_folder(tmp_path / "raw", "test", 1, encoded(drawing(1)))
+    problem_folder(tmp_path / "raw", "train", 2, encoded(drawing(1)), answer="A")
+    problem_folder(tmp_path / "raw", "train", 3)
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0
+    assert _ids(tmp_path / "out", "train") == ["train/3"]
+
+
+def _distance(one: Image.Image, other: Image.Image) -> int:
+    return (difference_hash(one) ^ difference_hash(other)).bit_count()
+
+
+def test_copies_of_the_real_diagrams_are_near_and_others_far(geometry3k_raw: Path) -> None:
+    real = [clean_image(path.read_bytes()) for path in sorted(geometry3k_raw.glob("train/*/img_diagram.png"))]
+    index = LeakIndex()
+    for number, image in enumerate(real):
+        index.add("test", str(number), fingerprint("Find x.", "5", [image]))
+    for number, image in enumerate(real):
+        half = (image.width // 2, image.height // 2)
+        margin = Image.new("RGB", (image.width + 40, image.height + 10), "white")
+        margin.paste(image, (30, 5))
+        for copy in (image.resize(half), image.convert("P", palette=Image.Palette.ADAPTIVE, colors=16), margin):
+            assert index.find("train", fingerprint("find x", "5", [copy])) == (str(number), "near")
+    distances = [_distance(a, b) for n, a in enumerate(real) for b in real[:n]]
+    assert min(distances) > 50
+
+
+def test_one_image_is_not_two() -> None:
+    index = LeakIndex()
+    index.add("test", "a", fingerprint("Find x.", "5", [drawing(1), drawing(2)]))
+    assert index.find("train", fingerprint("Find x.", "5", [drawing(1)])) is None
+    assert index.find("test", fingerprint("Find x.", "5", [drawing(1), drawing(2)])) is None
+
+
+def test_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one below Pillow's own limit of 179 million pixels."""
+    from adora_vl.data.images import UnreadableImageError, clean_image
+
+    def decoded(image: Any) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decoded)
+    side = int(MAX_DECODED_PIXELS**0.5) + 10
+    large = bytearray(_bomb())
+    large[16:24] = struct.pack(">II", side, side)
+    large[29:33] = struct.pack(">I", zlib.crc32(bytes(large[12:29])))
+    for content in (_bomb(), bytes(large)):
+        with pytest.raises(UnreadableImageError) as caught:
+            clean_image(content)
+        assert caught.value.kind == "image_too_large"

@@ -1,0 +1,429 @@
+"""`python -m data_prep convert`: equal problems from every format; bad input ends in quarantine or in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adora_vl.data.dataset import read_manifest, stored_rows
+from adora_vl.data.prompts import conversation_with_images, conversations
+from adora_vl.data.rows import problem_with_row
+from data_prep.cli import main
+from data_prep.columns import Columns
+from data_prep.pipeline import Cleaned, clean_one
+from data_prep.problem import PixelLimits, RowError
+from data_prep.records import Context, FileRoot, PictureError, picture_bytes, read_record
+from data_prep.tables import HeldOutShare
+from tests.conftest import Case
+from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused, stored_image
+from tests.unit.data_prep.own_data_support import (
+    COLUMNS,
+    EXPECTED,
+    FORMATS,
+    PICTURES,
+    convert,
+    found,
+    jsonl,
+    table,
+    with_images,
+)
+
+
+def test_every_format_gives_the_same_problems(case: Case) -> None:
+    for form in FORMATS:
+        with case(form) as folder:
+            source = FORMATS[form](folder / "in")
+            assert convert(source, folder / "out") == 0
+            assert found(folder / "out") == EXPECTED
+            rows = list(stored_rows(folder / "out", "train"))
+            assert [stored_image(row).tobytes() for row in rows] == [drawing(n, 60).tobytes() for n in (0, 1, 3)]
+            assert all(problem_with_row(row) is None for row in rows)
+            manifest = read_manifest(folder / "out")
+            assert manifest is not None and manifest["counts"] == {"train": 3} and manifest["source"].startswith("own/")
+            assert manifest["arguments"]["columns"]["problem"] == "question"
+
+
+def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dropped(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    rows = with_images([f"../pics/{n}.png" for n in range(4)])
+    for name, part in (
+        ("train-0", rows),
+        ("train-1", [{**rows[0], "key": None, "question": "New?"}]),
+        ("test", rows[:1]),
+    ):
+        jsonl(folder / "tables", part).rename(folder / "tables" / f"{name}.jsonl")
+    (folder / "tables" / "pics").rename(folder / "pics")
+    (folder / "tables").rename(folder / "data")
+    assert convert(folder, tmp_path / "out", "--name", "mine") == 0
+    assert found(tmp_path / "out", "test").keys() == {"mine/test/a"}
+    assert found(tmp_path / "out").keys() == {"mine/train/b", "mine/train/c", "mine/train/3"}
+    assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["leak"]
+
+
+def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
+    for share in [0.1, 0.2, 0.33, 0.5]:
+        with subtests.test(f"{share}"):
+            held = [index for index in range(1000) if index in HeldOutShare(share, seed=3)]
+            assert len(held) == pytest.approx(1000 * share, abs=1)
+            assert max(after - before for before, after in pairwise(held)) <= 2 / share
+            assert held != [index for index in range(1000) if index in HeldOutShare(share, seed=4)]
+
+
+def test_train_and_test_share_out_every_row_once(tmp_path: Path) -> None:
+    rows = [{"q": f"What is {n}?", "a": n} for n in range(20)]
+    source = jsonl(tmp_path / "in", rows)
+    assert convert(source, tmp_path / "out", "--test-share", "0.25", columns=("problem=q", "answer=a")) == 0
+    golds = {split: [row["answer"] for row in stored_rows(tmp_path / "out", split)] for split in ("train", "test")}
+    assert len(golds["test"]) == 5 and sorted(map(int, golds["train"] + golds["test"])) == list(range(20))
+
+
+def test_texts_numbers_and_options_are_golds(case: Case) -> None:
+    cases = [
+        ("(B)", ["red", "blue"], "blue"),
+        ("blue", ["red", "blue"], "blue"),
+        (7, [5, 7.0], "7"),
+        ("B", ["Rome, Italy", "Oslo, Norway"], "Oslo,Norway"),
+        ("B", ["1, 2, ...", "2, 4, ..."], "B"),  # an open list is no gold, so the letter is
+        ("B", ["P", "D", "Q", "R"], "B"),  # D would be read as a letter, that of R
+        ("C", ["P", "Q", r"\text{O}"], "C"),
+        ("12", [], "12"),  # no choices
+        (3.0, None, "3"),
+        (-0.25, None, "-0.25"),
+        (10**30, None, str(10**30)),
+        ("Paris", None, "Paris"),
+    ]
+    for answer, choices, gold in cases:
+        with case(f"{answer} {choices!r:.80} {gold}") as folder:
+            source = jsonl(folder / "in", [{"q": "What?", "a": answer, "c": choices}])
+            assert convert(source, folder / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
+            (row,) = stored_rows(folder / "out", "train")
+            assert row["answer"] == gold
+
+
+def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
+    rows = [
+        {"q": "1?", "a": "B", "A": "x y", "B": "z", "C": None, "i1": "pics/0.png", "i2": "pics/1.png"},
+        {"q": "2?", "a": "A", "A": "u", "B": "v", "C": "w", "i1": "pics/2.png", "i2": None},
+    ]
+    source = jsonl(tmp_path / "in", rows)
+    assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=A,B,C", "images=i1,i2")) == 0
+    kept = list(stored_rows(tmp_path / "out", "train"))
+    assert [(row["choices"], len(row["images"])) for row in kept] == [(["x y", "z"], 2), (["u", "v", "w"], 1)]
+
+
+def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
+    user = conversation_with_images("Add <image> to <image>.", 2)[-1]["content"]
+    text, image = (lambda words: {"type": "text", "text": words}), {"type": "image"}
+    assert user == [text("Add "), image, text(" to "), image, text(".")]
+    assert conversation_with_images("Add.", 2)[-1]["content"] == [image, image, text("Add.")]
+    plain, placed = conversations(["a", "b"], [1, 0], "s"), conversations(["a", "<image>b"], [1, 1], "s")
+    assert [messages[-1]["content"] for messages in plain] == ["a", "b"]  # as it was before
+    assert [messages[-1]["content"] for messages in placed] == [[image, text("a")], [image, text("b")]]
+    sound = {"id": "1", "answer": "1", "images": [b"p"], "problem": "See <image>?", "choices": None}
+    assert problem_with_row(sound) is None and "2 <image> with 1 image" in str(
+        problem_with_row({**sound, "problem": "<image><image>"})
+    )
+
+
+def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in")
+    assert convert(source, tmp_path / "out") == 0
+    first = json.dumps(found(tmp_path / "out"))
+    jsonl(tmp_path / "in", with_images([f"pics/{n}.png" for n in range(4)])[:2])
+    assert convert(source, tmp_path / "out") == 0
+    assert len(found(tmp_path / "out")) == 2 and json.dumps(found(tmp_path / "out")) != first
+    assert convert(source, tmp_path / "out", columns=COLUMNS[:3]) == 2  # another data set: only with --overwrite
+
+
+def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None:
+    import base64
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    long = encoded(drawing(7, 400))
+    assert len(base64.b64encode(long)) > 1024
+    rows = [{"q": "?a", "a": "1", "i": [PICTURES[0], PICTURES[1]]}, {"q": "?b", "a": "2", "i": [long]}]
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "b.parquet")
+    columns = ("problem=q", "answer=a", "images=i")
+    assert convert(tmp_path / "in" / "b.parquet", tmp_path / "out", columns=columns) == 0
+    source = jsonl(tmp_path / "in", [{"q": "?", "a": "1", "i": base64.b64encode(long).decode()}])
+    assert convert(source, tmp_path / "out2", columns=columns) == 0
+    assert [len(row["images"]) for row in stored_rows(tmp_path / "out", "train")] == [2, 1]
+
+
+def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path) -> None:
+    assert convert(jsonl(tmp_path / "in"), tmp_path / "all") == 0
+    rows = list(stored_rows(tmp_path / "all", "train"))
+    responses = [rf"\boxed{{{row['answer']}}}" if row["hint"] else r"\boxed{0}" for row in rows]
+    lines = [
+        {"pid": row["id"], "question": row["problem"], "answer": row["answer"], "choices": row["choices"],
+         "metadata": {}, "response": response}
+        for row, response in zip(rows, responses, strict=True)
+    ]  # fmt: skip
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--predictions", str(tmp_path / "answers.jsonl"), "--keep", "0.5:1"]
+    assert main(["filter", "--input", str(tmp_path / "all"), "--output", str(tmp_path / "some"), *words]) == 0
+    assert found(tmp_path / "some") == {name: row for name, row in EXPECTED.items() if row[3]}
+
+
+SHORT = ("problem=q", "answer=a", "images=i", "id=k", "choices=c")
+GOOD = {"k": "good", "q": "Find x.", "a": "5", "i": "good.png", "c": None}
+NAN = float("nan")
+
+
+def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
+    """The rows as a file, beside them a good picture, a broken one, and a link out of the folder."""
+    (folder / "in").mkdir(parents=True, exist_ok=True)
+    (folder / "outside.png").write_bytes(PICTURES[0])
+    (folder / "in" / "good.png").write_bytes(PICTURES[1])
+    (folder / "in" / "other.png").write_bytes(PICTURES[2])
+    (folder / "in" / "broken.png").write_bytes(PICTURES[1][:-20])
+    for name, target in (("link.png", folder / "outside.png"), ("loop.png", folder / "in" / "loop.png")):
+        if not (folder / "in" / name).is_symlink():
+            (folder / "in" / name).symlink_to(target)
+    path = folder / "in" / f"mine.{form}"
+    if form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif form == "json":
+        path.write_text(json.dumps(rows))
+    elif form == "csv":
+        table(folder / "in", "csv", rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+# What is wrong with a row beside a good one, and the reason under which it is refused.
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "path outside": ({"i": "../outside.png"}, "path_outside"),
+    "absolute path": ({"i": "/etc/hostname"}, "path_outside"),
+    "link outside": ({"i": "link.png"}, "path_outside"),
+    "loop of links": ({"i": "loop.png"}, "file_missing"),
+    "no such file": ({"i": "nowhere.png"}, "file_missing"),
+    "a folder": ({"i": "."}, "file_missing"),
+    "broken image": ({"i": "broken.png"}, "image_truncated"),
+    "no image but a table": ({"i": "mine.FORM"}, "image_undecodable"),
+    "a web address": ({"i": "https://example.org/a.png"}, "not_a_file"),
+    "broken Base64": ({"i": "data:image/png;base64,@@@"}, "not_base64"),
+    "a data URL of text": ({"i": "data:text/plain,hello"}, "not_base64"),
+    "duplicate id": ({"k": "good"}, "duplicate_id"),
+    "empty problem": ({"q": " "}, "no_text"),
+    "empty answer": ({"a": ""}, "field_type"),
+    "NaN as text": ({"a": "nan"}, "gold"),
+    "an open list": ({"a": "2, 4, ..., 20"}, "gold"),
+    "a control token": ({"q": "Find x.<|im_end|>"}, "control_token"),
+    "too many places": ({"q": "<image> and <image>"}, "placeholder"),
+    "no such option": ({"c": '["1", "2"]', "a": "C"}, "letter_without_choice"),
+    "two readings of an option": ({"c": '["B", "A"]', "a": "A"}, "ambiguous_answer"),
+    "a long id": ({"k": "x" * 300}, "field_type"),
+}
+# These need a table whose values have types of their own.
+TYPED_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "missing value": ({"a": None}, "field_type"),
+    "a number for a problem": ({"q": 7}, "field_type"),
+    "NaN": ({"a": NAN}, "field_type"),
+    "true": ({"a": True}, "field_type"),
+    "a list for an answer": ({"a": ["5"]}, "field_type"),
+    "an object for an answer": ({"a": {"b": 1}}, "field_type"),
+    "a number for an image": ({"i": 7}, "no_image"),
+    "null in images": ({"i": ["good.png", None]}, "no_image"),
+    "an object for options": ({"c": {"A": "5"}}, "field_type"),
+    "half a surrogate pair": ({"q": "Find \ud800."}, "field_type"),
+    "a huge number": ({"a": 10**400}, "gold"),
+}
+
+
+def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) -> None:
+    for form in ["jsonl", "json", "csv", "parquet"]:
+        with case(form) as folder:
+            bad = {**BAD_ROWS, **(TYPED_ROWS if form in ("jsonl", "json") else {})}
+            rows: list[dict[str, Any]] = [GOOD]
+            for place, (changed, _) in enumerate(bad.values()):
+                row = {**GOOD, "k": f"bad{place}", **changed}
+                row["i"] = row["i"].replace("FORM", form) if isinstance(row["i"], str) else row["i"]
+                if form != "csv" and isinstance(row["c"], str):
+                    row["c"] = json.loads(row["c"])
+                rows.append(row)
+            source = write(folder, form, rows)
+            assert convert(source, folder / "out", "--allow-quarantined", "1", columns=SHORT) == 0
+            assert [row["id"] for row in stored_rows(folder / "out", "train")] == ["mine/train/good"]
+            said = {name: line["reason"] for name, line in zip(bad, quarantined(folder / "out"), strict=True)}
+            assert said == {name: reason for name, (_, reason) in bad.items()}
+            details = [line["detail"] for line in quarantined(folder / "out")]
+            assert all("\n" not in line and len(line) < 600 and "; " in line for line in details)
+
+
+def test_too_many_bad_rows_are_an_error_that_names_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path, "jsonl", [GOOD, {**GOOD, "k": "b", "i": "../outside.png"}])
+    error = refused(convert(source, tmp_path / "out", columns=SHORT), tmp_path / "out", capsys)
+    assert "1 of 2 rows" in error and "leads out of the input's folder" in error and "--allow-quarantined" in error
+    assert not any((tmp_path / "out.quarantine").rglob("*.png")), "a picture from outside was copied"
+
+
+def _made_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda path: path.write_bytes(b""), "no rows|cannot be read|is not JSON"),
+    "blank": (lambda path: path.write_bytes(b"\n\n"), "no rows|cannot be read|no column"),
+    "random": (lambda path: path.write_bytes(os.urandom(5000)), "."),
+    "not UTF-8": (lambda path: path.write_bytes(b'[{"q": "\xff\xfe"}]'), "."),
+    "deep": (lambda path: path.write_bytes(b"[" * 100_000), "."),
+    "a folder": (_made_a_folder, "has no table"),
+}
+
+
+def test_a_file_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    for form in ["jsonl", "json", "csv", "parquet"]:
+        with case(form) as folder:
+            for name, (damage, message) in BAD_FILES.items():
+                source = write(folder / name.replace(" ", "_"), form, [GOOD])
+                damage(source)
+                error = refused(convert(source, folder / "out", columns=SHORT), folder / "out", capsys)
+                assert any(part in error for part in message.split("|")) or message == ".", (name, error)
+                assert len(error) < 2000
+
+
+def test_a_column_that_is_not_there_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    for form in ["jsonl", "json", "csv", "parquet"]:
+        with case(form) as folder:
+            source = write(folder, form, [{"quesiton": "Find x.", "a": "5"}])
+            error = refused(
+                convert(source, folder / "out", columns=("problem=question", "answer=a")), folder / "out", capsys
+            )
+            assert "has no column 'question'; did you mean 'quesiton'?" in error and "quesiton, a" in error
+
+
+def test_very_many_columns_are_read_past(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    for form in ["jsonl", "csv"]:
+        with case(form) as folder:
+            row = {**{f"c{column}": 0 for column in range(200_000)}, "q": "Find x.", "a": "5"}
+            source = folder / f"mine.{form}"
+            if form == "jsonl":
+                source.write_text(json.dumps(row) + "\n")
+            else:
+                source.write_text(",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n")
+            assert convert(source, folder / "out", columns=("problem=q", "answer=a")) == 0
+            capsys.readouterr()
+            error = refused(convert(source, folder / "no", columns=("problem=q", "answer=b")), folder / "no", capsys)
+            assert "(200002 columns)" in error and len(error) < 1000
+
+
+def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) -> None:
+    source = tmp_path / "mine.csv"
+    source.write_text('q,a\nFind x.,5\nFind y, or z.,6\n"Find y, or z.",7\nFind w.\n')
+    options = ("--allow-quarantined", "1")
+    assert convert(source, tmp_path / "out", *options, columns=("problem=q", "answer=a")) == 0
+    assert [row["answer"] for row in stored_rows(tmp_path / "out", "train")] == ["5", "7"]
+    assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["not_a_row"] * 2
+
+
+def test_a_folder_whose_tables_are_not_clear_is_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    for files, message in [
+        ([], "has no table"),
+        (["a.csv", "b.csv"], "has 2 tables"),
+        (["train.csv", "train.jsonl"], "are both the split 'train'"),
+    ]:
+        with case(f"{files!r:.80}") as folder:
+            (folder / "in").mkdir()
+            for name in files:
+                (folder / "in" / name).write_text("q,a\nx,1\n")
+            assert message in refused(convert(folder / "in", folder / "out", columns=SHORT[:2]), folder / "out", capsys)
+            for place in (folder / "none", folder / "in.txt"):
+                (folder / "in.txt").write_text("x")
+                refused(convert(place, folder / "out", columns=SHORT[:2]), folder / "out", capsys)
+
+
+def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret.csv").write_text("q,a\nx,1\n")
+    (tmp_path / "in" / "train.csv").symlink_to(tmp_path / "secret.csv")
+    error = refused(convert(tmp_path / "in", tmp_path / "out", columns=SHORT[:2]), tmp_path / "out", capsys)
+    assert "leads out of" in error
+
+
+UNHURRIED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # a busy machine is no failure
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.binary(max_size=20)
+    | st.text(max_size=20)
+    | st.sampled_from(["good.png", "../outside.png", "A", "<image>", "[1]", "\ud800", "9" * 5000]),
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=5), inside, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(max_examples=150, suppress_health_check=UNHURRIED)
+@given(record=st.fixed_dictionaries({}, optional=dict.fromkeys("qaikcx", anything)), texts_only=st.booleans())
+def test_whatever_a_record_holds_it_is_sound_or_refused(
+    record: dict[str, Any], texts_only: bool, tmp_path: Path
+) -> None:
+    if not (tmp_path / "in").exists():
+        write(tmp_path, "jsonl", [GOOD])
+    columns = Columns("q", "a", ("i",), ("c",), "k", (("own", "x"),))
+    place = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
+    context = Context("mine", "train", "mine.jsonl", columns, place, texts_only)
+    outcome = clean_one(lambda: read_record({**GOOD, **record}, "line 1", 0, context), PixelLimits())
+    assert isinstance(outcome, Cleaned | RowError)
+    if isinstance(outcome, RowError):
+        assert outcome.kind and len(str(outcome)) < 2000
+        json.dumps(outcome.record)
+    else:
+        assert outcome.row.keys() == columns.features.keys()
+
+
+@settings(max_examples=150, suppress_health_check=UNHURRIED)
+@given(parts=st.lists(st.sampled_from(["..", ".", "in", "a", "link.png", "good.png", "", "~", "/", "etc"]), max_size=6))
+def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> None:
+    if not (tmp_path / "in").exists():
+        write(tmp_path, "jsonl", [GOOD])
+        (tmp_path / "in" / "a").symlink_to(tmp_path)
+    inside = (tmp_path / "in").resolve()
+    try:
+        content = picture_bytes("/".join(parts), FileRoot(inside, inside))
+    except PictureError:
+        return
+    assert content == encoded(drawing(1, 60)), "another file than the one inside was read"
+
+
+def test_columns_and_options_that_do_not_fit_are_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    cases: list[tuple[list[str], list[str], str]] = [
+        (["problem=q"], [], "answer is missing"),
+        (["problm=q", "answer=a"], [], "problem is missing; did you mean 'problm'?"),
+        (["problem=q", "answer"], [], "'answer' is not NAME=COLUMN"),
+        (["problem=q", "answer="], [], "is not the name of a column"),
+        (["problem=q", "answer=a", "answer=b"], [], "answer is given twice"),
+        (["problem=q,r", "answer=a"], [], "names 2 columns"),
+        (["problem=q", "answer=a", "prompt=q"], [], "'prompt' cannot be the name of a column of your own"),
+        (["problem=q", "answer=a", "a b=q"], [], "cannot be the name of a column of your own"),
+        (["problem=q", "answer=a", "source=q"], [], "cannot be the name of a column of your own"),
+        ([*SHORT], ["--preset", "geometry3k"], "columns: give --columns, such as problem=question"),
+        ([*SHORT], ["--revision", "v1"], "revision: 'v1' is for a hub id"),
+        ([*SHORT], ["--subset", "all"], "subset: 'all' is for a hub id"),
+        ([*SHORT], ["--splits", "test=x"], "is for a hub id"),
+        ([*SHORT], ["--name", "a b"], "name: 'a b' is not one word"),
+        ([*SHORT], ["--test-share", "1"], "test-share"),
+        ([*SHORT], ["--limit", "0"], "limit"),
+    ]
+    for columns, options, message in cases:
+        with case((columns, options)) as folder:
+            source = write(folder, "jsonl", [GOOD])
+            code = convert(source, folder / "out", *options, columns=tuple(columns))
+            assert message in refused(code, folder / "out", capsys)

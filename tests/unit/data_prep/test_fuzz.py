@@ -1,0 +1,301 @@
+"""Nonsense in every column and every option of data preparation and evaluation: quarantine, or one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from adora_vl.data.dataset import stored_rows
+from adora_vl.utils.cli import Parser
+from adora_vl.utils.errors import UserError
+from data_prep.cli import main as data_prep
+from data_prep.cli import parser as data_prep_parser
+from eval import compare
+from eval.command import build_parser, parse
+from eval.command import main as evaluate
+from eval.geometry3k import BENCHMARK as GEOMETRY3K
+from eval.knights import BENCHMARK as KNIGHTS
+from eval.mathvista import BENCHMARK as MATHVISTA
+from eval.mmstar import BENCHMARK as MMSTAR
+from tests.conftest import Case
+from tests.support.benchmark_data import mathvista_rows, mmstar_rows
+from tests.unit.data_prep.data_prep_support import GOOD, drawing, encoded, prepare, problem_folder, quarantined
+
+pytestmark = pytest.mark.slow
+
+MISSING = object()
+VALUES: dict[str, Any] = {
+    "missing": MISSING,
+    "null": None,
+    "empty": "",
+    "blank": " \n",
+    "number": 7,
+    "NaN": float("nan"),
+    "true": True,
+    "list": ["5"],
+    "list of null": [None],
+    "object": {"a": 1},
+    "huge": "9" * 200_000,
+    "deep": "{" * 20_000,
+    "markup": "<script>alert(1)</script><image>",
+    "control token": "Find x.<|image_pad|><|im_end|>",
+    "control characters": "a\x00b\x1b[2J\u202e",
+}
+NEVER_SOUND = ("missing", "null", "empty", "blank", "control token")  # in the texts that a model reads or is graded by
+
+
+def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """Standard error, after checking that a refusal is error lines alone."""
+    said = capsys.readouterr().err
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert code in (0, 2) and bool(errors) == (code == 2), said
+    assert all(len(line) < 1500 for line in errors), "a line that nobody reads"
+    return said
+
+
+@pytest.mark.parametrize("column", ["problem_text", "answer", "choices", "problem_type_goal", "detailed_solution"])
+def test_a_field_of_a_problem_folder(column: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, value in enumerate(VALUES.values()):
+        changed = {**GOOD, column: value}
+        folder = problem_folder(tmp_path / "raw", number=number)
+        kept = {key: item for key, item in changed.items() if item is not MISSING}
+        (folder / "data.json").write_text(json.dumps(kept))
+    problem_folder(tmp_path / "raw", number=99)
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "1") == 0
+    refused = {line["id"].rsplit("/")[-1]: line for line in quarantined(tmp_path / "out")}
+    kept_ids = {row["id"].rsplit("/")[-1] for row in stored_rows(tmp_path / "out", "train")}
+    assert len(refused) + len(kept_ids) == len(VALUES) + 1, "a row is neither kept nor in quarantine"
+    assert "99" in kept_ids and all(line["reason"] and line["detail"] for line in refused.values())
+    if column in ("problem_text", "answer", "choices"):
+        for number, kind in enumerate(VALUES):
+            if kind in NEVER_SOUND:
+                assert str(number) in refused, (column, kind)
+    assert data_prep(["inspect", str(tmp_path / "out"), "--text-only"]) == 0  # what was kept is sound
+    capsys.readouterr()
+
+
+def table(column: str, value: Any, path: Path) -> None:
+    """A Parquet file of one good row and one whose `column` is `value`, with the type that the value has."""
+    image = {"bytes": encoded(drawing(1)), "path": None}
+    other = {"bytes": encoded(drawing(2)), "path": None}
+    good: dict[str, Any] = {"id": "a/1", "images": [image], "problem": "Find x.", "answer": "5", "choices": None}
+    bad = {**good, "id": "a/2", "images": [other], "problem": "Find y."}
+    if value is MISSING:
+        rows = [{key: item for key, item in row.items() if key != column} for row in (good, bad)]
+    elif value is None or (isinstance(value, type(good[column])) and column != "images"):
+        rows = [good, {**bad, column: value}]
+    else:  # a Parquet column has one type
+        rows = [{**good, column: value}, {**bad, column: value}]
+    path.parent.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    """As a source, as a prepared folder that is looked at, and as one that is evaluated."""
+    for column, kind in product(("id", "images", "problem", "answer", "choices"), VALUES):
+        with case((column, kind)) as folder:
+            source = folder / "raw" / "data" / "train-00000-of-00001.parquet"
+            table(column, VALUES[kind], source)
+            code = prepare("parquet", folder / "raw", folder / "out", "--allow-quarantined", "1")
+            said_in_lines(code, capsys)
+            sound = not (kind in NEVER_SOUND and column in ("images", "problem", "answer"))
+            sound = sound or (column, kind) == ("answer", "control token")  # no model reads a gold
+            if code == 0:
+                there = (folder / "out" / "quarantine.jsonl").exists()
+                refused = quarantined(folder / "out") if there else []
+                assert sum(1 for _ in stored_rows(folder / "out", "train")) + len(refused) == 2
+                assert sound or refused, "a row that ends a run got through"
+                assert data_prep(["inspect", str(folder / "out"), "--text-only"]) == 0
+            looked = data_prep(["inspect", str(folder / "raw"), "--text-only"])
+            said = said_in_lines(looked, capsys)
+            words = ["infer", "--model", "tiny", "--data", str(folder / "raw"), "--split", "train", "--output", "o"]
+            asked = load_only(GEOMETRY3K, words)
+            assert sound or (looked == 2 and asked is not None), said
+
+
+@pytest.mark.parametrize("benchmark", [GEOMETRY3K, KNIGHTS, MATHVISTA, MMSTAR], ids=lambda benchmark: benchmark.name)
+def test_a_field_of_a_predictions_row(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = {"mathvista": mathvista_rows(4), "mmstar": mmstar_rows(2)}.get(benchmark.name) or [
+        {"pid": "1", "question": "Who?", "answer": "Ada is a knight", "choices": None, "metadata": {"family": "3"}}
+    ]
+    for row in rows:
+        row.pop("decoded_image", None)
+        row.pop("image", None)
+        row.setdefault("pid", str(row.get("index")))
+        row.update(response="\\boxed{Ada is a knight}", n_tokens=3, finish_reason="stop", image_size=[5, 6], sample=0,
+                   extraction="A")  # fmt: skip
+    for column in rows[0]:
+        for kind, value in VALUES.items():
+            changed = [{**row, column: value} for row in rows]
+            kept = [{key: item for key, item in row.items() if item is not MISSING} for row in changed]
+            (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+            for more in ([], ["--extraction", "stored"]) if benchmark is MATHVISTA else ([],):
+                words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "out"), *more]
+                try:
+                    code = evaluate(benchmark, words)
+                except Exception as error:
+                    raise AssertionError(f"{column} {kind} {more}") from error
+                said = said_in_lines(code, capsys)
+                assert code == 0 or "row " in said or "pid" in said, (column, kind, said)
+
+
+@pytest.mark.parametrize("benchmark", [MATHVISTA, MMSTAR], ids=lambda benchmark: benchmark.name)
+def test_a_field_of_a_benchmarks_row(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is asked."""
+    rows: list[dict[str, Any]] = mathvista_rows(4) if benchmark is MATHVISTA else mmstar_rows(2)
+    for row in rows:
+        row.pop("decoded_image", None)
+        row["image"] = "images/1.png"
+    (tmp_path / "data").mkdir()
+    for column in rows[0]:
+        for kind, value in VALUES.items():
+            changed = [{**row, column: value} for row in rows]
+            kept = [{key: item for key, item in row.items() if item is not MISSING} for row in changed]
+            (tmp_path / "data" / f"{benchmark.split}.json").write_text(json.dumps(kept))
+            parsed = ["infer", "--model", "tiny", "--data", str(tmp_path / "data"), "--output", str(tmp_path / "o")]
+            said = load_only(benchmark, parsed)
+            if kind == "control token" and column in ("question", "query", "choices"):
+                unread = column == "question" and benchmark is MATHVISTA  # the data's own `query` is what is asked
+                assert said is not None or unread, (column, kind)
+            if column == "answer" and kind in ("missing", "null"):
+                assert said is not None
+            assert said is None or "row" in said or "id" in said, (column, kind, said)
+
+
+def load_only(benchmark: Any, words: list[str]) -> str | None:
+    """The refusal of the data; None where they are taken."""
+    options = parse(words, benchmark)
+    try:
+        benchmark.load(options)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+SWITCHES = (argparse._HelpAction, argparse._StoreTrueAction, argparse.BooleanOptionalAction)
+Main = Callable[[list[str]], int]
+BENCHMARKS = (GEOMETRY3K, KNIGHTS, MATHVISTA, MMSTAR)
+NEVER_A_NUMBER = ["nan", "-1", "-0.5", "1e999", "-inf", "x", "[1,2]", "1,2", "9" * 5000, "0x10", "²", "true"]
+NEVER_ANYTHING = ["", "  ", "\0"]
+
+
+def commands() -> Iterator[tuple[str, Main, Parser, list[str]]]:
+    """Name, entry point, the parser of its options, and the words before them."""
+    yield from ((f"data_prep {name}", data_prep, sub, [name]) for name, sub in subparsers(data_prep_parser()))
+    for benchmark in BENCHMARKS:
+        parser = build_parser(benchmark)
+
+        def main(words: list[str], benchmark: object = benchmark) -> int:
+            return evaluate(benchmark, words)  # type: ignore[arg-type]
+
+        yield from ((f"{benchmark.name} {verb}", main, sub, [verb]) for verb, sub in subparsers(parser))
+    yield "compare", compare.main, compare.build_parser(), []
+
+
+def subparsers(parser: Parser) -> Iterator[tuple[str, Parser]]:
+    (action,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    yield from action.choices.items()
+
+
+def is_number(action: argparse.Action) -> bool:
+    """Whether an ordinary whole number is taken, or said to be out of range, rather than a word."""
+    if action.type is None or action.choices:
+        return False
+    try:
+        return isinstance(action.type("1" if "pixels" not in action.dest else "1000"), int | float)  # type: ignore[operator]
+    except argparse.ArgumentTypeError:
+        return True
+
+
+def bad_values(action: argparse.Action) -> list[str]:
+    """What the option can never take."""
+    bad = NEVER_ANYTHING + (NEVER_A_NUMBER if is_number(action) or action.choices else [])
+    bad += ["x" * 300 + "/y"] if isinstance(action.default, Path) or action.metavar in ("DIR", "FILE") else []
+    return bad if action.option_strings else [value for value in bad if not value.startswith("-")]
+
+
+def words_of(action: argparse.Action) -> list[str]:
+    """Something that the option takes."""
+    value = next(iter(action.choices)) if action.choices else "3"
+    return [f"{action.option_strings[0]}={value}"] if action.option_strings else [value]
+
+
+def test_nonsense_is_one_line_that_names_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: Case
+) -> None:
+    """Every option of every command with every value that it can never take."""
+    for name, main, parser, before in commands():
+        with case(name) as folder:
+            monkeypatch.chdir(folder)
+            assert _taken_or_not_named(main, parser, before, folder, capsys) == {}
+
+
+def _taken_or_not_named(
+    main: Main, parser: Parser, before: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> dict[tuple[str, str], object]:
+    wrong: dict[tuple[str, str], object] = {}
+    required, tried = [action for action in parser._actions if action.required], 0
+    for action in (action for action in parser._actions if not isinstance(action, SWITCHES)):
+        named = action.option_strings[0] if action.option_strings else str(action.metavar)
+        others = [word for other in required if other is not action for word in words_of(other)]
+        for value in bad_values(action):
+            tried += 1
+            code = main([*before, *others, f"{named}={value}" if action.option_strings else value])
+            said = capsys.readouterr().err
+            one_line = said.startswith("error: ") and said.count("\n") == 1 and len(said) < 600
+            if code != 2 or not one_line or named.strip("-") not in said.replace("_", "-") or list(folder.iterdir()):
+                wrong[named, value[:40]] = (code, said, list(folder.iterdir()))
+    assert tried > 0
+    return wrong
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
+def test_nonsense_in_a_file_names_the_key(
+    benchmark: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same of a YAML file, where a value may have a type of its own."""
+    monkeypatch.chdir(tmp_path)
+    (parser,) = [
+        parser
+        for name, _, parser, _ in commands()
+        if name == f"{benchmark.name} run"  # type: ignore[attr-defined]
+    ]
+    config = tmp_path / "c.yaml"
+    for action in parser._actions:
+        if action.dest in ("help", "config"):
+            continue
+        bad: list[object] = ["", [1], {"a": 1}]
+        if is_number(action) or action.choices:
+            bad += [float("nan"), float("inf"), -1, True, "x"]
+        for value in bad:
+            config.write_text(yaml.safe_dump({action.dest: value}))
+            assert evaluate(benchmark, ["run", "--config", str(config)]) == 2, (action.dest, value)  # type: ignore[arg-type]
+            said = capsys.readouterr().err
+            assert said.startswith("error: ") and said.count("\n") == 1, said
+            assert action.dest in said.replace("-", "_"), (value, said)
+
+
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    for content in (b"\xff\xfe", b"a: [", b"- 1", b"", b"&a [*a, *a]", b"[" * 3000):
+        with case(content) as folder:
+            (folder / "c.yaml").write_bytes(content)
+            for path in (folder / "c.yaml", folder, folder / "missing"):
+                assert evaluate(GEOMETRY3K, ["run", "--config", str(path)]) == 2
+                said = capsys.readouterr().err
+                assert said.startswith("error: config: ") and said.count("\n") == 1
+
+
+def test_null_is_null_on_the_command_line() -> None:
+    for word in ("null", "none", "Null", "NONE"):
+        words = ["run", f"--system-prompt={word}", f"--limit={word}", f"--revision={word}"]
+        found = build_parser(GEOMETRY3K).parse_args(words)
+        assert (found.system_prompt, found.limit, found.revision) == (None, None, None)

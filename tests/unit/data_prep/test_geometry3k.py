@@ -1,0 +1,295 @@
+"""Geometry3K from its authors' folders and zip files, and from tables: rows as promised, mistakes named."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, Features, Value
+from PIL import Image
+
+from adora_vl.data.dataset import load_split, read_manifest, schema, stored_rows
+from data_prep.cli import main
+from data_prep.geometry3k import InterGPS, readable
+from tests.conftest import Case
+from tests.unit.data_prep.data_prep_support import (
+    HUB_FEATURES,
+    drawing,
+    encoded,
+    only_row,
+    picture,
+    prepare,
+    problem_folder,
+    quarantined,
+    refused,
+    stored_image,
+    write_table,
+)
+
+
+def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed: Any) -> Path:
+    """One problem whose picture is half transparent."""
+    return problem_folder(root, split, number, encoded(picture()), **changed)
+
+
+def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
+    assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
+    dataset = load_split(tmp_path / "out", "train")
+    assert dataset.features == schema()
+    assert dataset["id"] == [f"geometry3k/train/{number}" for number in range(11, 17)]
+    assert dataset["answer"] == ["80", "13", "9", "48", "5\\sqrt{3}", "10"]
+    assert dataset["answer_raw"] == ["D", "B", "A", "B", "C", "B"]
+    assert dataset[0]["problem"] == "In \\odot X, A B = 30, C D = 30, and m \\widehat{C Z} = 40. Find m \\widehat{A B}."
+    assert dataset[4]["choices"] == ["5", "5 \\sqrt { 2 }", "5 \\sqrt { 3 }", "10"]
+    assert dataset[5]["meta"]["goal"] == "Length" and dataset[5]["meta"]["shapes"] == ["Line", "Triangle"]
+    for row in dataset:
+        image = row["images"][0]
+        assert image.mode == "RGB"
+        assert image.getextrema() != ((0, 0),) * 3, f"{row['id']} is black on black"
+        assert max(image.getpixel((0, image.height - 1))) > 200, f"{row['id']} has no white corner"
+
+
+def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
+    _problem_folder(tmp_path / "raw", "val", 2101)
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0
+    row = only_row(tmp_path / "out", "validation")
+    assert row["id"] == "geometry3k/validation/2101" and row["split"] == "validation"
+    assert (row["answer"], row["answer_raw"], row["choices"]) == ("5\\sqrt{3}", "B", ["5", "5 \\sqrt { 3 }"])
+    assert row["meta"]["shapes"] == ["Circle", "Triangle"]
+    _problem_folder(tmp_path / "points", choices=["C", "D"])  # `D` would be read as the letter of a choice
+    assert prepare("intergps", tmp_path / "points", tmp_path / "out2") == 0
+    assert only_row(tmp_path / "out2")["answer"] == "B"
+    assert stored_image(row).getpixel((2, 2)) == (0, 0, 0) and stored_image(row).getpixel((28, 2)) == (255, 255, 255)
+
+
+def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for number in (10, 9, 100):
+        _problem_folder(tmp_path / "raw", number=number)
+    (tmp_path / "raw" / "train" / ".DS_Store").touch()
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--limit", "2") == 0
+    assert [row["id"][-2:] for row in stored_rows(tmp_path / "out", "train")] == ["/9", "10"]
+
+
+def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> None:
+    folder = _problem_folder(tmp_path / "raw")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
+    drawing(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000") == 0
+    assert stored_image(only_row(tmp_path / "out")).size == (84, 196)  # what the model's processor would choose
+
+
+def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
+    cases = [
+        ("Find m \\widehat A B.", "Find m \\widehat{A B}."),
+        ("m \\widehat A B C = 40", "m \\widehat{A B C} = 40"),
+        ("\\overline A B \\perp \\overline CD", "\\overline{A B} \\perp \\overline{C D}"),
+        ("If \\overline A B Find x", "If \\overline{A B} Find x"),
+        ("\\widehat { A B } and \\angle A B C, A B = 3", "\\widehat{A B} and \\angle A B C, A B = 3"),
+        ("\\overline A' B' \\cong \\overrightarrow C_1 D_1", "\\overline{A' B'} \\cong \\overrightarrow{C_1 D_1}"),
+        ("m \\arc A B = 2 m \\widehat B C D", "m \\widehat{A B} = 2 m \\widehat{B C D}"),
+        ("\\overline A B C D is a segment of A B", "\\overline{A B} C D is a segment of A B"),
+        ("\\parallelogram A B C D", "parallelogram A B C D"),
+        ("x = 5 \\sqrt { 3 } , y = \\frac { 1 } { 2 } .", "x = 5 \\sqrt{3}, y = \\frac{1}{2}."),
+        ("m \\angle 1 = 30 ^ { \\circ } and x ^ { 2 }", "m \\angle 1 = 30^\\circ and x^{2}"),
+        ("  Find\u00a0 x\n. ", "Find x."),
+        ("Find $m\\widehat{A B}$ if $\\triangle A B C \\sim \\triangle D E F$.",) * 2,
+        ("In \\odot X, find A B to the nearest tenth.",) * 2,
+    ]
+    for text, expected in cases:
+        with subtests.test(f"{text!r:.80}"):
+            assert readable(text) == expected
+
+
+def _hub_rows() -> list[dict[str, Any]]:
+    two = {"images": [picture((8, 8)), picture()], "problem": "<image> <image>\nFind $m \\angle 1$.", "answer": "1,000"}
+    return [{"images": [picture()], "problem": "<image>Find x.", "answer": "\\frac { 39 } { 4 }"}, two]
+
+
+def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
+    write_table(tmp_path / "table" / "data", _hub_rows())
+    write_table(tmp_path / "table" / "data", [{**_hub_rows()[0], "problem": "Find y."}], "validation")
+    assert prepare("parquet", tmp_path / "table", tmp_path / "out") == 0
+    first, second = stored_rows(tmp_path / "out", "train")
+    assert (first["id"], second["id"]) == ("geometry3k/train/0", "geometry3k/train/1")
+    assert (first["problem"], second["problem"]) == ("Find x.", "Find $m \\angle 1$.")
+    assert (first["answer"], first["answer_raw"]) == ("\\frac{39}{4}", "\\frac { 39 } { 4 }")
+    assert (second["answer"], len(second["images"]), second["choices"]) == ("1000", 2, None)
+    assert stored_image(first).mode == "RGB" and stored_image(first).getpixel((28, 2)) == (255, 255, 255)
+    assert only_row(tmp_path / "out", "validation")["split"] == "validation"
+    assert not list(Path(f"{tmp_path}-cache").glob("**/*.arrow")), "a second copy of the data stays in the cache"
+
+
+def test_a_table_that_is_not_in_the_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, output = tmp_path / "table", tmp_path / "out"
+    assert "there is no file or folder" in refused(prepare("parquet", table, output), output, capsys)
+    table.mkdir()
+    (table / "train.parquet").write_text("not Parquet")
+    assert "cannot be read" in refused(prepare("parquet", table, output), output, capsys)
+    Dataset.from_list([{"image": "x", "problem": "p", "answer": "1"}]).to_parquet(table / "train.parquet")
+    error = refused(prepare("parquet", table, output), output, capsys)
+    assert "has no column 'images'; did you mean 'image'?" in error
+    Dataset.from_list([{"images": ["x"], "problem": "p", "answer": "1"}]).to_parquet(table / "train.parquet")
+    assert "where there is no file" in refused(prepare("parquet", table, output), output, capsys)
+    (table / "train.parquet").unlink()
+    (table / "mine.csv").write_text("images,problem,answer\nx,p,1\n")
+    assert "is no Parquet but csv" in refused(prepare("parquet", table, output), output, capsys)
+
+
+def test_the_preset_of_convert_gives_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_table(tmp_path / "table" / "data", _hub_rows())
+    assert prepare("parquet", tmp_path / "table", tmp_path / "one", "--family", "qwen3_vl", "--max-pixels", "2048") == 0
+    words = ["convert", "--preset", "geometry3k", "--input", str(tmp_path / "table"), "--output", str(tmp_path / "two")]
+    assert main([*words, "--family", "qwen3_vl", "--max-pixels", "2048"]) == 0
+    assert list(stored_rows(tmp_path / "one", "train")) == list(stored_rows(tmp_path / "two", "train"))
+    assert main([*words, "--columns", "problem=problem", "answer=answer"]) == 2
+    assert main(["convert", "--columns", "problem=p", "answer=a", "--output", str(tmp_path / "three")]) == 2
+    assert "input: missing" in capsys.readouterr().err and not (tmp_path / "three").exists()
+
+
+def test_the_authors_zip_files(tmp_path: Path) -> None:
+    """With the split's folder inside or without; the same rows as from the folders; damaged members are rows."""
+    for number in range(60):
+        problem_folder(tmp_path / "raw", number=number)
+    problem_folder(tmp_path / "raw", "val", 100)
+    (tmp_path / "zips").mkdir()
+    with zipfile.ZipFile(tmp_path / "zips" / "train.zip", "w") as archive:
+        for path in sorted((tmp_path / "raw" / "train").rglob("*.*")):
+            archive.write(path, path.relative_to(tmp_path / "raw"))
+        archive.writestr("__MACOSX/train/3/._data.json", b"junk")
+        archive.writestr("train/readme.txt", b"junk")
+    with zipfile.ZipFile(tmp_path / "zips" / "val.zip", "w") as archive:
+        for path in (tmp_path / "raw" / "val").rglob("*.*"):
+            archive.write(path, path.relative_to(tmp_path / "raw" / "val"))
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "folders") == 0
+    assert prepare("intergps", tmp_path / "zips", tmp_path / "zipped", "--workers", "2") == 0
+    for split in ("train", "validation"):
+        assert list(stored_rows(tmp_path / "folders", split)) == list(stored_rows(tmp_path / "zipped", split))
+
+    damaged = bytearray((tmp_path / "zips" / "train.zip").read_bytes())
+    with zipfile.ZipFile(tmp_path / "zips" / "train.zip") as archive:
+        place = archive.getinfo("train/5/img_diagram.png").header_offset
+    damaged[place + 200] ^= 0xFF
+    (tmp_path / "train.zip").write_bytes(damaged)
+    assert prepare("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
+    (line,) = quarantined(tmp_path / "out")
+    assert (line["id"], line["reason"]) == ("geometry3k/train/5", "file_missing") and "CRC" in line["detail"]
+
+
+def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) -> None:
+    for diagram, name in (("plain", "img_diagram.png"), ("point", "img_diagram_point.png")):
+        assert prepare("intergps", geometry3k_raw, tmp_path / diagram, "--diagram", diagram) == 0
+        for row, folder in zip(
+            stored_rows(tmp_path / diagram, "train"), sorted(geometry3k_raw.glob("train/*")), strict=True
+        ):
+            assert stored_image(row).size == Image.open(folder / name).size
+    assert [row["images"] for row in stored_rows(tmp_path / "plain", "train")] != [
+        row["images"] for row in stored_rows(tmp_path / "point", "train")
+    ]
+
+
+def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> None:
+    for number in range(30):
+        problem_folder(tmp_path / "raw", number=number)
+    taken = {}
+    for name, options in {"first": (), "a": ("--seed", "1"), "again": ("--seed", "1"), "b": ("--seed", "2")}.items():
+        assert prepare("intergps", tmp_path / "raw", tmp_path / name, "--limit", "5", *options) == 0
+        taken[name] = [int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / name, "train")]
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "all") == 0
+    assert prepare("parquet", tmp_path / "all", tmp_path / "table", "--limit", "5", "--seed", "1") == 0
+    sample = [int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / "table", "train")]
+    assert sample == taken["a"], "of a table as of folders"
+    assert taken["first"] == [0, 1, 2, 3, 4] and taken["a"] == taken["again"] == sorted(taken["a"])
+    assert len({tuple(numbers) for numbers in taken.values()}) == 3 and len(set(taken["a"])) == 5
+
+
+def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    cases = [
+        (("--seed", "3"), "seed: 3 has nothing to choose without --limit"),
+        (("--max-pixels", "100"), "--max-pixels: '100' is not a whole number from 784 to"),
+        (("--min-pixels", "9000", "--max-pixels", "800"), "min_pixels: 9000 is over max_pixels, 800"),
+        (("--revision", "main"), "revision: 'main' is for --source hub alone"),
+    ]
+    for options, expected in cases:
+        with case(f"{options!r:.80}") as folder:
+            problem_folder(folder / "raw")
+            code = prepare("intergps", folder / "raw", folder / "out", *options)
+            assert expected in refused(code, folder / "out", capsys)
+
+
+def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
+    """So a prepared folder keeps both when it is prepared again."""
+    problem_folder(tmp_path / "raw", number=12)
+    assert prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
+    assert prepare("parquet", tmp_path / "first", tmp_path / "second") == 0
+    first, second = only_row(tmp_path / "first"), only_row(tmp_path / "second")
+    for name in ("id", "choices", "problem", "answer", "images"):
+        assert first[name] == second[name]
+    features = Features({**HUB_FEATURES, "choices": [Value("string")]})
+    row = {"images": [drawing(1)], "problem": "Find x.", "answer": "B", "choices": ["1", "2 \\sqrt { 2 }"]}
+    write_table(tmp_path / "table", [row], features=features)
+    assert prepare("parquet", tmp_path / "table", tmp_path / "third") == 0
+    third = only_row(tmp_path / "third")
+    assert third["answer"] == "2\\sqrt{2}"
+
+
+def test_the_real_data_set_has_the_rows_that_it_is_known_for(case: Case) -> None:
+    """Set GEOMETRY3K_PARQUET or GEOMETRY3K_INTERGPS to the folder of the downloaded data."""
+    for source in ["parquet", "intergps"]:
+        with case(source) as folder:
+            name = f"GEOMETRY3K_{source.upper()}"
+            if name not in os.environ:
+                pytest.skip(f"the whole Geometry3K is not here: {name} does not name its folder")
+            assert prepare(source, os.environ[name], folder / "out", "--keep-leaks") == 0
+            manifest = read_manifest(folder / "out")
+            assert manifest is not None
+            broken: dict[str, int] = dict.fromkeys(("train", "validation", "test"), 0)
+            for line in quarantined(folder / "out") if manifest["quarantined"]["rows"] else []:
+                broken[line["split"]] += 1
+            read = {split: manifest["counts"][split] + broken[split] for split in broken}
+            assert read == {"train": 2101, "validation": 300, "test": 601}
+
+
+def _zip(path: Path, folders: list[str], tmp_path: Path) -> None:
+    problem = problem_folder(tmp_path / "one", number=len(list((tmp_path / "one" / "train").glob("*"))) + 1)
+    with zipfile.ZipFile(path, "w") as archive:
+        for folder in folders:
+            for file in problem.iterdir():
+                archive.write(file, f"{folder}/{file.name}")
+
+
+def test_the_splits_of_a_zip_are_those_of_its_folders(case: Case) -> None:
+    for name, above, whole in product(
+        ["geometry3k.zip", "train.zip", "val.zip", "anything at all.zip"],
+        ["", "geometry3k/", "data/geometry3k/"],
+        [True, False],
+    ):
+        with case(f"{name} {above!r:.80} {whole}") as folder:
+            root = folder / "raw"
+            root.mkdir()
+            _zip(root / name, [f"{above}train/1", f"{above}train/2", f"{above}val/3", f"{above}test/4"], folder)
+            opened = InterGPS(root if whole else root / name)
+            assert opened.sizes == {"train": 2, "validation": 1, "test": 1}
+
+
+def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _zip(tmp_path / "val.zip", ["5"], tmp_path)
+    assert InterGPS(tmp_path / "val.zip").sizes == {"validation": 1}
+    _zip(tmp_path / "some.zip", ["5"], tmp_path)
+    code = prepare("intergps", tmp_path / "some.zip", tmp_path / "out")
+    assert "are in no folder train, val, test" in refused(code, tmp_path / "out", capsys)
+    (tmp_path / "train.zip").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / "raw" / "train").mkdir(parents=True)
+    for name, words in {
+        "missing.zip": "there is no file or folder",
+        "train.zip": "is not a readable zip file",
+        "raw": "has no problem folder",
+    }.items():
+        code = prepare("intergps", tmp_path / name, tmp_path / "out")
+        assert words in refused(code, tmp_path / "out", capsys)

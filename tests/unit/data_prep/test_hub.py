@@ -1,0 +1,206 @@
+"""The hub: a small server on loopback that speaks its protocol, and the real client against it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from datasets import Dataset, Features, IterableDatasetDict, List, Value, disable_progress_bars, load_dataset
+from datasets import Image as ImageFeature
+from PIL import Image
+
+from adora_vl.data.dataset import read_manifest, stored_rows
+from tests.unit.data_prep.data_prep_support import prepare, refused
+from tests.unit.data_prep.own_data_support import EXPECTED, convert, found, parquet_hub
+
+REPOSITORY = Path(__file__).parents[3]
+OLD, NEW = "1" * 40, "2" * 40  # commits
+DATASET = "someone/geometry3k"
+
+
+@contextmanager
+def _hub(commits: dict[str, dict[str, bytes]], asked: list[str]) -> Iterator[str]:
+    """The address of a hub whose one dataset has these commits, the last one being `main`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _answer(self, status: int, body: bytes, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            path = urlsplit(self.path).path
+            asked.append(path)
+            api, files = f"/api/datasets/{DATASET}/", f"/datasets/{DATASET}/resolve/"
+            if path.startswith(api):
+                _, revision = path.removeprefix(api).split("/", 1)
+                commit = {"main": list(commits)[-1]}.get(revision, revision)
+                if commit in commits:
+                    return self._api(path, commit)
+            if path.startswith(files):
+                commit, name = path.removeprefix(files).split("/", 1)
+                if name in commits.get(commit, {}):
+                    body = commits[commit][name]
+                    etag = f'"{hashlib.sha256(body).hexdigest()}"'
+                    return self._answer(200, body, ETag=etag, X_Repo_Commit=commit)
+            return self._answer(404, b"{}", X_Error_Code="RevisionNotFound")
+
+        do_HEAD = do_GET
+
+        def _api(self, path: str, commit: str) -> None:
+            files = commits[commit]
+            reply: Any = {"id": DATASET, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+            if "/tree/" in path:
+                reply = [{"type": "file", "path": n, "size": len(b), "oid": "0" * 40} for n, b in files.items()]
+            self._answer(200, json.dumps(reply).encode(), Content_Type="application/json")
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _table(tmp_path: Path, problem: str) -> bytes:
+    features = Features({"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")})
+    picture = Image.linear_gradient("L").resize((40, 30))
+    disable_progress_bars()
+    path = tmp_path / "table.parquet"
+    rows = [{"images": [picture], "problem": f"<image>{problem}", "answer": "2 \\sqrt { 221 }"}]
+    Dataset.from_list(rows, features=features).to_parquet(path)
+    return path.read_bytes()
+
+
+_COMMANDS = """
+import json, sys
+from data_prep.cli import main
+for line in sys.stdin:
+    print(main(json.loads(line)), flush=True)
+"""
+
+
+class _Client:
+    """A process that knows this hub as the hub, and runs one command after the other: starting it takes seconds."""
+
+    def __init__(self, endpoint: str, tmp_path: Path) -> None:
+        self._tmp_path = tmp_path
+        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _COMMANDS],
+            cwd=REPOSITORY,
+            env={**environment, "HF_HUB_DISABLE_XET": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(tmp_path / "stderr").open("w"),
+            text=True,
+        )
+
+    def prepare(self, output: str, *options: str) -> tuple[int, str]:
+        """The exit code and what was said on stderr since the start."""
+        words = ["--source", "hub", "--input", DATASET, "--output", str(self._tmp_path / output)]
+        command = ["geometry3k", *words, *options]
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        while not (line := self._process.stdout.readline()).strip().isdigit():
+            assert line, (self._tmp_path / "stderr").read_text()
+        return int(line), (self._tmp_path / "stderr").read_text()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture
+def commits(tmp_path: Path) -> dict[str, dict[str, bytes]]:
+    name = "data/train-00000-of-00001.parquet"
+    return {
+        OLD: {name: _table(tmp_path, "Find x."), "README.md": b"# ours"},
+        NEW: {name: _table(tmp_path, "Find y."), "README.md": b"# ours"},
+    }
+
+
+def test_the_manifest_has_the_full_commit_of_what_was_read(tmp_path: Path, commits: dict[str, Any]) -> None:
+    asked: list[str] = []
+    with _hub(commits, asked) as endpoint:
+        client = _Client(endpoint, tmp_path)
+        for output, options, commit, problem in (
+            ("newest", (), NEW, "Find y."),
+            ("pinned", ("--revision", OLD), OLD, "Find x."),
+        ):
+            code, error = client.prepare(output, *options)
+            assert code == 0, error
+            manifest = read_manifest(tmp_path / output)
+            assert manifest is not None and manifest["revision"] == commit and manifest["input"] == DATASET
+            (row,) = stored_rows(tmp_path / output, "train")
+            assert (row["problem"], row["answer"]) == (problem, "2\\sqrt{221}")
+        code, error = client.prepare("wrong", "--revision", "v9")
+        assert code == 2 and error.count("error: ") == 1
+        assert f"'{DATASET}' at revision 'v9' cannot be loaded" in error.splitlines()[-1]
+        assert not (tmp_path / "wrong").exists()
+    assert not [path for path in asked if path.endswith("README.md")], "more than the data was downloaded"
+
+    code, error = client.prepare("offline", "--revision", OLD)  # the hub is gone by now
+    client.close()
+    assert code == 0, error
+    assert (tmp_path / "offline" / "manifest.json").read_bytes() == (tmp_path / "pinned" / "manifest.json").read_bytes()
+
+
+def test_a_hub_id_is_streamed_at_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = str(parquet_hub(tmp_path) / "data" / "*.parquet")
+    asked: list[tuple[Any, ...]] = []
+
+    def load(name: str, subset: str | None, *, revision: str, streaming: bool) -> IterableDatasetDict:
+        asked.append((name, subset, revision, streaming))
+        stream = load_dataset("parquet", data_files={"train": files, "testmini": files}, streaming=True)
+        assert isinstance(stream, IterableDatasetDict)
+        return stream
+
+    class Api:
+        def dataset_info(self, name: str, revision: str | None = None) -> Any:
+            return type("Info", (), {"sha": {"v1": "1" * 40}.get(revision or "", "2" * 40)})
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    options = ("--name", "mine", "--subset", "all", "--revision", "v1", "--splits", "train=train")
+    assert convert("someone/theirs", tmp_path / "out", *options) == 0
+    assert asked == [("someone/theirs", "all", "1" * 40, True)]
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None and manifest["revision"] == "1" * 40 and found(tmp_path / "out") == EXPECTED
+    assert convert("someone/theirs@v1", tmp_path / "few", "--limit", "2", "--name", "mine") == 0
+    assert len(found(tmp_path / "few")) == 2 and asked[-1][2] == "1" * 40
+    assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def snapshot_download(dataset_id: str, **options: Any) -> str:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    error = refused(prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys)
+    assert "'hiyouga/geometry3k' cannot be loaded" in error
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: str(tmp_path / "nothing"))
+    error = refused(prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys)
+    assert "has no Parquet file on the hub" in error

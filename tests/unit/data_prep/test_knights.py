@@ -1,0 +1,214 @@
+"""Knights and knaves, drawn or the reference's: one solution each, splits do not meet, strict rewards."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from argparse import Namespace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from adora_vl.data.dataset import load_split, read_manifest
+from adora_vl.rewards.knights import knights_verdict
+from data_prep.cli import main
+from data_prep.knights import NAMES, STATEMENTS, fitting, generate, holds, is_true, solutions
+from eval.knights import BENCHMARK
+from eval.scoring.score import score as score_of
+
+
+def _reading(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """The people and who says what, from the words alone."""
+    people = re.search(r"You meet (.*?)\. ", problem).group(1).replace(" and ", ", ").split(", ")
+    return people, re.findall(r"(\w+) says: (.*?)\.", problem)
+
+
+def _holds(words: str, knight: dict[str, bool]) -> bool:
+    """What a sentence means, written from English and not from the generator's tables."""
+    names = re.findall(r"[A-Z]\w+", words)
+    first, last = knight[names[0]], knight[names[-1]]
+    if words.endswith("are both knights"):
+        return first and last
+    if words.endswith("are both knaves"):
+        return not first and not last
+    if words.endswith("are of the same kind"):
+        return first == last
+    if words.startswith("exactly one of"):
+        return first != last
+    if words.startswith("if "):
+        return not first or not last
+    if " or " in words:
+        return first or not last
+    return first if words.endswith("knight") else not first
+
+
+def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
+    for people in range(2, 9):
+        with subtests.test(f"{people}"):
+            for row in generate(12, people=(people, people), seed=people):
+                names, said = _reading(row["problem"])
+                assert len(names) == len(said) == people and set(names) <= set(NAMES)
+                fitting = []
+                for kinds in product((True, False), repeat=people):
+                    knight = dict(zip(names, kinds, strict=True))
+                    if all(_holds(words, knight) == knight[speaker] for speaker, words in said):
+                        fitting.append(", ".join(f"{n} is a {'knight' if knight[n] else 'knave'}" for n in names))
+                assert fitting == [row["answer"]]
+                assert knights_verdict(row["meta"]["solution"], row["answer"])[0] == "correct"
+                assert knights_verdict(row["meta"]["slip"], row["answer"])[0] == "wrong"
+
+
+def test_a_puzzle_with_several_readings_is_no_puzzle():
+    knight = STATEMENTS[0]
+    assert solutions(2, ((0, knight, (1,)), (1, knight, (0,)))) == [0, 3]  # each vouches for the other
+    assert is_true((0, knight, (1,)), 0b10) and not is_true((0, knight, (1,)), 0b01)
+
+
+def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
+    assert list(generate(30, seed=4)) == list(generate(30, seed=4))
+    train, test = ({row["problem"] for row in generate(200, split=split, people=(3, 4))} for split in ("train", "test"))
+    assert len(train) == len(test) == 200 and not train & test
+    in_test = {text: int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) < 2**32 / 4 for text in train | test}
+    assert {text for text in in_test if in_test[text]} == test, "the text alone decides the split, whatever the seed"
+    assert {row["meta"]["family"] for row in generate(14)} == {f"{n} people" for n in range(2, 9)}
+
+
+def test_the_command_writes_a_dataset(tmp_path, capsys):
+    assert main(["knights", "--output", str(tmp_path / "d"), "--rows", "6", "--test-rows", "2", "--people", "3-4"]) == 0
+    rows = load_split(str(tmp_path / "d"), "train")
+    assert len(rows) == 6 and rows[0]["images"] == []
+    assert main(["knights", "--output", str(tmp_path / "e"), "--rows", "6", "--people", "1-9"]) == 2
+    assert "argument --people: '1' is not a whole number from 2 to 8" in capsys.readouterr().err
+
+
+def test_the_benchmark_scores_by_number_of_people(tmp_path):
+    main(["knights", "--output", str(tmp_path / "d"), "--rows", "2", "--test-rows", "4", "--people", "3-4"])
+    problems, _ = BENCHMARK.load(Namespace(data=str(tmp_path / "d"), split="test"))
+    assert len(problems) == 4
+    gold = [problem.fields["answer"] for problem in problems]
+    said = [rf"\boxed{{{gold[0]}}}", "?", rf"\boxed{{{gold[2]}}}", rf"\boxed{{{gold[3]}}}"]
+    rows = [{**problem.fields, "response": text} for problem, text in zip(problems, said, strict=True)]
+    score = score_of(BENCHMARK, rows, Namespace()).score
+    assert (score["correct"], score["total"]) == (3, 4)
+    assert score["groups"]["people"]["4 people"]["accuracy"] == 0.5
+    assert score["groups"]["half"]["2 to 5 people (ID)"]["total"] == 4
+    assert [item["verdict"] for item in score["items"]] == ["correct", "unparseable", "correct", "correct"]
+
+
+REAL = Path(__file__).parents[4] / "shared" / "data" / "kk"
+KNIGHT, LIAR = ("telling-truth", 0), ("lying", 1)
+
+
+def test_a_claim_is_true_of_exactly_these(subtests):
+    cases = [
+        (KNIGHT, {(True, False), (True, True)}),
+        (LIAR, {(True, False), (False, False)}),
+        (("not", KNIGHT), {(False, False), (False, True)}),
+        (("and", KNIGHT, LIAR), {(True, False)}),
+        (("or", KNIGHT, LIAR), {(True, False), (True, True), (False, False)}),
+        (("->", KNIGHT, LIAR), {(True, False), (False, False), (False, True)}),
+        (("<=>", KNIGHT, LIAR), {(True, False), (False, True)}),
+    ]
+    for claim, true_for in cases:
+        with subtests.test(f"{claim!r:.80}"):
+            assert {kinds for kinds in product((True, False), repeat=2) if holds(claim, kinds)} == true_for
+
+
+def test_another_claim_is_refused(subtests):
+    for claim in [("xor", KNIGHT, LIAR), ("telling-truth", 2), ("and",), "lying", 3]:
+        with subtests.test(f"{claim!r:.80}"), pytest.raises(ValueError, match="is no claim"):
+            holds(claim, (True, False))
+
+
+def test_people_who_vouch_for_each_other_fit_twice():
+    assert fitting((("telling-truth", 1), ("telling-truth", 0))) == [(True, True), (False, False)]
+
+
+def record(**changed: Any) -> dict[str, Any]:
+    """Ada: Ben lies. Ben: Ada and I are both knights."""
+    return {
+        "quiz": "You meet 2 inhabitants: Ada, and Ben. Ada says that Ben lies. So who is who?",
+        "names": ["Ada", "Ben"],
+        "solution": [True, False],
+        "statements": "(('lying', 1), ('and', ('telling-truth', 0), ('telling-truth', 1)))",
+        "extra_info": {"split": "train", "index": 0},
+        **changed,
+    }
+
+
+def prepare(tmp_path: Path, *records: dict[str, Any], words: tuple[str, ...] = ()) -> int:
+    pq.write_table(pa.Table.from_pylist(list(records)), tmp_path / "kk.parquet")
+    source = ["--source", "parquet", "--input", str(tmp_path / "kk.parquet")]
+    return main(["knights", *source, "--output", str(tmp_path / "out"), *words])
+
+
+def test_rows_become_problems_that_ask_for_a_box_or_for_nothing(tmp_path):
+    assert prepare(tmp_path, record()) == 0
+    (row,) = load_split(str(tmp_path / "out"), "train")
+    assert row["answer"] == "Ada is a knight, Ben is a knave" and row["images"] == []
+    assert row["problem"] == record()["quiz"] + " Put the answer in a box, like \\boxed{Ada is a knight, ...}."
+    assert prepare(tmp_path, record(), words=("--question", "plain", "--overwrite")) == 0
+    assert load_split(str(tmp_path / "out"), "train")[0]["problem"] == record()["quiz"]
+    assert read_manifest(tmp_path / "out")["source"] == "knights", "which evaluation belongs to it"
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "another solution": ({"solution": [False, False]}, "is not the only one that fits"),
+    "no claim": ({"statements": "(('lying', 1), ('maybe', 0))"}, "is no claim about"),
+    "code": ({"statements": "__import__('os').getcwd()"}, "ValueError: malformed node"),
+    "no Python": ({"statements": "((("}, "SyntaxError"),
+    "too few people": ({"names": ["Ada"]}, "2 to 8 words"),
+    "names alike": ({"names": ["Ada", "Ada"]}, "for 1 people"),
+    "another split": ({"extra_info": {"split": "dev", "index": 0}}, "split is 'dev'"),
+    "no split": ({"extra_info": None}, "TypeError"),
+}
+
+
+def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case):
+    for kind in BROKEN:
+        with case(kind) as folder:
+            changed, words = BROKEN[kind]
+            assert prepare(folder, record(), record(quiz="Another?", **changed)) == 2
+            said = capsys.readouterr().err
+            assert said.strip().count("\n") == 0 and "row 1 of" in said and words in said
+            assert not (folder / "out").exists()
+
+
+def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
+    assert prepare(tmp_path, record(), record()) == 2
+    assert "row 1 of" in (said := capsys.readouterr().err) and "the same puzzle as row 0" in said
+    assert prepare(tmp_path, {"problem": "1 + 1", "answer": "2"}) == 2
+    assert "has no column 'quiz'" in capsys.readouterr().err
+    (tmp_path / "kk.parquet").write_bytes(b"no Parquet")
+    words = ["knights", "--source", "parquet", "--output", str(tmp_path / "out")]
+    assert main([*words, "--input", str(tmp_path / "kk.parquet")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert main([*words, "--input", str(tmp_path / "empty")]) == 2
+    assert "has no Parquet file" in capsys.readouterr().err
+
+
+def test_options_of_the_other_source_are_refused(capsys, case):
+    cases = [
+        (["--source", "parquet"], "input: --source parquet needs it"),
+        (["--source", "parquet", "--input", "x", "--rows", "5"], "rows: 5 does not go with --source parquet"),
+        (["--source", "parquet", "--input", "x", "--seed", "0"], "seed: 0 does not go with --source parquet"),
+        ([], "rows: --source drawn needs it"),
+        (["--rows", "5", "--question", "plain"], "question: plain does not go with --source drawn"),
+    ]
+    for words, said in cases:
+        with case(f"{words!r:.80}") as folder:
+            assert main(["knights", "--output", str(folder / "out"), *words]) == 2
+            assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="ADORA's own puzzles are not beside this checkout (kk in ../shared/data)")
+def test_the_references_own_puzzles(tmp_path):
+    words = ["knights", "--source", "parquet", "--input", str(REAL), "--output", str(tmp_path / "out")]
+    assert main(words) == 0
+    rows = load_split(str(tmp_path / "out"), "test")
+    assert [row["meta"]["family"] for row in rows] == ["3 people"] * 100 + ["7 people"] * 100
+    assert all(knights_verdict(row["meta"]["solution"], row["answer"])[0] == "correct" for row in rows)

@@ -1,0 +1,290 @@
+"""An output folder is complete or absent whatever happens, never a stranger's, and what it holds can be counted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from adora_vl.data.dataset import Row, file_hashes, load_split, read_manifest, split_files, write_split
+from adora_vl.utils.errors import UserError
+from data_prep.cli import main
+from data_prep.generated import prepare_synthetic
+from data_prep.output import complete_or_absent
+from data_prep.survey import survey
+from data_prep.synthetic.generate import generate
+from tests.conftest import Case
+from tests.unit.data_prep.data_prep_support import files, prepare, problem_folder
+
+
+def _prepare(output: Path, rows: int = 3, *more: str) -> int:
+    return main(["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *more])
+
+
+def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    def failing_generate(rows: int, **options: Any) -> Iterator[Row]:
+        for index, row in enumerate(generate(rows, **options)):
+            if index == failing:
+                raise KeyboardInterrupt
+            yield row
+
+    monkeypatch.setattr("data_prep.generated.generate", failing_generate)
+
+
+def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _prepare(tmp_path / "out") == 0
+    before = files(tmp_path / "out")
+    _fail_at_row(monkeypatch, 70)  # a batch of 64 rows is on the disk by then
+    assert _prepare(tmp_path / "out", 100, "--overwrite") == _prepare(tmp_path / "new", 100) == 130
+    assert files(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_old_dataset_comes_back_when_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _prepare(tmp_path / "out") == 0
+    before = files(tmp_path / "out")
+    rename = Path.rename
+
+    def failing_rename(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError(5, "disk gone")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    assert _prepare(tmp_path / "out", 5, "--overwrite") == 2
+    assert "disk gone" in capsys.readouterr().err
+    assert files(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_old_dataset_stands_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    assert _prepare(tmp_path / "out") == 0
+    with complete_or_absent(tmp_path / "out") as folder:
+        assert load_split(tmp_path / "out", "train").num_rows == 3
+        (folder / "manifest.json").write_text("{}")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
+
+
+def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert _prepare(tmp_path / "out") == 0
+    before = files(tmp_path / "out")
+    assert _prepare(tmp_path / "out") == 0
+    assert files(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_dataset_is_replaced_only_where_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _prepare(tmp_path / "out") == 0
+    before = files(tmp_path / "out")
+    others = {
+        "rows 3, this one 5": ["synthetic", "--rows", "5", "--test-rows", "2"],
+        "seed 0, this one 1": ["synthetic", "--rows", "3", "--test-rows", "2", "--seed", "1"],
+        "size 56, this one 112": ["synthetic", "--rows", "3", "--test-rows", "2", "--level", "2", "--size", "112"],
+        "source 'synthetic', this one 'knights'": ["knights", "--rows", "3", "--test-rows", "2"],
+    }
+    for difference, words in others.items():
+        capsys.readouterr()
+        assert main([*words, "--output", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert difference in error and "--overwrite" in error and error.count("\n") == 1
+        assert files(tmp_path / "out") == before
+    assert _prepare(tmp_path / "out", 5, "--overwrite") == 0
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None and manifest["counts"] == {"train": 5, "test": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_is_not_ours_is_refused_and_kept(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    for manifest in [None, "{", "[]", '{"made_by": "somebody else"}']:
+        with case(f"{manifest!r:.80}") as folder:
+            output = folder / "out"
+            output.mkdir()
+            (output / "thesis.tex").write_text("years of work")
+            if manifest is not None:
+                (output / "manifest.json").write_text(manifest)
+            before = files(output)
+            assert _prepare(output) == 2
+            error = capsys.readouterr().err
+            assert error.startswith("error: output: ") and error.count("\n") == 1 and str(output) in error
+            assert files(output) == before
+            assert [path.name for path in folder.iterdir()] == ["out"]
+
+
+def test_a_strangers_file_in_a_prepared_folder_is_not_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _prepare(tmp_path / "out") == 0
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert _prepare(tmp_path / "out") == 2
+    assert "'notes.txt'" in capsys.readouterr().err
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_path: Path) -> None:
+    manifest = prepare_synthetic(tmp_path / "out", rows=3, test_rows=2, seed=4)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
+    assert manifest["files"] == file_hashes(tmp_path / "out") and len(manifest["files"]) == 2
+    assert manifest["arguments"] == {"rows": 3, "test_rows": 2, "seed": 4, "size": 56, "families": []}
+    keys = "arguments counts files input leaks made_by quarantined revision source versions"
+    assert set(manifest) == set(keys.split())
+
+
+def test_rows_are_written_in_batches(tmp_path: Path) -> None:
+    assert write_split(generate(100), tmp_path, "train") == 100
+    (path,) = split_files(tmp_path)["train"]
+    assert pq.ParquetFile(path).num_row_groups == 2
+    assert load_split(tmp_path, "train")["id"] == [f"synthetic/0/train/{index}" for index in range(100)]
+
+
+def test_loading_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder"):
+        load_split(tmp_path / "none", "train")
+    write_split(generate(1), tmp_path, "train")
+    with pytest.raises(UserError, match=r"has no split 'test'.*it has train"):
+        load_split(tmp_path, "test")
+    pq.write_table(pa.table({"id": ["1"], "problem": ["p"], "answer": ["1"]}), tmp_path / "data" / "test-0.parquet")
+    with pytest.raises(UserError, match="lacks the column 'images'"):
+        load_split(tmp_path, "test")
+    (train,) = split_files(tmp_path)["train"]
+    pq.write_table(pq.read_table(train).slice(0, 0), tmp_path / "data" / "test-0.parquet")
+    with pytest.raises(UserError, match="has no rows in the split 'test'"):
+        load_split(tmp_path, "test")
+    train.unlink()
+    with pytest.raises(UserError, match="^dataset: .* has no rows; prepare it again"):
+        survey(tmp_path)
+
+
+def test_the_module_runs_from_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "data_prep", "inspect", str(tmp_path / "none")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def _synthetic(output: Path, rows: int) -> list[str]:
+    words = ["--output", str(output), "--rows", str(rows), "--test-rows", "0", "--overwrite"]
+    return [sys.executable, "-m", "data_prep", "synthetic", *words]
+
+
+def _partials(output: Path) -> list[Path]:
+    return sorted(output.parent.glob(f".{output.name}.*"))
+
+
+def _wait_until(condition: object, process: subprocess.Popen[bytes]) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, "the preparation ended too early"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    problem_folder(tmp_path / "raw")
+    assert prepare("intergps", tmp_path / "raw", output) == 0
+    before = files(output)
+    process = subprocess.Popen(_synthetic(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    try:  # until rows are on the disk
+        _wait_until(lambda: any(p.stat().st_size > 4 for p in tmp_path.glob(".out.partial-*/new/data/*")), process)
+        (partial,) = _partials(output)
+        assert prepare("intergps", tmp_path / "raw", output) == 0, "another preparation at the same time"
+        assert partial.is_dir(), "a living process was robbed of its folder"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert files(output) == before
+    assert partial.is_dir()  # nobody could remove it yet
+    assert prepare("intergps", tmp_path / "raw", output) == 0
+    assert not _partials(output)
+    assert files(output) == before
+
+
+@pytest.mark.slow
+def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
+    for number in range(400):
+        problem_folder(tmp_path / "raw", number=number)
+    command = [sys.executable, "-m", "data_prep", "geometry3k", "--source", "intergps", "--workers", "2"]
+    process = subprocess.Popen(
+        [*command, "--input", str(tmp_path / "raw"), "--output", str(tmp_path / "out")],
+        cwd=REPOSITORY,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # the workers can be found by it
+    )
+    try:
+        _wait_until(lambda: any(p.stat().st_size > 4 for p in tmp_path.glob(".out.partial-*/new/data/*")), process)
+        assert len(_members(process.pid)) > 2, "there are no workers to be ended"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    deadline = time.monotonic() + 60
+    while _members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _members(process.pid)
+    assert not (tmp_path / "out").exists()
+
+
+def _members(session: int) -> list[int]:
+    """The living processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.name))
+    return found
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from data_prep.cli import main
+rename, calls = Path.rename, []
+def dying(self, target):
+    result = rename(self, target)
+    calls.append(self)
+    if len(calls) == int(sys.argv[1]):
+        os.kill(os.getpid(), 9)
+    return result
+Path.rename = dying
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_between_or_after_the_two_renames_is_undone(case: Case) -> None:
+    for renames in (1, 2):
+        with case(f"after {renames}") as folder:
+            output = folder / "out"
+            problem_folder(folder / "raw")
+            assert prepare("intergps", folder / "raw", output) == 0
+            before = files(output)
+            command = [sys.executable, "-c", DYING, str(renames), *_synthetic(output, 3)[3:]]
+            assert subprocess.run(command, cwd=REPOSITORY, check=False).returncode == -signal.SIGKILL
+            assert output.exists() == (renames == 2) and _partials(output)
+            with pytest.raises(KeyboardInterrupt), complete_or_absent(output):
+                raise KeyboardInterrupt  # the next preparation, whatever becomes of it, first puts things right
+            assert not _partials(output)
+            assert files(output) == before if renames == 1 else load_split(output, "train").num_rows == 3

@@ -1,0 +1,334 @@
+"""Rows as they are in the world: marks of images, boxed answers, conversations, repeats and contradictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from adora_vl.data.dataset import Row, read_manifest, stored_rows
+from data_prep.chat import without_instruction
+from data_prep.cli import main
+from data_prep.placeholders import Placed, place_images
+from tests.conftest import Case
+from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused
+from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, table
+
+COLUMNS = ("problem=q", "answer=a", "images=i", "choices=c")
+ONE = {"q": "Find x.", "a": "5", "i": "pics/0.png"}
+
+
+def kept(output: Path, split: str = "train") -> list[Row]:
+    return list(stored_rows(output, split))
+
+
+def noted(output: Path) -> dict[str, int]:
+    manifest = read_manifest(output)
+    assert manifest is not None
+    return {name: found["rows"] for name, found in manifest.get("noted", {}).items()}
+
+
+def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[str, int, str, tuple[int, ...], bool]] = [
+        ("Which?\n<image1>", 1, "Which?\n<image>", (0,), False),
+        ("<image1>\nWhich?", 1, "Which?", (0,), False),
+        ("See <|image|> and [image].", 2, "See <image> and <image>.", (0, 1), False),
+        ("See <img> or <image>.", 2, "See <image> or <image>.", (0, 1), False),
+        ("See <image 1>, <image 2>.", 2, "See <image>, <image>.", (0, 1), False),
+        ("See <image2>, then <image1>.", 2, "See <image>, then <image>.", (1, 0), False),
+        ("See <image0>, then <image1>.", 2, "See <image>, then <image>.", (0, 1), False),
+        ("See <image1>; in <image1> is x.", 1, "See <image>; in image 1 is x.", (0,), False),
+        ("See <image1> only.", 2, "See <image> only.\n<image>", (0, 1), False),
+        ("Is <image1> as <image2> or <image3>?", 1, "Is <image> as image 2 or image 3?", (0,), True),
+        ("<image2> or <image3>?", 1, "or image 3?", (0,), True),
+        ("See <|vision_start|><|image_pad|><|vision_end|>!", 1, "See <image>!", (0,), False),
+        ("<image1>", 1, "<image>", (0,), False),
+        ("No mark.", 2, "No mark.", (0, 1), False),
+        ("<image><image>Both.", 2, "Both.", (0, 1), False),
+        ("An <imagine> and [images].", 0, "An <imagine> and [images].", (), False),
+    ]
+    for text, images, placed, order, parts in cases:
+        with subtests.test(text):
+            assert place_images(text, images) == Placed(placed, order, parts)
+    for text, images, said in [
+        ("See <image1>.", 0, "has <image1> and the row no image; put the picture in"),
+        ("See [image].", 0, "has [image] and the row no image; put the picture in"),
+        ("<image> <image>", 1, "has 2 <image> and the row 1 image; give as many"),
+        ("<image> <image2>", 2, "with and without numbers; number all of them"),
+    ]:
+        with subtests.test(text):
+            assert said in str(place_images(text, images))
+
+
+def test_numbered_images_reach_the_row_in_the_order_of_their_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"q": "First <image2>, then <image1>.", "a": "1", "i": ["pics/0.png", "pics/1.png"]},
+        {"q": "Is <image1> as <image2>?", "a": "2", "i": "pics/2.png"},
+        {"q": "Which is as <image1>?", "a": "B", "i": "pics/3.png", "c": ["<image2>", "<image3>"]},
+        {"q": "Where is <image1>?", "a": "4", "i": ""},
+    ]
+    source = jsonl(tmp_path / "in", rows)
+    assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
+    first, second, third = kept(tmp_path / "out")
+    assert [image["bytes"] for image in first["images"]] == [PICTURES[1], PICTURES[0]]
+    assert second["problem"] == "Is <image> as image 2?" and third["choices"] == ["image 2", "image 3"]
+    (line,) = quarantined(tmp_path / "out")
+    assert line["reason"] == "placeholder" and "<image1> and the row no image" in line["detail"]
+    assert "line 7 of mine.jsonl" in line["detail"], "its lines have an empty one between them"
+    assert noted(tmp_path / "out") == {"parts": 1, "options": 1}
+    said = capsys.readouterr().out
+    assert "noted: 1 of the rows number more images" in said and line["detail"] in said
+
+
+def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
+    nothing: list[tuple[Any, Any]] = [("", ""), (None, None), ([], []), (" ", " ")]
+    for form in ("jsonl", "csv"):
+        with case(form) as folder:
+            rows = [{"q": f"What is {n}?", "a": "5", "i": i, "c": c} for n, (i, c) in enumerate(nothing)]
+            rows.append({"q": "Find x.", "a": "5", "i": "pics/0.png", "c": ""})
+            if form == "jsonl":
+                rows.append({"q": "What is 9?", "a": "5"})
+            jsonl(folder / "in")  # for its pictures
+            source = jsonl(folder / "in", rows) if form == "jsonl" else table(folder / "in", "csv", rows)
+            assert convert(source, folder / "out", columns=COLUMNS) == 0
+            found = kept(folder / "out")
+            assert [len(row["images"]) for row in found] == [0, 0, 0, 0, 1, 0][: len(rows)]
+            assert not any(row["choices"] for row in found) and noted(folder / "out") == {
+                "without_image": len(rows) - 1
+            }
+
+
+def test_a_box_around_an_answer_is_opened(case: Case) -> None:
+    for answer, gold in [
+        (r"$\boxed{\frac{16}{7}}$", r"\frac{16}{7}"),
+        (r"\boxed{5}", "5"),
+        (r"$$ \boxed {12} $$.", "12"),
+    ]:
+        with case(answer) as folder:
+            assert convert(jsonl(folder / "in", [{**ONE, "a": answer}]), folder / "out", columns=COLUMNS[:3]) == 0
+            assert kept(folder / "out")[0]["answer"] == gold
+    with case("a letter") as folder:
+        source = jsonl(folder / "in", [{**ONE, "a": r"\boxed{B}", "c": ["red", "blue"]}])
+        assert convert(source, folder / "out", columns=COLUMNS) == 0
+        assert kept(folder / "out")[0]["answer"] == "blue"
+
+
+def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
+    for split, sign in (("train", "+"), ("test", "-")):
+        source = jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
+        source.rename(tmp_path / "in" / f"{split}.jsonl")
+    assert convert(tmp_path / "in", tmp_path / "out", columns=COLUMNS[:2]) == 0
+    assert len(kept(tmp_path / "out")) == 1 and not (tmp_path / "out" / "quarantine.jsonl").exists()
+
+
+def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"q": f"Find x{n}.", "a": answer} for n, answer in enumerate(["5", "$5", "3,5", "5'"])]
+    source = table(tmp_path / "in", "csv", rows)
+    assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
+    said = capsys.readouterr().out
+    for line, answer, remedy in ((3, "$5", "5 for $5"), (4, "3,5", "write 3.5"), (5, "5'", "number alone")):
+        (told,) = [text for text in said.splitlines() if f"line {line} of mine.csv" in text]
+        assert repr(answer) in told and remedy in told
+
+
+def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text('q,a\n"What\nis 1?",1\n\n"What is 2?",nan\n')
+    assert convert(tmp_path / "mine.csv", tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
+    assert "line 5 of mine.csv" in quarantined(tmp_path / "out")[0]["detail"]
+    pq.write_table(pa.Table.from_pylist([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}]), tmp_path / "mine.parquet")
+    (tmp_path / "mine.json").write_text(json.dumps([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}]))
+    for name, place in (("parquet", "row 2"), ("json", "item 2")):
+        output = tmp_path / f"out.{name}"
+        assert convert(tmp_path / f"mine.{name}", output, "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
+        assert f"{place} of mine.{name}" in quarantined(output)[0]["detail"]
+
+
+SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
+
+
+def _rows(form: str) -> list[dict[str, Any]]:
+    asked = f"<image>Find x in {form}. {SAID}"
+    rows: dict[str, list[dict[str, Any]]] = {
+        "easyr1": [{"prompt": asked, "answer": "5", "images": ["pics/0.png"]}],
+        "verl": [
+            {
+                "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": asked}],
+                "images": [{"path": "pics/0.png"}],
+                "reward_model": {"style": "rule", "ground_truth": "5"},
+                "extra_info": {"index": 0},
+            }
+        ],
+        "swift": [{"messages": [{"role": "user", "content": asked}], "images": ["pics/0.png"], "solution": "5"}],
+    }
+    return rows[form]
+
+
+def test_rows_of_other_trainers_are_read_as_they_are(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    for form in ("easyr1", "verl", "swift"):
+        with case(form) as folder:
+            words = ["--preset", form, "--input", str(jsonl(folder / "in", _rows(form)))]
+            capsys.readouterr()
+            assert main(["convert", *words, "--output", str(folder / "out")]) == 0
+            (row,) = kept(folder / "out")
+            assert (row["problem"], row["answer"], len(row["images"])) == (f"Find x in {form}. {SAID}", "5", 1)
+            said = capsys.readouterr().out
+            assert "1 of the rows end with an instruction" in said and "--drop-instruction takes it off" in said
+            assert main(["convert", *words, "--output", str(folder / "short"), "--drop-instruction"]) == 0
+            assert kept(folder / "short")[0]["problem"] == f"Find x in {form}."
+            assert "it was taken off" in capsys.readouterr().out
+
+
+def test_the_documented_rows_of_other_trainers(case: Case) -> None:
+    """As their own pages have them: verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's pages
+    Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
+    """
+    count = "How many items are there in the image? Output the thinking process in <think> </think> and\n final answer "
+    count += "(number) in <answer> </answer> tags."
+    first = (
+        "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
+    )
+    first += (
+        "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+    )
+    geo3k = {"data_source": "hiyouga/geometry3k", "images": ["pics/0.png"], "ability": "math"} | {
+        "prompt": [{"role": "user", "content": f"<image>Find x. {first}"}],
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
+    }
+    asked = {"messages": [{"role": "user", "content": count}], "images": ["pics/0.png"]}
+    system = {"role": "system", "content": "You are a useful and harmless math calculator"}
+    rows: list[tuple[str, dict[str, Any], str, int]] = [
+        ("verl", geo3k, "Find x.", 1),
+        ("easyr1", {"images": ["pics/0.png"], "problem": "<image>Find x.", "answer": "3"}, "Find x.", 1),
+        ("swift", {**asked, "solution": "<answer> 3 </answer>"}, "How many items are there in the image?", 1),
+        ("swift", {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"}, "1 + 2?", 0),
+        ("swift", {"query": "Solve the equation x + 2 = 5", "solution": "3"}, "Solve the equation x + 2 = 5", 0),
+        ("swift", {"image": "pics/0.png", "problem": "How many?", "solution": "<answer> 3 </answer>"}, "How many?", 1),
+        ("swift", {"query": "1 + 2?", "solution": "We add. The value is \\(\\boxed{3}\\)."}, "1 + 2?", 0),
+        ("swift", {"query": "1 + 2?", "solution": "<think>One, two.</think><answer>3</answer>"}, "1 + 2?", 0),
+    ]
+    for form, row, problem, images in rows:
+        with case(f"{form} {row}") as folder:
+            words = ["--preset", form, "--input", str(jsonl(folder / "in", [row])), "--drop-instruction"]
+            assert main(["convert", *words, "--output", str(folder / "out")]) == 0
+            (found,) = kept(folder / "out")
+            assert (found["problem"], found["answer"], len(found["images"])) == (problem, "3", images)
+
+
+def test_a_percentage_that_nobody_asked_for_is_counted(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    for problem, answer, counted in [
+        ("What share is shaded?", "50%", 1), ("What share is shaded?", r"50\%", 1), ("What share is shaded?", "50", 0),
+        ("What percent is shaded?", "50%", 0), ("How many % are shaded?", "50%", 0),
+    ]:  # fmt: skip
+        with case(f"{problem} {answer}") as folder:
+            source = jsonl(folder / "in", [{"q": problem, "a": answer, "i": "pics/0.png"}])
+            words = ["--input", str(source), "--columns", *COLUMNS[:3], "--output", str(folder / "out")]
+            capsys.readouterr()
+            assert main(["convert", *words]) == 0
+            assert noted(folder / "out").get("percent", 0) == counted
+            assert ("50 is wrong for 50%" in capsys.readouterr().out) == bool(counted)
+
+
+def test_a_column_inside_another_is_named_with_a_dot(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"m": [{"from": "human", "value": f"What is {n}?"}, {"from": "gpt", "value": "?"}], "r": {"g": {"t": n}}}
+        for n in range(3)
+    ]
+    for form in ("jsonl", "parquet", "csv"):
+        with case(form) as folder:
+            (folder / "in").mkdir()
+            source = folder / "in" / f"mine.{form}"
+            if form == "parquet":
+                pq.write_table(pa.Table.from_pylist(rows), source)
+            elif form == "csv":
+                table(folder / "in", form, [{name: json.dumps(value) for name, value in row.items()} for row in rows])
+            else:
+                jsonl(folder / "in", rows)
+            assert convert(source, folder / "out", columns=("problem=m", "answer=r.g.t")) == 0
+            assert [row["problem"] for row in kept(folder / "out")] == [f"What is {n}?" for n in range(3)]
+            assert [row["answer"] for row in kept(folder / "out")] == ["0", "1", "2"]
+            capsys.readouterr()
+            code = convert(source, folder / "no", columns=("problem=m", "answer=s.g"))
+            assert "has no column 's.g'" in refused(code, folder / "no", capsys)
+            code = convert(source, folder / "no", columns=("problem=m", "answer=r.x"))
+            assert "'r.x' is missing" in refused(code, folder / "no", capsys)
+
+
+def test_a_conversation_of_several_questions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [{"role": role, "content": "What?"} for role in ("user", "assistant", "user")]
+    source = jsonl(tmp_path / "in", [{"q": turns, "a": "5"}])
+    code = convert(source, tmp_path / "out", columns=COLUMNS[:2])
+    assert "make it a text, or a conversation with one question, in line 1" in refused(code, tmp_path / "out", capsys)
+
+
+def test_an_instruction_is_the_last_sentences_on_how_to_answer(subtests: pytest.Subtests) -> None:
+    for problem, rest in [
+        (f"Find x. {SAID}", "Find x."),
+        ('How many?\nLet\'s think step by step and output the final answer after "####".', "How many?"),
+        ("Find x.\n\nFirst output the thinking process in <think> </think> tags.", "Find x."),
+        ("Find the final answer.", None),
+        (SAID, None),  # nothing before it
+        ("He climbs step by step. How far?", None),
+        (r"What is in $\boxed{5}$?", None),
+    ]:
+        with subtests.test(problem):
+            assert without_instruction(problem)[0] == (problem if rest is None else rest)
+
+
+def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_path: Path) -> None:
+    answers = ["5", "5", "6"]
+    rows = [
+        *({**ONE, "a": answer} for answer in answers),
+        *({**ONE, "q": "Find  y."} for _ in range(2)),
+        {**ONE, "q": "Find y.", "a": "10/2"},
+        {**ONE, "i": "pics/1.png", "a": "7"},
+        {"q": "What is 2+3?", "a": "5"},
+        {"q": "What is 2-3?", "a": "-1"},
+        {"q": "Which?", "a": "A", "c": ["1", "2"]},
+        {"q": "Which?", "a": "A", "c": ["3", "4"]},
+    ]
+    source = jsonl(tmp_path / "in", rows)
+    assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
+    assert [row["id"] for row in kept(tmp_path / "out")] == [f"mine/train/{n}" for n in range(3, 11)]
+    assert noted(tmp_path / "out")["repeats"] == 3  # one of them is left out with those that contradict it
+    lines = quarantined(tmp_path / "out")
+    assert [(line["id"], line["reason"]) for line in lines] == [(f"mine/train/{n}", "contradiction") for n in range(3)]
+    assert "those of line 1 of mine.jsonl (mine/train/0), where the answer is '5' and not '6'" in lines[2]["detail"]
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None and manifest["counts"] == {"train": 8}
+    assert not (tmp_path / "out" / "again").exists()
+
+
+def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> None:
+    jsonl(tmp_path / "in")
+    rows = []
+    for n in range(10):
+        (tmp_path / "in" / f"{n}.png").write_bytes(encoded(drawing(n, 60)))
+        rows += [{"q": "Find x.", "a": str(n), "i": f"{n}.png"}, {"q": "find x", "a": str(n), "i": f"{n}.png"}]
+    source = jsonl(tmp_path / "in", rows)
+    assert convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
+    held, left = kept(tmp_path / "out", "test"), kept(tmp_path / "out")
+    assert (len(held), len(left)) == (4, 16) and not {row["answer"] for row in held} & {row["answer"] for row in left}
+
+
+def test_a_file_called_test_may_be_named_another_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"q": f"What is {n}?", "a": n} for n in range(10)]
+    source = jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
+    said = refused(
+        convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:2]), tmp_path / "out", capsys
+    )
+    assert "test.jsonl is the split test by its name" in said and "--split-name train" in said
+    options = ("--test-share", "0.2", "--split-name", "train")
+    assert convert(source, tmp_path / "out", *options, columns=COLUMNS[:2]) == 0
+    assert (len(kept(tmp_path / "out")), len(kept(tmp_path / "out", "test"))) == (8, 2)
+    jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "train.jsonl")
+    code = convert(tmp_path / "in", tmp_path / "no", "--split-name", "train", columns=COLUMNS[:2])
+    assert "is for one table" in refused(code, tmp_path / "no", capsys)

@@ -1,0 +1,280 @@
+"""Images are read, decoded and processed once, and give what the processor gives, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from datasets import Image as ImageColumn
+from PIL import Image
+from transformers import processing_utils
+from trl.data_utils import apply_chat_template, prepare_multimodal_messages
+
+from adora_vl.builtin import TINY_FAMILIES
+from adora_vl.builtin.processor import processor_around
+from adora_vl.data import dataloader as rows_module
+from adora_vl.data.dataloader import DistinctRows, kept
+from adora_vl.data.prompts import conversation, conversation_with_images
+from adora_vl.dedup.image_store import ImageBank, ImageBanks, ImageCache, ProcessedImage
+from adora_vl.dedup.images import may_have_images
+from adora_vl.dedup.processor import FlatProcessor, StepProcessor, distinct_rows
+from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.record import trackers as texts
+from adora_vl.utils import compat
+from tests.support.tiny_run import train
+
+
+def picture(seed: int, size: tuple[int, int] = (70, 45), mode: str = "RGB") -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return load_processor(str(PRETRAINED))
+
+
+def test_the_cached_output_is_the_processors(processor, subtests):
+    cases: list[dict[str, Any]] = [
+        {},
+        {"min_pixels": 28 * 28, "max_pixels": 84 * 84},
+        {"do_rescale": False, "do_normalize": False},  # what vLLM asks for
+        {"do_normalize": False},
+    ]
+    for arguments in cases:
+        with subtests.test(f"{arguments!r:.80}"):
+            images = [picture(1), picture(2, (120, 90)), picture(3, mode="L"), picture(1)]
+            ours = ImageCache(2**20)
+            expected = processor.image_processor(images=images, return_tensors="pt", **arguments)
+            for _ in range(2):
+                cached = ours.preprocess(processor.image_processor)
+                with compat.IMAGE_PROCESSING.replaced_by(cached, on=processor.image_processor):
+                    actual = processor.image_processor(images=images, return_tensors="pt", **arguments)
+                assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
+                assert actual["pixel_values"].dtype == expected["pixel_values"].dtype
+                assert torch.equal(actual["pixel_values"], expected["pixel_values"])
+            assert ours.processed == 3, "one of the four was there twice, and the second round asked for nothing new"
+            assert "preprocess" not in vars(processor.image_processor)
+
+
+def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor):
+    cache = ImageCache(40_000)
+    cached = cache.preprocess(processor.image_processor)
+    for seed in range(6):
+        cached([picture(seed)])
+        assert cache.bytes_held <= 40_000 or seed == 0
+    assert cache.processed == 6
+    cached([picture(5)])
+    assert cache.processed == 6
+    cached([picture(0)])
+    cached([picture(5)], min_pixels=56 * 56, max_pixels=56 * 56)
+    assert cache.processed == 8
+
+
+def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():
+    def image(key: str) -> ProcessedImage:
+        return ProcessedImage(key, torch.zeros(4, 3, dtype=torch.uint8), torch.tensor([1, 2, 2]))
+
+    banks, cpu = ImageBanks(), torch.device("cpu")
+    train = banks.new("train")
+    first = train.references(image("a"), torch.Tensor.float, cpu)
+    assert first.tolist() == [[0], [1], [2], [3]]
+    assert train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist() and len(train) == 1
+    evaluation = banks.new("eval")
+    assert evaluation.references(image("b"), torch.Tensor.float, cpu)[0].item() == 4
+    assert banks.of(2) is train and banks.of(5) is evaluation
+    again = banks.new("train")
+    assert again.references(image("c"), torch.Tensor.float, cpu)[0].item() == 8
+    with pytest.raises(AssertionError, match="no bank"):
+        banks.of(2)
+
+
+def test_distinct_rows_keep_their_order():
+    assert distinct_rows(["b", "a", "b", "c", "a"]) == ([0, 1, 3], [0, 1, 0, 2, 1])
+
+
+def test_a_step_processes_a_prompt_and_an_image_once_and_refers_to_them(processor):
+    shared, other = picture(1), picture(2)
+    prompts = [conversation_with_images(text, 1) for text in ("a", "a", "b b", "a")]
+    images = [[shared], [shared], [shared], [other]]
+    for prompt, (image,) in zip(prompts, images, strict=True):
+        prompt[-1]["content"][0]["image"] = image
+    texts = [processor.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    cache, bank = ImageCache(2**20), ImageBank(100)
+    step = StepProcessor(processor, cache, bank, torch.device("cpu"))
+
+    keywords = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    assert (
+        step.apply_chat_template(conversation=prompts, **keywords)["input_ids"]
+        == processor.apply_chat_template(conversation=prompts, **keywords)["input_ids"]
+    )
+    ours = step(images=images, text=texts, padding=True, return_tensors="pt")
+    stock = processor(images=images, text=texts, padding=True, return_tensors="pt")
+    assert cache.processed == len(bank) == 2
+    patches, _ = bank.pixels(bank.starts)
+    assert torch.equal(patches[ours["pixel_values"][:, 0] - 100], stock["pixel_values"])
+    for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
+        assert torch.equal(ours[name], stock[name]), name
+    assert step.image_processor is processor.image_processor
+
+
+def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtests):
+    """TRL gives None for a row without images, and Transformers raises on it."""
+    for family in TINY_FAMILIES:
+        with subtests.test(family):
+            sees = processor_around(processor.tokenizer, family)
+            images = [None, [picture(1)], [picture(2), picture(1), picture(3, (120, 90))], None]
+            prompts = [conversation_with_images("a", len(row or [])) for row in images]
+            texts = [sees.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+            bank = ImageBank(0)
+            step = StepProcessor(sees, ImageCache(2**20), bank, torch.device("cpu"))
+            plain = FlatProcessor(sees)(images=images, text=texts, padding=True, return_tensors="pt")
+            ours = step(images=images, text=texts, padding=True, return_tensors="pt")
+            patches, _ = bank.pixels(bank.starts)
+            assert torch.equal(patches[ours["pixel_values"][:, 0]], plain["pixel_values"]) and len(bank) == 3
+            for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
+                assert torch.equal(ours[name], plain[name]), name
+            for row, text, ids, mask in zip(images, texts, ours["input_ids"], ours["attention_mask"], strict=True):
+                alone = sees(images=row, text=[text], return_tensors="pt")["input_ids"][0]
+                assert torch.equal(ids[mask.bool()], alone)
+
+
+def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, monkeypatch):
+    """As TRL asks: tokens for the engine, each row's text, the policy's tensors; then the engine's turn."""
+    counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
+
+    def counted(owner: Any, name: str, what: str, number: Any) -> None:
+        original = getattr(owner, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[what] += number(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    problems, rollouts = 2, 3
+    shown = [kept(picture(seed)) for seed in range(problems)]
+    prompts = [prepare_multimodal_messages(conversation("find x"), [image]) for image in shown]
+    prompts = [prompt for prompt in prompts for _ in range(rollouts)]
+    images = [[image] for image in shown for _ in range(rollouts)]
+    texts = [apply_chat_template({"prompt": prompt}, processor)["prompt"] for prompt in prompts]
+    stock = processor(images=images, text=texts, padding=True, return_tensors="pt")
+    counted(processing_utils, "render_jinja_template", "rendered", lambda conversations, **_: len(conversations))
+    counted(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
+    counted(rows_module, "content_digest", "hashed", lambda _: 1)
+
+    cache, bank = ImageCache(2**20), ImageBank(0)
+    step = StepProcessor(processor, cache, bank, torch.device("cpu"))
+    tokens = step.apply_chat_template(
+        conversation=copy.deepcopy(prompts), tools=None, chat_template=None, add_generation_prompt=True, tokenize=True,
+        return_dict=True,
+    )  # fmt: skip
+    assert [apply_chat_template({"prompt": prompt}, step)["prompt"] for prompt in prompts] == texts
+    output = step(images=images, text=texts, padding=True, return_tensors="pt")
+    for image in shown:
+        cache.preprocess(processor.image_processor)([image])
+    assert counts == dict.fromkeys(counts, problems) and cache.processed == problems
+    assert tokens["input_ids"] == stock["input_ids"].tolist()
+    for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
+        assert torch.equal(output[name], stock[name]), name
+
+
+def test_a_template_with_other_arguments_is_rendered_anew(processor):
+    step = StepProcessor(processor, ImageCache(2**20), ImageBank(0), torch.device("cpu"))
+    messages = conversation_with_images("a", 0)
+    with_turn, without = (step.apply_chat_template(messages, add_generation_prompt=add) for add in (True, False))
+    assert with_turn != without and with_turn.startswith(without)
+    assert step.apply_chat_template(messages, chat_template="{{ messages | length }}") == str(len(messages))
+
+
+def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_never_copied():
+    reads: list[int] = []
+
+    class Rows:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            reads.append(index)
+            return {"id": index, "images": [picture(index)]}
+
+    dataset = DistinctRows(Rows())
+    rows = dataset.__getitems__([2, 2, 0, 2])
+    assert reads == [2, 0] and [row["id"] for row in rows] == [2, 2, 0, 2]
+    assert rows[0]["images"][0] is rows[3]["images"][0]
+    again = dataset.__getitems__([2, 2, 0, 2])
+    assert reads == [2, 0] and again[0]["images"][0] is rows[0]["images"][0], "the next micro-batch asks for the same"
+    assert dataset.__getitems__([1, 2])[1]["id"] == 2 and reads == [2, 0, 1]
+    assert dataset.__getitems__([0])[0]["id"] == 0 and reads == [2, 0, 1, 0], "no more than one batch is held"
+    rows[0]["note"] = "own"
+    assert "note" not in rows[1], "what is written into one row is not in its copies"
+    copied = copy.deepcopy(rows)
+    assert copied[0]["images"][0] is rows[0]["images"][0]
+    assert rows[0]["images"][0].tobytes() == picture(2).tobytes()
+    assert isinstance(rows[0]["images"][0].resize((4, 4)), Image.Image)
+
+
+def test_a_data_set_tells_whether_it_has_images():
+    features = {"images": [[b"x"], []], "problem": ["a", "b"]}
+    assert may_have_images(Dataset.from_dict(features))
+    assert not may_have_images(Dataset.from_dict({"images": [[], []], "problem": ["a", "b"]}))
+    assert not may_have_images(Dataset.from_dict({"problem": ["a"]}))
+    assert may_have_images([{"prompt": "x"}]), "of rows that are made on the way nothing is known"
+
+
+PROBLEMS, STEPS = 8, 2  # of a generation, which is learned from in 8 micro-batches
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> dict[str, Any]:
+    """Two optimizer steps of eight micro-batches each: the images that were decoded, and what was gathered."""
+    seen: dict[str, Any] = {"decoded": 0, "gathered": []}
+    decode, gather = ImageColumn.decode_example, gather_object
+
+    def counted(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        seen["decoded"] += 1
+        return decode(self, *arguments, **keywords)
+
+    def watched(values: Any) -> Any:
+        seen["gathered"].append(pickle.dumps(values))
+        return gather(values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageColumn, "decode_example", counted)
+        patch.setattr(texts, "gather_object", watched)
+        train(
+            tmp_path_factory.mktemp("runs") / "run", max_steps=STEPS, save_strategy="no", log_completions="true",
+            per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=8, max_completion_length=8,
+        )  # fmt: skip
+    return seen
+
+
+@pytest.mark.slow
+def test_a_problem_is_decoded_once_however_many_micro_batches_learn_from_it(run):
+    """The loader is a batch ahead, so at the end it may have read the first problems of a third generation."""
+    assert STEPS * PROBLEMS <= run["decoded"] <= (STEPS + 1) * PROBLEMS
+
+
+@pytest.mark.slow
+def test_ranks_send_one_another_texts_and_no_pixels(run):
+    assert len(run["gathered"]) >= STEPS * 2, "prompts and completions of each generation"
+    assert not any(b"PIL" in sent or b"KeptImage" in sent for sent in run["gathered"])
+    assert b"PIL" in pickle.dumps([[{"role": "user", "content": [{"image": Image.new("RGB", (8, 8))}]}]])
+
+
+def test_what_is_no_conversation_is_gathered_as_it_is():
+    image = kept(Image.new("RGB", (8, 8)))
+    prompt: list[Any] = [
+        {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "x"}]}
+    ]
+    alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
+    assert texts.gather_texts([prompt]) == [alone] and prompt[0]["content"][0]["image"] is image
+    plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]
+    for values in plain:
+        assert texts.gather_texts(values) == values

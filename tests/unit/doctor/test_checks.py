@@ -1,0 +1,311 @@
+"""The doctor's checks that need no engine, each made to fail: right line, right remedy."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from adora_vl.builtin.tiny_vl import build_config
+from adora_vl.doctor import __main__ as command
+from adora_vl.doctor import checks as versions
+from adora_vl.doctor.checks import (
+    check_builds,
+    check_compilers,
+    check_driver,
+    check_golds,
+    check_libraries,
+    check_parts,
+    check_rewards,
+    check_room,
+    check_torchvision,
+    check_version,
+    check_writable,
+    ranges,
+)
+from adora_vl.doctor.engine import FEATURES, Examination, changed, check_features, choose_parameter, examine
+from adora_vl.models.families import freeze
+from adora_vl.models.load import PRETRAINED
+from adora_vl.rewards import reward_functions
+from adora_vl.rollout.agreement import (
+    COLD,
+    DISTANT,
+    PROMPTS,
+    Prompts,
+)
+from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.rollout.importance import Drift
+from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped, table
+
+IMAGE = 12
+
+
+def test_the_installed_stack_is_healthy():
+    assert is_healthy([*check_libraries(), *check_parts(use_vllm=True, use_peft=True, use_deepspeed=True)])
+    assert check_torchvision().status is Status.PASSED
+
+
+def test_a_version_outside_of_its_range(subtests):
+    cases = [
+        ("1.16.3", True, Status.PASSED, ""),
+        ("1.16.0+cpu", True, Status.PASSED, ""),
+        ("1.15.2", True, Status.FAILED, "pip install 'trl<1.17,>=1.16'"),
+        ("1.17.0", True, Status.FAILED, "pip install 'trl<1.17,>=1.16'"),
+        (None, True, Status.FAILED, "make setup"),
+        (None, False, Status.SKIPPED, ""),
+    ]
+    for found, needed, status, remedy in cases:
+        with subtests.test(f"{found!r:.80} {needed} {status}"):
+            check = check_version("trl", ranges(), {"trl": found}.get, needed=needed)
+            assert check.status is status and remedy in check.remedy
+
+
+def test_either_build_of_vllm_is_looked_at():
+    only_gpu = {"vllm": "0.22.0"}.get
+    check, *others = check_parts(use_vllm=True, use_peft=False, use_deepspeed=False, find=only_gpu)
+    assert check.status is Status.FAILED and "vllm" in check.name and "0.22.0" in check.detail
+    assert {other.status for other in others} == {Status.SKIPPED}
+
+
+def test_builds_that_do_not_suit_the_machine(subtests):
+    cases: list[Any] = [
+        ({"use_cpu": True, "gpus": 0, "cuda": None, "vllm_is_cpu_build": True}, Status.PASSED, ""),
+        ({"use_cpu": False, "gpus": 1, "cuda": "13.0", "vllm_is_cpu_build": False}, Status.PASSED, ""),
+        ({"use_cpu": False, "gpus": 0, "cuda": "13.0", "vllm_is_cpu_build": False}, Status.FAILED, "nvidia-smi"),
+        ({"use_cpu": False, "gpus": 0, "cuda": None, "vllm_is_cpu_build": False}, Status.FAILED, "CUDA build"),
+        ({"use_cpu": False, "gpus": 1, "cuda": "13.0", "vllm_is_cpu_build": True}, Status.FAILED, "adora-vl[gpu]"),
+    ]
+    for facts, status, remedy in cases:
+        with subtests.test(f"{facts!r:.80}"):
+            check = check_builds(use_vllm=True, **facts)
+            assert check.status is status and remedy in check.remedy
+
+
+def test_a_torchvision_for_another_torch(monkeypatch):
+    def broken(name: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(versions, "import_module", broken)
+    check = check_torchvision()
+    assert check.status is Status.FAILED and "nms" in check.detail and "make setup" in check.remedy
+
+
+def test_programs_that_deepspeed_compiles_with(subtests):
+    cases: list[Any] = [
+        ((), True, Status.PASSED, ""),
+        (("ninja",), True, Status.FAILED, "pip install ninja"),
+        (("c++", "g++"), True, Status.FAILED, "apt-get install g++"),
+        (("c++",), True, Status.PASSED, ""),
+        (("ninja", "c++", "g++"), False, Status.SKIPPED, ""),
+    ]
+    for missing, needed, status, remedy in cases:
+        with subtests.test(f"{missing} {needed}"):
+            found = {name: f"/bin/{name}" for name in ("ninja", "c++", "g++") if name not in missing}
+            check = check_compilers(needed=needed, find=found.get)
+            assert check.status is status and remedy in check.remedy
+
+
+def test_a_driver_that_is_too_old_for_torch(subtests):
+    cases = [
+        (None, None, Status.SKIPPED),
+        ("13.0", None, Status.SKIPPED),
+        ("13.0", "570.133.20", Status.FAILED),
+        ("13.0", "580.65.06", Status.PASSED),
+        ("13.2", "600.1", Status.PASSED),
+    ]
+    for cuda, driver, status in cases:
+        with subtests.test(f"{cuda} {driver}"):
+            assert check_driver(cuda=cuda, driver=driver).status is status
+
+
+def row(answer: object, choices: list[str] | None = None) -> dict[str, object]:
+    return {"id": "geometry/7", "answer": answer, "choices": choices}
+
+
+def test_golds_that_can_be_graded_and_broken_ones(subtests):
+    for answer in ["60", "2\\sqrt{221}", "\\frac{39}{4}", "100\\pi", "A"]:
+        with subtests.test(answer):
+            choices = ["30", "60", "90", "120"] if answer == "A" else None
+            assert check_golds([row(answer, choices)] * 8).status is Status.PASSED
+    for broken in ["\\frac{", "", None, "x = ", "see the figure \\sqrt{"]:
+        with subtests.test(f"{broken!r:.80}"):
+            check = check_golds([row("60"), row(broken)])
+            assert check.status is Status.FAILED
+            assert "geometry/7" in check.detail and "python -m data_prep" in check.remedy
+
+
+def test_a_grader_that_accepts_anything(monkeypatch):
+    monkeypatch.setattr(
+        "adora_vl.doctor.checks.grade", lambda *_, **__: SimpleNamespace(verdict="correct", reason="same_number")
+    )
+    check = check_golds([row("60")])
+    assert check.status is Status.FAILED and "918273.645 is accepted" in check.detail
+
+
+def test_a_reward_that_cannot_tell_right_from_wrong(subtests):
+    cases = [
+        (["adora"], None, 0.5, Status.PASSED),
+        (["accuracy", "format"], [0.9, 0.1], 0.5, Status.PASSED),
+        (["accuracy", "format"], None, 0.5, Status.FAILED),  # a wrong answer in a box gets 1.0
+        (["adora"], None, 1.0, Status.FAILED),
+        (["format"], None, 0.5, Status.FAILED),
+    ]
+    for presets, weights, above, status in cases:
+        with subtests.test(f"{presets!r:.80} {weights!r:.80} {above}"):
+            check = check_rewards([row("60"), row("5")], reward_functions(presets), weights, above)
+            assert check.status is status
+            assert status is Status.PASSED or "adora_correct_above" in check.remedy
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    assert check_writable(tmp_path / "a" / "b").status is Status.PASSED
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    (tmp_path / "file").write_text("")
+    check = check_writable(tmp_path / "file" / "run")
+    assert check.status is Status.FAILED and "output_dir" in check.remedy
+
+
+def test_a_disk_without_room(tmp_path):
+    assert check_room(tmp_path / "run", 10**6, 10**5, 2).status is Status.PASSED
+    check = check_room(tmp_path / "run", 10**18, 10**17, 2)
+    assert check.status is Status.FAILED and "save_total_limit" in check.remedy and "2 checkpoints" in check.detail
+
+
+def prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
+    grid = torch.tensor(grids or [[1, 4, 4]] * len(ids))
+    return Prompts([f"row {n}" for n in range(len(ids))], list(ids), None, {"image_grid_thw": grid}, [1] * len(ids))
+
+
+def test_image_tokens_and_features():
+    assert check_features(prompts([1, *[IMAGE] * 4, 2]), IMAGE, merge=2).status is Status.PASSED
+    check = check_features(prompts([1, *[IMAGE] * 4, 2], [1, IMAGE, 2]), IMAGE, merge=2)
+    assert check.status is Status.FAILED and check.name == FEATURES
+    assert "row 1: 1 image tokens in the prompt, 4 features" in check.detail and "max_pixels" in check.remedy
+
+
+def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
+    for settings, why in [({"use_vllm": False}, "samples itself"), ({"use_vllm": True}, "server")]:
+        with subtests.test(f"{settings!r:.80}"):
+            trainer = SimpleNamespace(
+                vllm_mode="server",
+                model=Small(),
+                ref_model=None,
+                processing_class=SimpleNamespace(image_token_id=IMAGE),
+                **settings,
+            )
+            checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
+            assert [check.status for check in checks] == [*[Status.PASSED] * 2, *[Status.SKIPPED] * 8]
+            assert all(why in check.detail for check in checks[2:])
+
+
+def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
+    trainer = SimpleNamespace(
+        use_vllm=True, vllm_mode="colocate", model=Small(), ref_model=None,
+        processing_class=SimpleNamespace(image_token_id=IMAGE), vllm_generation=SimpleNamespace(model_runner="V1"),
+    )  # fmt: skip
+    monkeypatch.setattr(Examination, "cold", lambda self: [passed(PROMPTS, "2"), passed(COLD, "1e-06")])
+    monkeypatch.setattr(Examination, "distant", lambda self: passed(DISTANT, "1e-06"))
+
+    def broken(self: Examination, *, vision: bool) -> Check:
+        raise RuntimeError("Encoder cache miss")
+
+    monkeypatch.setattr(Examination, "after_change", broken)
+    checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
+    assert [check.status for check in checks[5:]] == [Status.PASSED, Status.FAILED, *[Status.SKIPPED] * 3]
+    assert "Encoder cache miss" in checks[6].detail and checks[6].remedy
+
+
+def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
+    """Sleep mode needs a GPU, so here only the order of what is asked for is tested."""
+    monkeypatch.setattr(Examination, "bound", 0.01)
+    for mean, status in ((1e-6, Status.PASSED), (2.0, Status.FAILED)):
+        asked: list[object] = []
+        llm = SimpleNamespace(sleep=lambda level, asked=asked: asked.append(level))
+        generation = object.__new__(AdoraVLLMGeneration)
+        generation.__dict__.update(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
+
+        def drift(self: Examination, where: str, asked: Any = asked, mean: float = mean) -> Any:
+            asked.append(where)
+            return Drift(mean, mean), None, None
+
+        monkeypatch.setattr(Examination, "drift", drift)
+        check = Examination(SimpleNamespace(vllm_generation=generation), prompts([1])).after_sleep()
+        assert asked == [2, "sleep"] and generation._llm_weights_sleeping
+        assert check.status is status and (status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy)
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = torch.nn.ModuleDict({"merger": torch.nn.Linear(4, 4)})
+        self.model = torch.nn.ModuleDict(
+            {"layers": torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])}
+        )
+
+
+def test_a_changed_weight_comes_back_to_the_bit():
+    model = Small()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    name, parameter = choose_parameter(model, vision=False)
+    assert name == "model.layers.1.weight"
+    with pytest.raises(RuntimeError, match="inside"), changed(name, parameter) as change:
+        change.scale(0.3)
+        once = parameter.detach().clone()
+        change.scale(3.0)
+        change.scale(0.3)
+        assert torch.equal(parameter, once) and not torch.equal(parameter, before[name])
+        raise RuntimeError("inside")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    zero = torch.nn.Parameter(torch.zeros(2, 8))  # LoRA's second factor
+    with changed("lora_B", zero) as change:
+        change.scale(1.0)
+        assert zero.abs().sum() > 0
+    assert zero.abs().sum() == 0
+
+
+def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
+    """Not in Qwen3-VL's deepstack mergers: ten times their weight moved no answer of a fresh model by 0.1 nats."""
+    for kind, last in [("qwen2_5_vl", "mlp.2"), ("qwen3_vl", "linear_fc2"), ("qwen3_5", "linear_fc2")]:
+        with subtests.test(kind):
+            config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), kind)
+            with torch.device("meta"):
+                model = AutoModelForImageTextToText.from_config(config)
+            assert choose_parameter(model, vision=True)[0] == f"model.visual.merger.{last}.weight"
+            freeze(model, ["projector"])
+            assert choose_parameter(model, vision=True)[0].startswith("model.visual.blocks.2.")
+    model = Small()
+    model.visual.requires_grad_(False)
+    assert choose_parameter(model, vision=True) is None
+
+
+def test_the_table_has_the_remedy_below_the_failure():
+    lines = table([passed("a", "good"), failed("bb", "bad", "mend it"), skipped("c", "no sleep mode")]).splitlines()
+    assert lines[0].split() == ["ok", "a", "good"] and lines[1].split()[0] == "FAIL"
+    assert lines[2].strip() == "-> mend it" and lines[-1] == "1 passed, 1 skipped, 1 failed"
+    with pytest.raises(AssertionError, match="without a remedy"):
+        failed("x", "bad", "")
+
+
+def test_exit_codes_and_json(monkeypatch, tmp_path, capsys):
+    for checks, code in (([passed("a", "b")], 0), ([failed("a", "b", "c")], 1)):
+        monkeypatch.setattr(command, "diagnose", lambda words, checks=checks: checks)
+        assert command.main(["--config", "x.yaml", "--json", str(tmp_path / "d.json")]) == code
+        assert json.loads((tmp_path / "d.json").read_text())[0]["status"] == checks[0].status
+        assert f"{'1 failed' if code else '1 passed'}" in capsys.readouterr().out
+
+
+def test_wrong_input_is_one_line_and_two(capsys):
+    assert command.main(["--config", "nowhere.yaml"]) == 2
+    assert capsys.readouterr().err.strip() == "error: --config: no file 'nowhere.yaml'"
+
+
+def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(monkeypatch):
+    real = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda name: "9.9" if name == "trl" else real(name))
+    monkeypatch.setattr("adora_vl.prepare.prepare", lambda *_, **__: pytest.fail("prepared all the same"))
+    checks = command.diagnose(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"])
+    assert [check.name for check in checks if check.status is Status.FAILED] == ["version of trl"]

@@ -1,0 +1,167 @@
+"""Runs side by side: tests of their differences by hand, the published rows marked, and unlike things refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.report.compare import main as gain
+from eval.compare import main
+from eval.scoring.score import Graded, aggregate
+from tests.conftest import Case
+
+
+def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:
+    graded = [
+        Graded(str(i), "correct" if hit == "1" else "wrong", None, "r", groups={"task": ["ab"[i % 2]]})
+        for i, hit in enumerate(right)
+    ]
+    items = [{"pid": item.pid, "verdict": item.verdict} for item in graded]
+    score = aggregate(graded) | {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items} | more
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(score))
+    return str(path)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_difference_and_its_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
+    score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
+    text = shown(capsys, one, str(tmp_path / "two"))
+    assert "+35.0 points" in text
+    # 8 gained and 1 lost: 2 * (1 + 9) / 2^9.
+    assert "McNemar p = 0.0391 (8 gained, 1 lost)" in text
+    assert "50.0 [29.9, 70.1] of 20" in text
+
+
+def test_published_rows_are_there_and_marked_as_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = score_file(tmp_path / "one.json", "01")
+    lines = shown(capsys, path).splitlines()
+    adora = next(line for line in lines if line.startswith("ADORA (quoted)"))
+    assert adora.split()[2] == "73.5"
+    assert any("not measured here" in line for line in lines)
+    assert "quoted" not in shown(capsys, path, "--no-published")
+    mmstar = shown(capsys, score_file(tmp_path / "m.json", "01", "mmstar"))
+    assert "Vision-R1" not in mmstar  # it has no MMStar figure
+    assert "GRPO (quoted)" in mmstar
+
+
+def test_groups_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [score_file(tmp_path / f"{name}.json", right) for name, right in (("a", "0101"), ("b", "0111"))]
+    text = shown(capsys, *paths, "--by", "task")
+    assert text.index("task = a") < text.index("task = b")
+    assert main([*paths, "--by", "tsk"]) == 2
+    assert "no run has the group 'tsk'; they have task" in capsys.readouterr().err
+
+
+def test_what_makes_a_comparison_unfair_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = score_file(tmp_path / "one.json", "0110")
+    other = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
+    text = shown(capsys, one, other)
+    assert "4 common problems" in text
+    assert "warning: the runs were scored by different rules" in text
+    assert "warning: the runs do not have the same problems" in text
+    assert "score with --rules vlmevalkit to compare" in text
+
+
+def test_several_answers_a_problem_are_compared_by_their_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = [{"pid": pid, "sample": s, "verdict": v} for pid in "ab" for s, v in ((0, "correct"), (1, "wrong"))]
+    one = score_file(tmp_path / "one.json", "0101", items=items)
+    two = score_file(tmp_path / "two.json", "0101", items=[item | {"verdict": "correct"} for item in items])
+    text = shown(capsys, one, two)
+    assert "+50.0 points, 95 % [+50.0, +50.0] (paired bootstrap, 2 common problems)" in text
+    assert "no McNemar" in text
+
+
+def test_what_is_no_score_is_named(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, message in [
+        (None, "is not a readable score file"),
+        ("{", "is not a readable"),
+        ("[]", "has no 'benchmark'"),
+    ]:
+        with case(content) as folder:
+            if content is not None:
+                (folder / "x.json").write_text(content)
+            assert main([str(folder / "x.json")]) == 2
+            assert message in capsys.readouterr().err
+    folder = tmp_path
+    assert main([score_file(folder / "a.json", "01"), score_file(folder / "b.json", "01", "mmstar")]) == 2
+    assert "is of mmstar and" in capsys.readouterr().err
+
+
+FIELDS = {"max_tokens": 48, "temperature": 0.0, "system_prompt": "Think.", "engine": "vllm", "dtype": "auto",
+          "data_hash": "a", "split": "test", "min_pixels": None, "max_pixels": None, "samples": 1}  # fmt: skip
+RESOLVED = {"dtype": "float32", "min_pixels": 3136, "max_pixels": 50_000}
+
+
+def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    return {"fingerprint": {"fields": {**FIELDS, **fields}, "resolved": {**RESOLVED, **(resolved or {})}}}
+
+
+def test_every_setting_that_differs_is_a_warning_here_and_in_the_gain_report(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [*FIELDS, "a setting of the future"]:
+        with case(name) as folder:
+            one = score_file(folder / "one.json", "0110", **made_with())
+            same = score_file(folder / "same.json", "0111", **made_with(model="another", seed=3))
+            other = score_file(folder / "other.json", "0111", **made_with(None, **{name: "different"}))
+            for run in (lambda *files: shown(capsys, *files), lambda *files: gained(capsys, *files)):
+                assert "warning" not in run(one, same)
+                warnings = [line for line in run(one, other).splitlines() if line.startswith("warning")]
+                assert len(warnings) == 1 and f"differ in {name}" in warnings[0] and '"different"' in warnings[0]
+
+
+def test_what_remains_with_grey_images_is_a_share_of_the_accuracy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = score_file(tmp_path / "seen.json", "01111", **made_with(model="m"))
+    grey = score_file(tmp_path / "grey.json", "10100", **made_with(model="m", blank_image=True, seed=1))
+    for words in ((seen, grey), (grey, seen)):
+        said = shown(capsys, *words)
+        assert f"{grey} has grey images in place of those of {seen}: 50.0 % of the accuracy remains (paired" in said
+        assert "5 common problems" in said and "differ in blank_image" not in said
+    nothing = score_file(tmp_path / "nothing.json", "00000", **made_with(model="m"))
+    assert "no answer was right with the pictures" in shown(capsys, nothing, grey)
+    another = score_file(tmp_path / "another.json", "01111", **made_with(model="n"))
+    said = shown(capsys, another, grey)
+    assert "of the accuracy" not in said and "warning: the runs differ in blank_image" in said
+    assert "of the accuracy" not in shown(capsys, grey, grey)
+
+
+def test_several_answers_have_columns_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
+    head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[1:3]
+    assert head.split() == ["all", "avg@4", "pass@4"] and line.split()[-2:] == ["50.0", "75.0"]
+
+
+def test_what_two_models_leave_to_themselves_is_compared_too(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in RESOLVED:
+        with case(name) as folder:
+            one = score_file(folder / "one.json", "0110", **made_with())
+            other = score_file(folder / "other.json", "0111", **made_with({name: "own"}))
+            assert f"warning: the runs differ in {name}" in shown(capsys, one, other)
+
+
+def test_the_score_of_a_part_is_a_warning_wherever_it_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part: dict[str, Any] = {"coverage": {"answers": 7, "asked": 40, "in_data": 40}}
+    one = score_file(tmp_path / "one.json", "0110111", **made_with(), **part)
+    other = score_file(tmp_path / "other.json", "0111111", **made_with())
+    said = "the score of a part: 7 of 40 answers are there"
+    assert said in shown(capsys, one) and said in shown(capsys, one, other) and said in gained(capsys, one, other)
+
+
+def gained(capsys: pytest.CaptureFixture[str], *files: str) -> str:
+    assert gain(list(files)) == 0
+    return capsys.readouterr().out

@@ -1,0 +1,163 @@
+"""Every benchmark of the list keeps the promises of `eval.benchmark.Benchmark`, and a new one needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.config.keys import AdoraKeys
+from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
+from eval import __main__ as evaluate
+from eval import benchmark as list_of_benchmarks
+from eval.benchmark import NAMES, Benchmark, Problem, for_data, named
+from eval.command import main, parse, score_defaults
+from eval.compare import main as compare
+from eval.in_training import figures
+from eval.inference.dataset import load_rows, unaskable
+from eval.scoring.score import CORRECT, WRONG, OwnFigures, RowGrade, cell, score
+from tests.conftest import REPOSITORY
+from tests.support.benchmark_data import (
+    mathverse_rows,
+    mathvision_rows,
+    mathvista_rows,
+    mmstar_rows,
+    wemath_rows,
+    write_geometry3k,
+    write_mathverse,
+    write_mathvision,
+    write_mathvista,
+    write_mmstar,
+    write_wemath,
+)
+
+DATA: dict[str, Callable[[Path], Path]] = {
+    "geometry3k": lambda folder: write_geometry3k(folder / "geometry3k", 4),
+    "mathvista": lambda folder: write_mathvista(folder / "mathvista", mathvista_rows(4)),
+    "mathvision": lambda folder: write_mathvision(folder / "mathvision", mathvision_rows(4)),
+    "mmstar": lambda folder: write_mmstar(folder / "mmstar", mmstar_rows(4)),
+    "wemath": lambda folder: write_wemath(folder / "wemath", wemath_rows(4)),
+    "mathverse": lambda folder: write_mathverse(folder / "mathverse", mathverse_rows(4)),
+    "knights": lambda folder: knights(folder / "knights"),
+}
+
+
+def knights(folder: Path) -> Path:
+    from data_prep.cli import main as data_prep
+
+    assert data_prep(["knights", "--output", str(folder), "--rows", "2", "--test-rows", "4"]) == 0
+    return folder
+
+
+def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
+    words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
+    problems, hashed = benchmark.load(parse(words, benchmark))
+    assert hashed == benchmark.load(parse(words, benchmark))[1]
+    return problems
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_keeps_the_promises_of_the_seam(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = named(name)
+    assert benchmark.name == name
+    problems = problems_of(benchmark, DATA[name](tmp_path))
+    assert len({problem.pid for problem in problems}) == len(problems) == 4
+    for problem in problems:
+        assert problem.prompt and len(problem.images()) == problem.n_images
+        grey = problem.with_grey_images().images()
+        assert [image.size for image in grey] == [image.size for image in problem.images()]
+        assert all(image.getcolors() == [(image.width * image.height, (128, 128, 128))] for image in grey)
+    rows = [
+        {**problem.fields, "response": rf"\boxed{{{problem.fields['answer']}}}", "finish_reason": "stop"}
+        for problem in problems
+    ]
+    rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
+    rows = [json.loads(json.dumps(row)) for row in rows]  # what a predictions row keeps
+    assert [benchmark.check(row) for row in rows if benchmark.check] in ([], [None] * 4)
+    made = score(benchmark, rows, score_defaults(benchmark)).score
+    assert made["benchmark"] == name and made["total"] == 4 and made["rules"]
+    assert [item["verdict"] == "correct" for item in made["items"]][3] is False and made["image_failed"] == 1
+    assert made["correct"] >= 2, "a boxed reference answer is right"
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
+    assert evaluate.main([name, *words]) == 0
+    assert json.loads((tmp_path / "s.json").read_text())["items"] == made["items"]
+    assert f"{name}: " in capsys.readouterr().out
+    assert compare([str(tmp_path / "s.json")]) == 0
+    assert ("(quoted)" in capsys.readouterr().out) is (benchmark.published is not None)
+
+
+def test_the_list_stands_once(capsys: pytest.CaptureFixture[str]) -> None:
+    files = Path(list_of_benchmarks.__file__).parent.glob("*.py")
+    assert {path.stem for path in files if "BENCHMARK = Benchmark(" in path.read_text()} == set(NAMES) == DATA.keys()
+    assert evaluate.main(["--help"]) == 0 and ",".join(NAMES) in capsys.readouterr().out
+    assert evaluate.main(["mathvist"]) == 2 and "did you mean 'mathvista'?" in capsys.readouterr().err
+
+
+def test_a_data_set_says_which_benchmark_scores_it(tmp_path: Path) -> None:
+    assert for_data(tmp_path) == "geometry3k", "rows of the user's own"
+    for source, name in (("knights", "knights"), ("geometry3k", "geometry3k"), ("own/csv", "geometry3k")):
+        (tmp_path / MANIFEST_NAME).write_text(json.dumps({"made_by": MADE_BY, "source": source}))
+        assert for_data(tmp_path) == name
+
+
+def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages() -> None:
+    help_of = {field.name: field.metadata.get("help", "") for field in fields(AdoraKeys)}
+    named_there = re.findall(r"\w+", help_of["adora_eval"])
+    pages = {name: (REPOSITORY / "docs" / name).read_text() for name in ("configuration.md", "evaluation.md")}
+    for name in NAMES:
+        assert name in named_there, f"the help of adora_eval lacks {name}"
+        assert f"{name}=DIR" in pages["configuration.md"] and f"eval.{name}" in pages["evaluation.md"], name
+
+
+def _load(options: Namespace) -> tuple[list[Problem], str]:
+    def fault(row: dict[str, Any]) -> str | None:
+        return unaskable(row["text"])
+
+    loaded = load_rows(options.data, "test", None, ("ID", "text", "answer"), ("image",), fault, id_column="ID")
+    return loaded.problems(lambda row: {**row, "pid": str(row["ID"])}, lambda row: str(row["text"])), loaded.hash
+
+
+def _grade(row: Any, options: Namespace) -> RowGrade:
+    return RowGrade(CORRECT if row["response"] == row["answer"] else WRONG, row["response"], "equal", {"kind": ["a"]})
+
+
+def _summary(rows: Sequence[Any], graded: Sequence[Any], options: Namespace) -> OwnFigures:
+    return OwnFigures(
+        {"halves": {"first": cell(graded[:2]), "mean": 0.25, "empty": None, "definition": "two halves"}},
+        {"count": len(rows)},
+        ["a line of its own"],
+        ["a warning of its own"],
+    )
+
+
+def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = Benchmark("new", "test", _load, _grade, lambda options: {"rules": "equal"}, id_column="ID", summary=_summary)
+    rows = [{"ID": index, "text": "", "answer": "5", "image": "none.png"} for index in range(4)]
+    (tmp_path / "test.json").write_text(json.dumps(rows))  # every question stands in its picture
+    assert [problem.pid for problem in problems_of(new, tmp_path)] == ["0", "1", "2", "3"]
+    answered = [{**row, "response": "5" if row["ID"] else "6"} for row in rows]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answered))
+    words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
+    assert main(new, words) == 0
+    table = capsys.readouterr().out.splitlines()
+    shown = [line.split()[:3] for line in table]
+    assert ["halves", "first", "1/2"] in shown and ["mean", "25.0", "%"] in shown
+    assert "a line of its own" in table and "warning: a warning of its own" in table
+    stored = json.loads((tmp_path / "s.json").read_text())
+    assert stored["halves"]["definition"] == "two halves" and stored["count"] == 4
+    assert compare([str(tmp_path / "s.json")]) == 0
+    head, line = capsys.readouterr().out.splitlines()[1:3]
+    assert head.split() == ["all", "first", "mean"] and line.split()[-1] == "25.0"
+    logged = figures(new, [{**row, "pid": str(row["ID"])} for row in answered])
+    assert (logged["new_accuracy"], logged["new_accuracy_first"], logged["new_accuracy_mean"]) == (0.75, 0.5, 0.25)

@@ -1,0 +1,169 @@
+"""MathVerse by our rules: options, free answers, its six versions, and the judge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from eval.command import main, parse
+from eval.mathverse import BENCHMARK, TEXT_ONLY, VERSIONS, by_rules, choices_of, reference_letter, same_answer
+from tests.support.benchmark_data import MATHVERSE, mathverse_rows, write_mathverse
+from tests.support.endpoint_server import Answer, Reply, Server, completion
+
+QUESTION = "Find CED ()\nChoices:\nA:40°\nB:60°\nC:120°\nD:140°"
+
+
+def row(number: int, response: str, answer: str, version: str = "Text Lite", **fields: Any) -> dict[str, Any]:
+    choice = len(answer) == 1 and answer.isalpha()
+    known: dict[str, Any] = {"sample_index": number, "problem_index": "1", "problem_version": version}
+    known |= {"question": QUESTION if choice else "Find the area.", "answer": answer, "response": response}
+    known |= {"question_type": "multi-choice" if choice else "free-form", "metadata": {"subject": "Plane Geometry"}}
+    return known | fields
+
+
+def scored(tmp_path: Path, rows: list[dict[str, Any]], *words: str) -> dict[str, Any]:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(BENCHMARK, ["score", "--predictions", str(path), "--output", str(tmp_path / "s.json"), *words]) == 0
+    result: dict[str, Any] = json.loads((tmp_path / "s.json").read_text())
+    return result
+
+
+def test_free_answers_are_compared_by_their_values() -> None:
+    """The reference answers are as the data write them."""
+    same = [
+        ("113.1", r"Area $=113.1 \mathrm{~cm}^{2}$"),
+        ("113.097", r"Area $=113.1 \mathrm{~cm}^{2}$"),  # rounded to it
+        (r"36\pi", "113.1"),
+        (r"9\pi \text{ cm}^2", r"Area $=9 \pi \mathrm{cm}^{2}$"),
+        ("r = 5", "$r=5$"),
+        ("2191.7 m", "2191.7 metres"),
+        ("270°", r"270 ^\circ T"),
+        ("y = 5 - 2x", "y=-2 x+5"),
+        ("x^2 + y^2 - 49 = 0", "$x^{2}+y^{2}=49$"),
+        ("(4/2, -2)", "(2,-2)"),
+        (r"(-\infty, 4]", r"(-\infty, 4]"),
+        ("Bugs Bunny", "Bugs Bunny"),
+    ]
+    other = [
+        ("113", "113.1"),
+        ("13", "14"),
+        ("x^2 + y^2 = 7", "$x^{2}+y^{2}=49$"),
+        ("[2,-2)", "(2,-2)"),
+        ("(2,2)", "(2,-2)"),
+        ("increasing", "even"),
+        ("", "5"),
+    ]
+    for pairs, expected in ((same, True), (other, False)):
+        assert [pair for pair in pairs if same_answer(*pair)[0] is not expected] == []
+
+
+def test_an_answer_is_found_in_a_response() -> None:
+    found = {
+        r"So the area is 4 and hence \boxed{9\pi}.": (r"9\pi", "box"),
+        "The radius is 3.\nThe answer is 28.3 cm. Done.": ("28.3 cm", "stated"),
+        r"\frac{\sqrt{30}}{2}": (r"\frac{\sqrt{30}}{2}", "whole"),
+        "First we halve 8.\nTherefore the side is 4.": ("4", "conclusion"),
+    }
+    for response, expected in found.items():
+        assert tuple(by_rules(row(1, response, "5.0"))) == expected
+
+
+def test_options_and_the_right_one_are_read_as_the_data_write_them() -> None:
+    one = row(1, "", "D")
+    assert choices_of(one) == ["40°", "60°", "120°", "140°"]
+    assert choices_of({**one, "question": "Is it?\nChoice:\nA. True\nB. False"}) == ["True", "False"]
+    assert choices_of({**one, "question": ""}) == []
+    assert choices_of({**one, "question": "", "question_for_eval": QUESTION})[3] == "140°"
+    for answer, letter in {"D": "D", "(C)": "C", "140": "D", "A\nC": None}.items():
+        assert reference_letter({**one, "answer": answer}, choices_of(one)) == letter
+
+
+def test_scores_by_version_type_and_subject_and_overall_without_text_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        row(1, r"\boxed{D}", "D", "Text Dominant"),
+        row(2, "The answer is 140°.", "D", "Text Lite"),
+        row(3, "The answer is 60°.", "D", "Vision Intensive"),
+        row(4, "D", "D", "Vision Only", question=""),
+        row(5, r"\boxed{113.10}", r"Area $=113.1 \mathrm{~cm}^{2}$", "Vision Dominant"),
+        row(6, r"\boxed{1}", "5.5", TEXT_ONLY),
+        row(7, r"\boxed{A}", "D", TEXT_ONLY) | {"answer": "A\nC"},
+    ]
+    result = scored(tmp_path, rows)
+    assert [item["verdict"] == "correct" for item in result["items"]] == [True, True, False, True, True, False, False]
+    assert (result["correct"], result["total"]) == (4, 7)
+    overall = result["overall"]["five_versions"]
+    assert (overall["correct"], overall["total"]) == (4, 5)
+    versions = {name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["version"].items()}
+    assert versions[TEXT_ONLY] == (0, 2) and versions["Vision Only"] == (1, 1) and versions.keys() == set(VERSIONS)
+    assert result["groups"]["subject"]["Plane Geometry"]["total"] == 7
+    shown = capsys.readouterr().out
+    assert "rules ours, in place of the official judge" in shown and "not the official score" in shown
+    assert "warning: 1 reference answer with several letters" in shown
+
+
+def test_a_judge_reads_the_answer_where_it_is_given(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
+    def reads(body: dict[str, Any], _: int) -> Reply:
+        asked = body["messages"][1]["content"]
+        return completion("<answer>D</answer>" if "140°" in asked else "<answer>113.1 cm²</answer>")
+
+    server = serve(reads)
+    rows = [
+        row(1, "It is the last of them.", "D"),
+        row(2, "Pi times the square of six, in words.", r"Area $=113.1 \mathrm{~cm}^{2}$"),
+        row(3, "By rule it would be no letter.", "D"),
+    ]
+    words = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
+    result = scored(tmp_path, rows, *words)
+    assert result["correct"] == 3 and result["extraction_mix"] == {"judge": 3}
+    assert result["rules"]["judge"] == "j"
+    assert scored(tmp_path, rows)["correct"] < 3
+
+
+def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path: Path) -> None:
+    rows = mathverse_rows(5) + mathverse_rows(2, versions=[TEXT_ONLY])
+    folder = write_mathverse(tmp_path / "d", rows)
+
+    def load(*words: str) -> list[Any]:
+        command = ["infer", "--model", "m", "--data", str(folder), "--output", "o", *words]
+        return BENCHMARK.load(parse(command, BENCHMARK))[0]
+
+    assert [problem.fields["problem_version"] for problem in load()] == list(VERSIONS[:5])
+    only = load("--split", "testmini_text_only")
+    assert [(problem.pid, problem.n_images, problem.images()) for problem in only] == [
+        ("text_only_1", 0, []),
+        ("text_only_2", 0, []),
+    ]
+    every = load("--split", "all", "--query", "wo")
+    assert len({problem.pid for problem in every}) == 7
+    assert every[0].images()[0].size == (56, 56) and every[0].prompt.startswith("Please directly answer")
+    assert load()[0].prompt.startswith("Please first conduct reasoning")
+
+
+def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, str]] = []
+
+    def hub(name: str, config: str | None, split: str, revision: str | None) -> datasets.Dataset:
+        asked.append((name, config, split))
+        versions = [TEXT_ONLY] if split == "testmini_text_only" else VERSIONS[:5]
+        return datasets.Dataset.from_list(mathverse_rows(2, versions=versions), features=MATHVERSE)
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    words = ["infer", "--model", "m", "--data", "AI4Math/MathVerse", "--output", "o", "--split", "all"]
+    assert len(BENCHMARK.load(parse(words, BENCHMARK))[0]) == 4
+    assert asked == [("AI4Math/MathVerse", split, split) for split in ("testmini", "testmini_text_only")]
+
+
+def test_a_row_of_another_form_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = mathverse_rows(3)
+    rows[1]["problem_version"] = "Text Heavy"
+    folder = write_mathverse(tmp_path / "d", rows)
+    assert main(BENCHMARK, ["infer", "--model", "tiny", "--data", str(folder), "--output", str(tmp_path / "o")]) == 2
+    assert "row 2 has problem_version = 'Text Heavy', expected one of Text Dominant" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""MMStar's score: the published hits, both rules, and gain and leakage, which need a model without vision."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from adora_vl.models.load import PRETRAINED
+from eval.command import main
+from eval.mmstar import BENCHMARK, official_hit, options_of
+from tests.conftest import SHARED, Case
+from tests.support.benchmark_data import mmstar_rows, write_mmstar
+
+DATA = SHARED / "data" / "mmstar"
+real = pytest.mark.skipif(not DATA.is_dir(), reason="MMStar's published outputs are not beside this checkout")
+QUESTION = "Which?\nOptions: A: a park, with trees, B: a dam, C: note A: twice, D: none"
+
+
+def row(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, Any]:
+    known = {"pid": pid, "index": int(pid), "question": QUESTION, "answer": answer, "response": response}
+    return known | {"category": "math", "l2_category": "geometry"} | fields
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def scored(predictions: Path, output: Path, *words: str) -> dict[str, Any]:
+    assert main(BENCHMARK, ["score", "--predictions", str(predictions), "--output", str(output), *words]) == 0
+    result: dict[str, Any] = json.loads(output.read_text())
+    return result
+
+
+@real
+def test_the_published_half_has_404_hits_and_its_categories(case: Case) -> None:
+    for rules in ["official", "letter"]:
+        with case(rules) as folder:
+            expected = json.loads((DATA / "expected.json").read_text())
+            result = scored(next(DATA.glob("*.jsonl")), folder / "s.json", "--rules", rules)
+            assert (result["correct"], result["total"]) == (expected["correct"], expected["total"]) == (404, 750)
+            categories = result["groups"]["category"]
+            assert {name: [cell["correct"], cell["total"]] for name, cell in categories.items()} == expected[
+                "by_category"
+            ]
+            assert len(result["groups"]["l2_category"]) == 18
+
+
+def test_the_official_rule_looks_at_four_places(subtests: pytest.Subtests) -> None:
+    cases = [
+        ("B", True),
+        ("b.", True),
+        ("(B) a dam", True),
+        ("Option B", True),
+        ("The answer is B", True),
+        ("The answer is: B", False),
+        ("Based on the picture it is C", True),  # the rule's known flaw
+        ("It is B", False),
+        ("", False),
+    ]
+    for response, hit in cases:
+        with subtests.test(f"{response!r:.80}"):
+            assert official_hit(response, "B") is hit
+
+
+def test_options_are_read_out_of_the_question() -> None:
+    assert options_of(QUESTION) == ["a park, with trees", "a dam", "note A: twice", "none"]
+    assert options_of("Which?\nA: 1, B: 2") == ["1", "2"]
+    assert options_of("Which one?") == [""] * 4
+
+
+def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path: Path) -> None:
+    rows = [row("1", r"A park? Based on the water it is a dam: \boxed{B}"), row("2", r"By the water: \boxed{A}")]
+    path = write(tmp_path / "p.jsonl", rows)
+    by_letter = scored(path, tmp_path / "s.json", "--rules", "letter")
+    assert [item["correct"] for item in by_letter["items"]] == [True, False]
+    assert by_letter["rules"] == {"rules": "letter"}
+    official = scored(path, tmp_path / "s.json", "--rules", "official")
+    assert [item["correct"] for item in official["items"]] == [False, True]
+
+
+def test_gain_and_leakage_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(name: str, right: str) -> Path:
+        return write(tmp_path / name, [row(str(i), "B" if hit == "1" else "C") for i, hit in enumerate(right)])
+
+    seen, blind, text = run("v.jsonl", "11110"), run("wv.jsonl", "01100"), run("t.jsonl", "00100")
+    others = ["--without-image", str(blind), "--text-only", str(text)]
+    leakage = scored(seen, tmp_path / "s.json", *others)["leakage"]
+    assert (leakage["S_v"], leakage["S_wv"], leakage["S_t"]) == (0.8, 0.4, 0.2)
+    assert (leakage["MG"], leakage["ML"]) == (pytest.approx(0.4), pytest.approx(0.2))
+    assert leakage["MG_bootstrap_95"][0] < 0.4 < leakage["MG_bootstrap_95"][1]
+    assert "MG: 40.0 %" in capsys.readouterr().out
+    # A backbone that knows more than the blind model has leaked nothing.
+    assert (
+        scored(seen, tmp_path / "s.json", "--without-image", str(text), "--text-only", str(blind))["leakage"]["ML"] == 0
+    )
+
+
+def test_another_runs_items_must_be_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = write(tmp_path / "a.jsonl", [row("1", "B")]), write(tmp_path / "b.jsonl", [row("2", "B")])
+    words = ["score", "--predictions", str(one), "--output", str(tmp_path / "s.json")]
+    assert main(BENCHMARK, [*words, "--without-image", str(other)]) == 2
+    assert "without_image: " in (message := capsys.readouterr().err)
+    assert "pid '1' is missing" in message
+    assert main(BENCHMARK, [*words, "--text-only", str(other)]) == 2
+    assert "needs --without-image too" in capsys.readouterr().err
+
+
+def test_rows_without_a_category_or_letter_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{k: v for k, v in row("1", "B").items() if k != "category"}, row("2", "B", answer="dam")]
+    path = write(tmp_path / "p.jsonl", rows)
+    assert main(BENCHMARK, ["score", "--predictions", str(path), "--output", str(tmp_path / "s.json")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "row 1 lacks the field 'category'" in lines[0]
+    assert "row 2 has answer = 'dam', expected a letter" in lines[1]
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("backbone")
+    tokenizer = AutoTokenizer.from_pretrained(PRETRAINED)
+    # As the templates of such models: the content is text, a list would be printed as one.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=1024, **sizes)
+    config.eos_token_id = tokenizer.eos_token_id
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def command(tmp_path: Path, model: Path, *more: str) -> list[str]:
+    data = write_mmstar(tmp_path / "data", mmstar_rows(3))
+    words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "out")]
+    return [*words, "--engine", "transformers", "--max-tokens", "8", *more]
+
+
+def test_a_backbone_answers_without_the_image_and_refuses_one(
+    tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(BENCHMARK, command(tmp_path, backbone, "--no-image")) == 0
+    assert json.loads((tmp_path / "out" / "score.json").read_text())["total"] == 3
+    for more, message in (
+        ([], "it sees no images, and the problems have some"),
+        (["--max-pixels", "784"], "max_pixels: "),
+    ):
+        assert main(BENCHMARK, command(tmp_path / "eyes", backbone, *more)) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        assert message in lines[0]

@@ -1,0 +1,297 @@
+"""The score: counts, groups and intervals by hand, figures of a training's log, and what is said of a wrong file."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.openai_client import Reply
+from eval import command
+from eval.command import score_file
+from eval.geometry3k import BENCHMARK, answer_form
+from eval.geometry3k import BENCHMARK as GEOMETRY3K
+from eval.in_training import answer_all, figures
+from eval.inference.engines import AnswerRequest
+from eval.inference.predictions import IMAGE_FAILED, read_predictions
+from eval.mathvista import BENCHMARK as MATHVISTA
+from eval.scoring.score import Graded, aggregate, grade_row
+from eval.scoring.statistics import bootstrap, mcnemar, pass_at, sign_flips, wilson
+from eval.scoring.table import table
+from tests.conftest import Case
+from tests.support.benchmark_data import mathvista_rows, write_geometry3k, write_mathvista
+
+
+def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dict[str, Any]:
+    row = {"pid": pid, "question": "Find x.", "answer": answer, "choices": None, "metadata": {"goal": "Length"}}
+    return row | {"response": response, "finish_reason": "stop", "n_tokens": 10} | fields
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> None:
+    cases = [
+        # Newcombe, Statistics in Medicine 17 (1998), table I, method 3 (Wilson without continuity correction).
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ]
+    for correct, total, low, high in cases:
+        with subtests.test(f"{correct}"):
+            assert wilson(correct, total) == pytest.approx((low, high), abs=5e-5)
+    assert (wilson(0, 7)[0], wilson(7, 7)[1]) == (0.0, 1.0)  # exact at the ends
+    low, high = wilson(3, 10)
+    assert wilson(7, 10) == pytest.approx((1 - high, 1 - low))
+
+
+def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
+    # McNemar's test is the exact binomial one.
+    assert mcnemar(5, 5) == mcnemar(0, 0) == 1.0
+    assert mcnemar(0, 10) == pytest.approx(2 / 1024)
+    assert mcnemar(1, 8) == mcnemar(8, 1) == pytest.approx(20 / 512)
+    assert sign_flips([0.0, 0.0]) == sign_flips([1.0, -1.0]) == 1.0
+    assert sign_flips([0.1, 0.2, 0.3]) == 2 / 8, "all plus and all minus"
+    assert sign_flips([0.1, 0.2, -0.3]) == 1.0 and sign_flips([1.0, 2.0, -1.0]) == 6 / 8
+    assert 0 < mcnemar(2000, 2400) < 1e-8
+    # pass@k is the unbiased estimate.
+    assert pass_at(1, 4, 1) == pytest.approx(0.25)
+    assert pass_at(2, 4, 1) == pytest.approx(0.5)
+    assert (pass_at(4, 4, 1), pass_at(2, 4, 3), pass_at(3, 4, 0)) == (1.0, 1.0, 0.0)
+    # The bootstrap repeats; the normal approximation gives 0.3 -+ 0.09.
+    values = [0.0] * 70 + [1.0] * 30
+    assert bootstrap(values) == bootstrap(values) == pytest.approx((0.21, 0.39), abs=0.02)
+
+
+def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
+    right = {"a": "1100", "b": "0000", "c": "1111"}
+    graded = [
+        Graded(pid, "correct" if hit == "1" else "wrong", None, "r", sample=sample)
+        for pid, hits in right.items()
+        for sample, hit in enumerate(hits)
+    ]
+    score = aggregate(graded)
+    assert (score["correct"], score["total"]) == (6, 12)
+    samples = score["samples"]
+    assert (samples["k"], samples["problems"], samples["incomplete"]) == (4, 3, 0)
+    assert samples["avg@4"]["value"] == samples["pass@1"]["value"] == pytest.approx(0.5)
+    assert samples["pass@2"]["value"] == pytest.approx((1 - 1 / 6 + 0 + 1) / 3)
+    assert samples["pass@4"]["value"] == pytest.approx(2 / 3)
+    assert (samples["avg@4"]["interval"], samples["avg@4"]["interval_95"]) == ("bootstrap", [0.0, 1.0])
+    # Solved or not: 2 of 3 problems, for which a bootstrap of three values has nothing to say.
+    assert (samples["pass@4"]["interval"], samples["pass@4"]["interval_95"]) == ("wilson", list(wilson(2, 3)))
+    # Twelve answers to three problems are as sure as three answers, not as twelve.
+    low, high = score["wilson_95"]
+    assert high - low > 0.7
+
+
+def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -> None:
+    for where in ["system_prompt", "prompt"]:
+        with case(where) as folder:
+            file = write(
+                folder / "predictions.jsonl", [prediction("1", "<answer>5</answer>"), prediction("2", r"\boxed{5}")]
+            )
+            score, _ = score_file(BENCHMARK, file, Namespace(rounding=False))
+            assert score["correct"] == 1 and score["rules"] == {"rounding": False}
+            fields = {"split": "test", "model": "m", "engine": "vllm", where: "{problem} Put it in <answer> </answer>."}
+            (folder / "fingerprint.json").write_text(json.dumps({"fields": fields}))
+            scored = score_file(BENCHMARK, file, Namespace(rounding=False))
+            assert scored.score["correct"] == 2 and scored.score["rules"]["answer_tags"]
+            assert "in <answer> tags too" in table(scored)
+
+
+def test_aggregation_counted_by_hand() -> None:
+    graded = [
+        Graded("a", "correct", "5", "same_number", 10, {"goal": ["Angle"], "family": ["circle"]}),
+        Graded("b", "correct", "6", "same_number", 20, {"goal": ["Length"]}),
+        Graded("c", "wrong", "7", "different_number", 40, {"goal": ["Angle"]}),
+        Graded("d", "unparseable", None, "no_box", 50, {"goal": ["Angle"]}),
+        Graded("e", "failed", None, "broken", None, {"goal": ["Angle"]}),
+        Graded("f", "wrong", "1", "gold_not_read", None, {}),
+    ]
+    score = aggregate(graded)
+    assert (score["correct"], score["total"], score["accuracy"]) == (2, 6, pytest.approx(1 / 3))
+    assert score["wilson_95"] == list(wilson(2, 6))
+    assert {value: (cell["correct"], cell["total"]) for value, cell in score["groups"]["goal"].items()} == {
+        "Angle": (1, 4),
+        "Length": (1, 1),
+    }
+    assert score["groups"]["family"] == {
+        "circle": {"correct": 1, "total": 1, "accuracy": 1.0, "wilson_95": list(wilson(1, 1))}
+    }
+    assert score["verdicts"] == {"correct": 2, "wrong": 2, "unparseable": 1, "failed": 1}
+
+
+def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> None:
+    rows = [
+        prediction("1", r"so \boxed{5}", metadata={"goal": "Angle", "family": "circle"}),
+        prediction("2", r"\boxed{C}", choices=["3", "4", "5", "6"], finish_reason="length", n_tokens=30),
+        prediction("3", r"\boxed{8.7}", answer=r"5 \sqrt { 3 }"),
+        prediction("4", "", finish_reason=IMAGE_FAILED, n_tokens=0, error="UnidentifiedImageError: x"),
+    ]
+    path = write(tmp_path / "p.jsonl", rows)
+    scored = score_file(BENCHMARK, path, Namespace(rounding=False))
+    score: Any = scored.score
+    assert [item["verdict"] for item in score["items"]] == ["correct", "correct", "wrong", "failed"]
+    assert (score["correct"], score["total"]) == (2, 4)
+    assert {value: cell["total"] for value, cell in score["groups"]["finish_reason"].items()} == {
+        "stop": 2,
+        "length": 1,
+        IMAGE_FAILED: 1,
+    }
+    assert score["groups"]["answer_form"]["radical"]["total"] == 1
+    assert score["fingerprint"] is None
+    assert score["image_failed"] == 1
+    assert score["tokens"]["correct"] == {"mean": 20.0, "median": 20.0, "p90": 30, "max": 30}
+    assert score["tokens"]["wrong"]["mean"] == 10.0  # the problem that was never asked has no length
+    assert (score["truncated"]["count"], score["truncated"]["total"]) == (1, 3)
+    assert score_file(BENCHMARK, path, Namespace(rounding=True)).score["correct"] == 3
+    shown = table(scored)
+    assert "2/4" in shown
+    assert "1 problem not asked" in shown
+    assert "1 answer cut off" in shown
+    # A failed image is never graded, even if something that looks right stands in the response.
+    failed = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
+    assert grade_row(BENCHMARK, failed, Namespace(rounding=False, answer_tags=False)).verdict == "failed"
+
+
+def test_answer_form(subtests: pytest.Subtests) -> None:
+    cases = [
+        ("70", None, "integer"),
+        ("-3", None, "integer"),
+        ("8.66", None, "decimal"),
+        (r"\frac { 39 } { 4 }", None, "fraction"),
+        ("39/4", None, "fraction"),
+        (r"2 \sqrt { 221 }", None, "radical"),
+        (r"\frac{5\sqrt{3}}{2}", None, "radical"),
+        (r"14 \pi", None, "pi"),
+        ("C", ["1", "2", "3"], "letter"),
+        ("C", None, "other"),
+        ("3x+1", None, "other"),
+    ]
+    for answer, choices, form in cases:
+        with subtests.test(f"{answer} {choices!r:.80} {form}"):
+            assert answer_form(answer, choices) == form
+
+
+def test_a_wrong_row_is_named(case: Case) -> None:
+    cases: list[Any] = [
+        ({"pid": "2", "answer": "5"}, "row 2 lacks the field 'response'; it has pid, answer"),
+        ({"pid": "2", "answer": 5, "response": ""}, "row 2 has answer = 5, expected a string"),
+        ({"pid": "2", "answer": "5", "response": "", "choices": "AB"}, "row 2 has choices = 'AB'"),
+        ({"pid": "2", "answer": "5", "response": "", "metadata": [1]}, r"row 2 has metadata = \[1\]"),
+        ({"pid": "1", "answer": "5", "response": ""}, "row 2 has the pid '1' of row 1"),
+        ([1], "row 2 is a JSON list, expected an object"),
+    ]
+    for second, message in cases:
+        with case(second) as folder:
+            path = write(folder / "p.jsonl", [prediction("1", ""), second])
+            with pytest.raises(UserError, match=message):
+                read_predictions(path)
+
+
+def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no file"):
+        read_predictions(tmp_path / "p.jsonl")
+    (tmp_path / "p.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no rows"):
+        read_predictions(tmp_path / "p.jsonl")
+    (tmp_path / "p.jsonl").write_text(json.dumps(prediction("1", "")) + '\n{"pid": "2", "ans\n')
+    with pytest.raises(UserError, match="row 2 is not JSON"):
+        read_predictions(tmp_path / "p.jsonl")
+
+
+def test_a_line_separator_inside_a_response_does_not_split_its_row(tmp_path: Path) -> None:
+    text = "a\u2028b\x85c\x0bd"
+    (tmp_path / "p.jsonl").write_text(json.dumps(prediction("1", text), ensure_ascii=False) + "\n")
+    assert [row["response"] for row in read_predictions(tmp_path / "p.jsonl")] == [text]
+
+
+class Guess:
+    """Says 5 or what the question is, by the seed, and is cut off now and then."""
+
+    batch_size = 4
+
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
+        return [
+            Reply(
+                rf"wait, \boxed{{{request.seed % 90}}}",
+                7 + request.seed % 5,
+                "length" if request.seed % 3 else "stop",
+                9,
+            )
+            for request in requests
+        ]
+
+
+def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Looks(Guess):
+        def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
+            colours = [request.images[0].getcolors() for request in requests]
+            return [
+                Reply(r"\boxed{1}" if one else "seen", 1, "stop", 9) for one in (c and len(c) == 1 for c in colours)
+            ]
+
+    data = write_geometry3k(tmp_path / "data", 3)
+    monkeypatch.setattr(command, "build_engine", lambda _: Looks())
+    words = ["run", "--model", "a/b", "--data", str(data), "--output"]
+    assert command.main(GEOMETRY3K, [*words, str(tmp_path / "seen")]) == 0
+    assert command.main(GEOMETRY3K, [*words, str(tmp_path / "grey"), "--blank-image"]) == 0
+    assert "grey images" in capsys.readouterr().out
+    answers = {name: read_predictions(tmp_path / name / "predictions.jsonl") for name in ("seen", "grey")}
+    assert {row["response"] for row in answers["seen"]} == {"seen"}
+    assert {row["response"] for row in answers["grey"]} == {r"\boxed{1}"}
+    assert [row["image_size"] for row in answers["seen"]] == [row["image_size"] for row in answers["grey"]]
+    for folder, more in (("seen", ["--blank-image"]), ("grey", [])):
+        assert command.main(GEOMETRY3K, [*words, str(tmp_path / folder), *more]) == 2
+        assert "blank_image: the predictions in" in capsys.readouterr().err
+
+
+def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_geometry3k(tmp_path / "data", 9)
+    monkeypatch.setattr(command, "build_engine", lambda _: Guess())
+    output = tmp_path / "out"
+    words = ["run", "--model", "a/b", "--data", str(data), "--output", str(output), "--temperature", "1"]
+    assert command.main(GEOMETRY3K, [*words, "--samples", "2"]) == 0
+    score = json.loads((output / "score.json").read_text())
+
+    problems, _ = GEOMETRY3K.load(Namespace(data=str(data), split="test"))
+    calls: list[int] = []
+
+    def generate(requests: Sequence[AnswerRequest]) -> list[Reply]:
+        calls.append(len(requests))
+        return Guess().generate(requests)
+
+    rows = answer_all(problems, generate, samples=2, batch_size=4)
+    assert calls == [4, 4, 4, 4, 2]
+    assert rows == read_predictions(output / "predictions.jsonl")
+    logged = figures(GEOMETRY3K, rows)
+    assert logged["geometry3k_accuracy"] == score["accuracy"]
+    assert logged["geometry3k_avg@2"] == score["samples"]["avg@2"]["value"]
+    assert logged["geometry3k_truncated"] == score["truncated"]["share"]
+    assert logged["geometry3k_reflective"] == 1.0
+    assert all(isinstance(value, float | int) for value in logged.values())
+    tagged = [{**row, "response": f"<answer>{row['answer']}</answer>"} for row in rows]
+    both = [figures(GEOMETRY3K, tagged, answer_tags=asked)["geometry3k_accuracy"] for asked in (True, False)]
+    assert both == [1.0, 0.0]
+    drawn = [{**row, "metadata": {**row["metadata"], "family": "crossing", "kind": "vertical"}} for row in rows]
+    assert figures(GEOMETRY3K, drawn)["geometry3k_crossing_vertical_accuracy"] == score["accuracy"]
+
+
+def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
+    data = write_mathvista(tmp_path, mathvista_rows(7))
+    problems, _ = MATHVISTA.load(Namespace(data=str(data), split="testmini", data_revision=None))
+    generate = Guess().generate
+    slices = [row for rank in range(2) for row in answer_all(problems[rank::2], generate)]
+    assert figures(MATHVISTA, slices) == figures(MATHVISTA, answer_all(problems, generate))
+    assert "mathvista_accuracy_ID" in figures(MATHVISTA, slices)

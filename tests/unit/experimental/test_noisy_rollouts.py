@@ -1,0 +1,287 @@
+"""Rollouts on distorted images: which see them, what they see, and that nothing compares engine and trainer there."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import TrainerState
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from trl.generation.vllm_generation import VLLMGeneration
+
+from adora_vl.config.command_line import parse
+from adora_vl.config.experimental import NoiseSettings, check_noise, noise_settings
+from adora_vl.dedup.image_store import ImageCache, effective_settings
+from adora_vl.experimental.noisy_rollouts import (
+    Noise,
+    NoisyRollouts,
+    as_seen,
+    distorted,
+    sigmoid_annealing,
+    signal_share,
+    unaltered,
+)
+from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
+from adora_vl.rollout.importance import ImportanceRatio
+from adora_vl.rollout.llm import plan_requests
+from adora_vl.training.generation import Generation
+from adora_vl.training.guards import DriftGuard
+from adora_vl.types import Batch, compared_mask
+from adora_vl.utils.errors import UserError
+from tests.support.step_context import step_context
+
+NAN = float("nan")
+CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
+HALF = {"adora_noisy_rollouts": 0.5, "num_generations": 8, "adora_noise_middle": 2 / 3}  # else the authors' choices
+
+
+def drawing(seed: int = 0, size: tuple[int, int] = (56, 28)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def config(*arguments):
+    return parse([*CPU, *arguments])[1]
+
+
+def noisy_at(progress: float, log: dict[str, float] | None = None, **keys: Any) -> NoisyRollouts:
+    """At this share of the run."""
+    state = TrainerState(global_step=round(progress * 600), max_steps=600)
+    return NoisyRollouts(step_context(log, state=state, **{**HALF, **keys}))
+
+
+def test_the_annealing_of_the_repository_by_hand():
+    """Its Geometry3K run: 60 generations, half of the strength at the 40th, steepness 30."""
+    for generation, share in ((0, 1.0), (40, 0.5), (44, 1 / (1 + math.exp(2))), (36, 1 / (1 + math.exp(-2)))):
+        progress = generation / 60
+        assert sigmoid_annealing(progress, middle=40 / 60, steepness=30) == pytest.approx(share, abs=1e-6)
+    levels = [noisy_at(step / 60).level() for step in range(61)]
+    assert levels[0] == 499 and levels[40] == 250 and levels[-1] == 0  # whole diffusion steps, rounded down
+    assert levels == sorted(levels, reverse=True)
+    assert noisy_at(1.0, adora_noise_schedule="constant").level() == 500
+
+
+def test_however_steep_it_is_nothing_overflows(subtests):
+    for steepness in [1e3, 1e300]:
+        with subtests.test(f"{steepness}"):
+            assert sigmoid_annealing(1.0, middle=0.0, steepness=steepness) == pytest.approx(0.0, abs=1e-300)
+            assert sigmoid_annealing(0.0, middle=1.0, steepness=steepness) == 1.0
+
+
+def test_how_much_of_the_image_is_left_by_hand():
+    first = 1e-5 + (5e-3 - 1e-5) / (1 + math.exp(6))
+    assert signal_share(0) == pytest.approx(math.sqrt(1 - first))
+    shares = [signal_share(step) for step in range(0, 1000, 50)]
+    assert shares == sorted(shares, reverse=True) and shares[-1] > 0
+    # the variances before step 500 add up to about 0.5 x 1.0 x integral of the sigmoid: a^2 = exp(-sum)
+    variances = 1e-5 + (5e-3 - 1e-5) / (1 + np.exp(-np.linspace(-6, 6, 1000)))
+    assert signal_share(500) == pytest.approx(math.exp(-variances[:501].sum() / 2), rel=1e-3)
+
+
+def test_the_noise_has_the_strength_that_it_says():
+    grey = Image.new("RGB", (200, 200), (128, 128, 128))
+    step = 150  # weak enough that hardly a pixel is cut off
+    share = signal_share(step)
+    pixels = np.asarray(distorted(grey, "gaussian", step, seed=1)) / 255
+    assert pixels.mean() == pytest.approx(share * 128 / 255, abs=0.005)
+    assert pixels.std() == pytest.approx(math.sqrt(1 - share**2), rel=0.05)
+
+
+def test_a_distorted_image_has_the_same_size_and_is_the_same_for_the_same_seed(subtests):
+    for (kind, level), mode in product([("gaussian", 300.0), ("rotate", 15.0)], ["RGB", "L", "P", "RGBA"]):
+        with subtests.test(f"{kind} {mode}"):
+            image = as_seen(drawing().convert(mode), None)
+            one, again, other = (distorted(image, kind, level, seed) for seed in (1, 1, 2))
+            assert one.size == image.size == (56, 28) and one.mode == "RGB"
+            assert one.tobytes() == again.tobytes() != other.tobytes() != image.tobytes() != one.tobytes()
+
+
+def test_a_distorted_image_has_the_patches_of_the_clean_one(subtests):
+    """Enlarged or made smaller by the processor's own limits, so that the prompts have the same image tokens."""
+    for size in [(40, 30), (300, 200), (900, 33), (56, 84)]:
+        with subtests.test(f"{size!r:.80}"):
+            processor, image = Qwen2VLImageProcessor(min_pixels=12544, max_pixels=50176), drawing(size=size)
+            noisy = distorted(as_seen(image, processor), "gaussian", 300.0, 1)
+            clean, seen = (processor([one], return_tensors="pt") for one in (image, noisy))
+            assert clean["image_grid_thw"].tolist() == seen["image_grid_thw"].tolist()
+            assert noisy.size == tuple((clean["image_grid_thw"][0, [2, 1]] * processor.patch_size).tolist())
+
+
+def test_the_last_rollouts_of_each_group_see_one_distorted_image_and_stay_one_request():
+    images = [[drawing(group)] for group in range(3) for _ in range(4)]
+    for row in range(0, 12, 4):  # as the trainer has them: the same objects in a group
+        images[row + 1 : row + 4] = [images[row]] * 3
+    images[8:] = [None] * 4  # a group without an image
+    noise = Noise("gaussian", 300.0, "42/train/0/0", clean=3)
+    seen, sees = noise.applied(images, 0, 4)
+    assert sees == [False, False, False, True] * 2 + [False] * 4
+    assert all(now is before for now, before, noisy in zip(seen, images, sees, strict=True) if not noisy)
+    assert seen[3][0].tobytes() != images[3][0].tobytes() and seen[3][0].tobytes() != seen[7][0].tobytes()
+    prompts = [{"prompt_token_ids": [1], "multi_modal_data": {"image": own}} if own else {"prompt_token_ids": [1]}
+               for own in seen]  # fmt: skip
+    assert [r.count for r in plan_requests(prompts, [row // 4 for row in range(12)], True)] == [3, 1, 3, 1, 4]
+
+
+def test_two_ranks_distort_what_one_does_and_another_step_distorts_otherwise():
+    """A group may lie over both ranks, each of which has a copy of the image."""
+    alone = [[drawing(group)] for group in range(3) for _ in range(4)]
+    noise = Noise("rotate", 15.0, "42/train/0/0", clean=2)
+    whole, sees = noise.applied(alone, 0, 4)
+    first, second = (noise.applied([[own[0].copy()] for own in half], start, 4) for start, half in
+                     ((0, alone[:6]), (6, alone[6:])))  # fmt: skip
+    assert first[1] + second[1] == sees
+    assert [i[0].tobytes() for i in first[0] + second[0]] == [i[0].tobytes() for i in whole]
+    later, _ = Noise("rotate", 15.0, "42/train/1/0", clean=2).applied(alone, 0, 4)
+    assert later[2][0].tobytes() != whole[2][0].tobytes()
+
+
+def test_the_neutral_settings_distort_nothing():
+    for noisy in (noisy_at(0, adora_noisy_rollouts=0.0), noisy_at(0, adora_noise_strength=0.0), noisy_at(1)):
+        assert noisy.now("x") is None
+    assert noisy_at(0).now("x") is not None
+    images: list[Any] = [[drawing()], None]
+    assert unaltered(images, 0, 2) == (images, [False, False])
+    assert noise_settings(config()).count == 0
+
+
+def test_the_noise_follows_the_progress_of_the_run():
+    logged: dict[str, float] = {}
+    noisy = noisy_at(0, logged)
+    state = noisy.state()
+
+    def logs(marks: list[bool]) -> None:
+        batch: Batch = {"distorted": torch.tensor(marks)}
+        noisy.after_weighing(Generation([], "train", 0, "0/0", 0, 4, SamplingRequest(), batch=batch))
+
+    logs([False, True, True, True])
+    assert logged == {"adora/noisy_share": 0.75, "adora/noise_level": 499.0} and noisy.now("x").level == 499.0
+    state.global_step = 400
+    logs([False] * 4)
+    assert logged == {"adora/noisy_share": 0.0, "adora/noise_level": 250.0} and noisy.now("x").level == 250.0
+    state.global_step = 600
+    assert noisy.now("x") is None
+
+
+def test_an_evaluation_sees_every_image_as_it_is():
+    noisy = noisy_at(0)
+    modes: dict[Literal["train", "eval"], bool] = {"train": True, "eval": False}
+    for mode, altered in modes.items():
+        generation = Generation([], mode, 0, "0/0", 0, 4, SamplingRequest())
+        noisy.before_sampling(generation)
+        assert (generation.sampling.alter_images is not None) == altered
+
+
+class StubEngine(AdoraVLLMGeneration):
+    """The engine's own `generate` around a TRL that answers with the images it was given."""
+
+    def __init__(self, noise: Noise | None) -> None:
+        self.mode, self.image_token_id = "colocate", 9
+        self.tensor_parallel_size, self.accelerator = 1, SimpleNamespace(process_index=0)
+        self.llm = SimpleNamespace(grouped=lambda *_: nullcontext(), stays_awake=False)
+        self.processing_class = SimpleNamespace()
+        self.request = SamplingRequest(alter_images=noise.applied if noise else None)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What stock TRL gets, and its answer."""
+    calls = []
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        calls.append(images)
+        rows = len(prompts)
+        return [[1, 9, 9]] * rows, [[5, 6]] * rows, [[[-0.5], [-0.25]]] * rows, [[[5], [6]]] * rows
+
+    monkeypatch.setattr(VLLMGeneration, "generate", generate)
+    return calls
+
+
+def test_distorted_rollouts_come_back_without_log_probabilities_and_the_others_as_they_are(sent):
+    images = [[drawing()]] * 4
+    noisy, plain = StubEngine(Noise("gaussian", 300.0, "x", clean=2)), StubEngine(None)
+    with_noise = noisy.generate([[1, 9, 9]] * 4, images, 4)
+    without = plain.generate([[1, 9, 9]] * 4, images, 4)
+    assert noisy.request.altered == [False, False, True, True] and plain.request.altered == [False] * 4
+    assert with_noise[2] == [[[-0.5], [-0.25]]] * 2 + [[[None], [None]]] * 2
+    assert with_noise[:2] == without[:2] and with_noise[3] == without[3]
+    assert sent[0][:2] == images[:2] and sent[0][2][0] is not images[2][0]
+    assert without[2] == [[[-0.5], [-0.25]]] * 4 and sent[1] is images  # today's call, untouched
+
+
+def measured(distorted_rows):
+    """The drift and the ratio of two rollouts, the second of which is 3 nats off, as the step measures them."""
+    logged: dict[str, float] = {}
+    context = step_context(
+        logged, adora_max_drift=5.0, vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=3.0,
+    )  # fmt: skip
+    logps = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
+    sampling = torch.tensor([[-1.1, -2.1], [-4.0, -5.0]])
+    rows = torch.tensor(distorted_rows)
+    sampling[rows] = NAN  # as the engine returns them
+    micro: Batch = {
+        "completion_mask": torch.ones(2, 2),
+        "sampling_per_token_logps": sampling,
+        "distorted": rows,
+    }
+    DriftGuard(context).check(logps, sampling, compared_mask(micro), 0)
+    ImportanceRatio(context).complete(micro, logps)
+    return micro["importance_sampling_ratio"], logged
+
+
+def test_neither_drift_nor_ratio_looks_at_distorted_rollouts():
+    ratio, logged = measured([False, True])
+    assert ratio[1].tolist() == [1.0, 1.0] and ratio[0].tolist() == pytest.approx([math.exp(0.1)] * 2)
+    assert logged["adora/drift"] == pytest.approx(0.1, abs=1e-6)
+    assert logged["sampling/importance_sampling_ratio/mean"] == pytest.approx(math.exp(0.1))
+    assert logged["sampling/importance_sampling_ratio/min"] == pytest.approx(math.exp(0.1))
+    assert measured([False, False])[1]["adora/drift"] == pytest.approx(1.55)  # so that the lines above can fail
+
+
+def test_a_micro_batch_of_distorted_rollouts_alone_is_no_drift():
+    """Without a mask an engine that scored nothing counts as infinitely far away, and would stop the run."""
+    _, logged = measured([True, True])
+    assert "adora/drift" not in logged
+
+
+def test_the_cache_of_images_does_not_keep_what_is_seen_once():
+    processor, cache = Qwen2VLImageProcessor(min_pixels=784, max_pixels=3136), ImageCache(2**20)
+    settings, image = effective_settings(processor, {}), drawing()
+    clean = cache.get(processor, image, settings)
+    held = cache.bytes_held
+    noisy = cache.get(processor, distorted(image, "gaussian", 300.0, 1), settings)
+    assert noisy.grid_3.tolist() == clean.grid_3.tolist() and not torch.equal(noisy.patches_RD, clean.patches_RD)
+    assert cache.bytes_held == held and cache.get(processor, image, settings) is clean
+
+
+ENGINE = ["--use_vllm", "true", "--vllm_mode", "colocate", "--adora_noisy_rollouts", "0.5"]
+
+
+def test_keys_become_settings():
+    ours = config(*ENGINE, "--adora_noise_kind", "rotate")
+    check_noise(ours)
+    assert noise_settings(ours) == NoiseSettings(4, 8, "rotate", 15.0, "sigmoid", 0.667, 30.0)
+    assert noise_settings(config(*ENGINE, "--adora_noise_strength", "450")).strength == 450
+
+
+def test_what_does_not_fit_is_named(subtests):
+    cases = [
+        (["--adora_noisy_rollouts", "0.3", *ENGINE[:4]], "0.3 of num_generations: 8 is 2.4 rollouts.*such as 0.5"),
+        (["--adora_noisy_rollouts", "0.5"], "needs use_vllm: true and vllm_mode: colocate"),
+        ([*ENGINE, "--vllm_mode", "server"], "needs use_vllm: true and vllm_mode: colocate"),
+        ([*ENGINE, "--adora_noise_strength", "1000"], "at most 999 diffusion steps"),
+        ([*ENGINE, "--adora_noise_kind", "rotate", "--adora_noise_strength", "200"], "at most 180 degrees"),
+        ([*ENGINE, "--adora_method", "canon"], "canon's measure: entropy"),
+        (["--adora_noisy_rollouts", "1"], "adora_noisy_rollouts: .*below 1"),
+        ([*ENGINE, "--adora_noise_kind", "blur"], "adora_noise_kind: .*'blur'"),
+    ]
+    for arguments, message in cases:
+        with subtests.test(f"{arguments!r:.80}"), pytest.raises(UserError, match=message):
+            check_noise(config(*arguments))

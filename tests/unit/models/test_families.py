@@ -1,0 +1,242 @@
+"""The table of families against Transformers' own classes, freezing by its names, and models that are not in it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    InternVLConfig,
+    LlamaConfig,
+    LlavaConfig,
+)
+from trl import ModelConfig
+
+from adora_vl.builtin.processor import build_processor
+from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.data import images as pixels
+from adora_vl.dedup.policy_pass import packable
+from adora_vl.models.check import NEEDS_FAMILY, check_family
+from adora_vl.models.families import (
+    COMPONENTS,
+    DEEPSTACK,
+    FAMILIES,
+    component_of,
+    freeze,
+    shares_prompts,
+    trainable_components,
+)
+from adora_vl.models.load import load_config, load_processor
+from adora_vl.train import main
+from adora_vl.utils.errors import UserError
+from eval.inference.chat import ChatProcessor
+from tests.support.tiny_run import arguments, train
+
+SEEING = [kind for kind, family in FAMILIES.items() if family.vision]
+
+
+def config_of(kind: str) -> Any:
+    """Transformers' own defaults for the family, with fewer layers."""
+    config = AutoConfig.for_model(kind)
+    if kind in SEEING:
+        config.vision_config.depth = 1
+        config.vision_config.deepstack_visual_indexes = [0, 0, 0]
+        config.vision_config.fullatt_block_indexes = [0]
+    return config
+
+
+def on_meta(config: Any) -> Any:
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
+    for kind in SEEING:
+        with subtests.test(kind):
+            vision, own = FAMILIES[kind].vision, AutoConfig.for_model(kind).vision_config
+            assert vision is not None and vision.unit == own.patch_size * own.spatial_merge_size
+            assert pixels.VISIONS[kind] is vision
+            assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
+            assert (DEEPSTACK in vision.features) == bool(getattr(own, "deepstack_visual_indexes", None))
+
+
+PROJECTORS = {"qwen2_vl": {"merger"}, "qwen2_5_vl": {"merger"}, "qwen3_5": {"merger"},
+              "qwen3_vl": {"merger", "deepstack_merger_list"}}  # fmt: skip
+
+
+def test_every_parameter_is_in_its_part(subtests):
+    """By the modules that Transformers builds: everything of `visual` but its mergers is the tower."""
+    for kind in SEEING:
+        with subtests.test(kind):
+            model = on_meta(config_of(kind)).model
+            parts: Counter[str] = Counter()
+            for name, _ in model.named_parameters():
+                first, second, *_ = name.split(".")
+                right = "language_model" if first == "language_model" else "vision_tower"
+                right = "projector" if second in PROJECTORS[kind] else right
+                assert component_of(f"model.{name}") == right, name
+                parts[right] += 1
+            assert set(parts) == set(COMPONENTS)
+
+
+def test_what_can_share_a_prompt():
+    shared = {kind for kind in FAMILIES if shares_prompts(config_of(kind))}
+    assert shared == {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}, "Qwen3.5 has layers of linear attention"
+    sliding = config_of("qwen2")
+    sliding.layer_types = ["full_attention", "sliding_attention"]
+    assert not shares_prompts(sliding) and not shares_prompts(LlamaConfig())
+    assert packable(on_meta(config_of("qwen3_vl")).config)
+
+
+def check(config: Any, **changed: Any) -> list[str]:
+    settings = {"output_dir": "x", "use_cpu": True, "bf16": False, "report_to": "none", **changed}
+    return check_family(ModelConfig(model_name_or_path="some/model"), AdoraGRPOConfig(**settings), config)
+
+
+OFF: dict[str, Any] = dict.fromkeys(NEEDS_FAMILY, False)
+
+
+def test_a_known_family_says_nothing_but_what_is_off():
+    assert all(check(AutoConfig.for_model(kind)) == [] for kind in FAMILIES if kind != "qwen3_5")
+    (line,) = check(AutoConfig.for_model("qwen3_5"))
+    assert "linear attention" in line and "adora_share_prompt" in line
+
+
+def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
+    """Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03 nats."""
+    for kind in ("qwen3_vl", "qwen3_5"):
+        with subtests.test(kind):
+            config = AutoConfig.for_model(kind)
+            assert check(config, use_vllm=False) == check(AutoConfig.for_model(kind))
+            with pytest.raises(UserError, match=r"mrope_interleaved in the rope_parameters .* set it to true"):
+                check(config, use_vllm=True)
+            config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+            if kind == "qwen3_5":
+                with pytest.raises(UserError, match="use_vllm: true, but on a CPU vLLM computes the linear attention"):
+                    check(config, use_vllm=True)
+            else:
+                assert check(config, use_vllm=True) == []
+
+
+def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*share_vision.*models/__init"):
+        check(LlavaConfig())
+    with pytest.raises(UserError, match="set .*adora_freeze_projector to false"):
+        check(LlavaConfig(), adora_freeze_projector=True, **OFF)
+    (line,) = check(LlavaConfig(), **OFF)
+    assert "the way of stock TRL" in line and "\n" not in line
+
+
+def test_the_command_refuses_it_before_it_looks_for_weights(tmp_path, capsys):
+    """The folder holds nothing but a config."""
+    InternVLConfig().save_pretrained(tmp_path / "model")
+    words = arguments(tmp_path / "run", model_name_or_path=tmp_path / "model")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1 and error.splitlines()[-1].startswith("error: model_name_or_path: ")
+    assert "has model_type internvl, which" in error and "the way of stock TRL" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
+    """As the first releases of InternVL have it: Transformers would ask whether to run the code beside the config."""
+    own = {"model_type": "internvl_chat", "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "configuration.py").write_text("raise SystemExit('run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (lambda: load_config(str(tmp_path)), lambda: ChatProcessor(str(tmp_path))):
+        with pytest.raises(UserError) as caught:
+            load()
+        assert "model_type internvl_chat, which Transformers" in str(caught.value)
+        assert "qwen3_vl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkeypatch):
+    """Transformers has the model, but not the tokenizer's class."""
+    LlamaConfig().save_pretrained(tmp_path)
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "tokenization.py").write_text("raise SystemExit('run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (load_processor, ChatProcessor):
+        with pytest.raises(UserError, match="cannot be loaded"):
+            load(str(tmp_path))
+
+
+def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
+    (line,) = check(LlamaConfig())
+    assert "model_type llama" in line and "everything else works" in line
+
+
+@pytest.mark.slow
+def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
+    """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained the way it says."""
+    monkeypatch.delitem(FAMILIES, "qwen2_5_vl")
+    settings: dict[str, Any] = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "adora_skip_old_pass": "false",
+        "save_strategy": "no",
+    }
+    with pytest.raises(AssertionError):
+        train(tmp_path / "refused", **settings)
+    assert "has model_type qwen2_5_vl, which is not among the known families" in capsys.readouterr().err
+    train(tmp_path / "run", **settings, **dict.fromkeys(NEEDS_FAMILY, "false"))
+    assert "the way of stock TRL" in capsys.readouterr().out
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def tiny() -> Any:
+    return build_model(build_processor(["Find x."]).tokenizer)
+
+
+def test_one_key_freezes_one_part_and_no_other(subtests):
+    for component in COMPONENTS:
+        with subtests.test(component):
+            model = tiny()
+            before = {name for name, p in model.named_parameters() if p.requires_grad}
+            count = freeze(model, [component])[component]
+            frozen = before - {name for name, p in model.named_parameters() if p.requires_grad}
+            assert len(frozen) == count > 0
+            assert {component_of(name) for name in frozen} == {component}
+            assert trainable_components(model) == frozenset(COMPONENTS) - {component}
+
+
+def test_the_parts_cover_the_model_and_the_projector_is_the_merger():
+    names = [name for name, _ in tiny().named_parameters()]
+    assert {component_of(name) for name in names} == set(COMPONENTS)
+    assert all("merger" in name for name in names if component_of(name) == "projector")
+    assert component_of("lm_head.weight") == "language_model"
+    assert component_of("base_model.model.model.visual.blocks.0.mlp.up_proj.lora_A.default.weight") == "vision_tower"
+
+
+def test_a_key_that_matches_nothing_is_an_error():
+    text_only = nn.Module()
+    text_only.lm_head = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="adora_freeze_vision_tower: true.*no parameter"):
+        freeze(text_only, ["vision_tower"])
+
+
+def test_the_tiny_model_is_untied_small_and_reproducible():
+    model, again = tiny(), tiny()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert not model.config.tie_word_embeddings
+    assert model.lm_head.weight.data_ptr() != model.get_input_embeddings().weight.data_ptr()
+    assert 0.5e6 < sum(p.numel() for p in model.parameters()) < 1.2e6
+
+
+def test_building_leaves_the_callers_random_state_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    tiny()
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,161 @@
+"""The families beside Qwen2.5-VL through the real commands, and runs with LoRA: trained, frozen, killed, evaluated.
+
+The weights of the other families are random, so that nothing is ever right: entropy moves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from adora_vl.builtin import DEFAULT_FAMILY, TINY_FAMILIES, WarmStart
+from adora_vl.builtin.tiny_vl import build_tiny_model
+from adora_vl.checkpoint.written import own_files
+from adora_vl.export import main as export
+from adora_vl.models.families import COMPONENTS, FAMILIES, component_of
+from benchmarks.kill_and_resume import facts
+from data_prep.cli import main as data_prep
+from eval.command import main as evaluate
+from eval.geometry3k import BENCHMARK
+from tests.support.tiny_run import train
+
+STEPS = 3
+
+
+SETTINGS = {
+    "max_steps": STEPS, "save_steps": 2, "per_device_train_batch_size": 8, "max_completion_length": 12,
+    "entropy_coef": 1.0, "learning_rate": 1e-2, "adora_freeze_projector": "true", "log_completions": "true",
+}  # fmt: skip
+
+
+LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "q_proj,v_proj", "save_strategy": "no", "max_steps": 2}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A tiny model of a family, the run that trained it with its projector frozen, and what the run printed."""
+
+    kind: str
+    model: Path
+    run: Path
+    printed: str
+
+
+@pytest.fixture(scope="module", params=[kind for kind in TINY_FAMILIES if kind != DEFAULT_FAMILY])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp(request.param)
+    build_tiny_model(folder / "model", WarmStart(steps=0), request.param)
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        train(folder / "run", model_name_or_path=folder / "model", **SETTINGS)
+    return Trained(request.param, folder / "model", folder / "run", stream.getvalue())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "drawn"
+    assert data_prep(["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]) == 0
+    return folder
+
+
+def moved(before: Path, after: Path) -> Mapping[str, list[bool]]:
+    """By part, whether each tensor is another one."""
+    one, other = (load_file(folder / "model.safetensors") for folder in (before, after))
+    assert one.keys() == other.keys() and all(torch.isfinite(tensor).all() for tensor in other.values())
+    found: dict[str, list[bool]] = {part: [] for part in COMPONENTS}
+    for name, tensor in one.items():
+        found[component_of(name)].append(not torch.equal(tensor, other[name]))
+    return found
+
+
+@pytest.mark.slow
+def test_the_frozen_part_stays_and_the_others_move(trained: Trained) -> None:
+    parts = moved(trained.model, trained.run)
+    assert not any(parts["projector"]) and len(parts["projector"]) == (18 if trained.kind == "qwen3_vl" else 6)
+    assert sum(parts["vision_tower"]) > 0.8 * len(parts["vision_tower"]), "a key's bias moves nothing"
+    assert all(parts["language_model"])
+
+
+@pytest.mark.slow
+def test_what_a_family_cannot_share_is_said_in_one_line(trained: Trained) -> None:
+    note = FAMILIES[trained.kind].note
+    assert trained.printed.count(f"{trained.model}: {note}\n") == bool(note)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_bit(trained: Trained, tmp_path: Path) -> None:
+    again = shutil.copytree(trained.run, tmp_path / "again")
+    shutil.rmtree(again / f"checkpoint-{STEPS}")
+    (again / "model.safetensors").unlink()
+    train(again, model_name_or_path=trained.model, **SETTINGS)
+    assert facts(again) == facts(trained.run)
+
+
+def score(model: Path, data: Path, output: Path) -> dict[str, object]:
+    words = ["run", "--model", str(model), "--data", str(data), "--output", str(output), "--engine", "transformers"]
+    assert evaluate(BENCHMARK, [*words, "--max-tokens", "8"]) == 0
+    found: dict[str, object] = json.loads((output / "score.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_and_its_adapter_are_evaluated(trained: Trained, data: Path, tmp_path: Path) -> None:
+    assert score(trained.run, data, tmp_path / "whole")["total"] == 2
+    settings = {**SETTINGS, "adora_freeze_projector": "false", **LORA}
+    adapted = train(tmp_path / "lora", model_name_or_path=trained.model, **settings)
+    parts = moved(trained.model, adapted / "merged")
+    assert any(parts["language_model"]) and not any(parts["projector"]) and not any(parts["vision_tower"])
+    assert score(adapted, data, tmp_path / "adapted")["total"] == 2
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("lora") / "run", **{**LORA, "max_steps": 1})
+
+
+def test_the_evaluation_of_a_lora_run(lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, output = tmp_path / "data", tmp_path / "eval"
+    assert data_prep(["synthetic", "--output", str(data), "--rows", "1", "--test-rows", "2"]) == 0
+    words = ["run", "--model", str(lora_run), "--data", str(data), "--output", str(output), "--engine", "transformers"]
+    capsys.readouterr()
+    assert evaluate(BENCHMARK, [*words, "--max-tokens", "8"]) == 0
+    said = capsys.readouterr().err
+    assert f"{lora_run} holds a LoRA adapter; its merged model is used: {lora_run / 'merged'}\n" in said
+    score = json.loads((output / "score.json").read_text())
+    assert score["total"] == 2 and score["fingerprint"]["fields"]["model"] == str(lora_run / "merged")
+    assert not [path.name for path in lora_run.iterdir() if "partial" in path.name]
+    assert own_files(lora_run) == [], "the run does not know its adapter and its merged model for its own"
+
+
+def test_without_the_merged_model_one_line_says_how_to_make_it(
+    lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    shutil.rmtree(run / "merged")
+    words = ["run", "--model", str(run), "--data", "nowhere", "--output", str(tmp_path / "eval")]
+    assert evaluate(BENCHMARK, words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "adora_vl.export" in said and str(run) in said
+
+
+def test_the_adapter_of_a_language_model_is_exported_too(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_key_value_heads=2, **sizes))
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = str(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "run")
+    assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    ids = torch.arange(8)[None]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(exported(ids).logits, adapted(ids).logits, atol=1e-5)

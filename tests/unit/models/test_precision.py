@@ -1,0 +1,131 @@
+"""Constants that a cast has rounded are found and put right, and nothing else of a model is touched."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+
+from adora_vl.models import precision
+from adora_vl.models.load import PRETRAINED
+from adora_vl.models.precision import RefuseWrongBuffers, restore_buffers, wrong_buffers
+from adora_vl.utils.errors import RunError
+
+ROTARY = [
+    f"model.{part}.{name}"
+    for part in ("visual.rotary_pos_emb", "language_model.rotary_emb")
+    for name in ("inv_freq", "original_inv_freq")
+]
+
+
+def tiny() -> Qwen2_5_VLForConditionalGeneration:
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED, dtype=torch.float32)
+
+
+CASTS = {
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "float16": lambda model: model.half(),
+    "rounded and back": lambda model: model.to(torch.bfloat16).to(torch.float32),  # the dtype alone does not tell
+}
+
+
+def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
+    for (cast, apply), lora in product(CASTS.items(), (False, True)):
+        with subtests.test(f"{cast} {lora}"):
+            model = tiny()
+            if lora:
+                model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+            right = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            assert wrong_buffers(model) == []
+            apply(model)
+            weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+            assert len(wrong_buffers(model)) == len(ROTARY)
+            restored = restore_buffers(model)
+            assert len(restored) == len(ROTARY) and all(name.endswith(tuple(ROTARY)) for name in restored)
+            assert wrong_buffers(model) == [] and restore_buffers(model) == []
+            now = dict(model.named_buffers())
+            assert all(now[name].dtype == right[name].dtype and torch.equal(now[name], right[name]) for name in right)
+            for name, parameter in model.named_parameters():
+                assert parameter.dtype == weights[name].dtype and torch.equal(parameter, weights[name])
+
+
+@settings(max_examples=30)
+@given(
+    half=st.integers(4, 64),
+    theta=st.floats(1e3, 1e7),
+    scaling=st.sampled_from(
+        [
+            {"rope_type": "default"},
+            {"rope_type": "linear", "factor": 4.0},
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "yarn", "factor": 4.0},
+        ]
+    ),
+    distance=st.integers(1, 8000),
+)
+def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, scaling, distance):
+    rope = {**scaling, "rope_theta": theta}
+    config = Qwen2Config(hidden_size=4 * half, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope)
+    rotary = Qwen2RotaryEmbedding(config)
+    right = rotary.inv_freq.double() * distance
+    holder = nn.ModuleDict({"rotary": rotary}).to(torch.bfloat16)
+    restore_buffers(holder)
+    assert torch.equal(rotary.inv_freq.double() * distance, right)
+    assert wrong_buffers(holder) == []
+
+
+class Patterned(nn.Module):
+    """A rotary module that takes more than a config, with buffers that are a checkpoint's or whole numbers besides."""
+
+    def __init__(self, size: int, scale: float) -> None:
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.register_buffer("inv_freq", scale * torch.rand(size), persistent=False)
+        self.register_buffer("running_mean", torch.rand(size))
+        self.register_buffer("ids", torch.arange(size), persistent=False)
+
+
+def test_a_rotary_module_of_a_kind_that_we_cannot_build_is_refused_and_not_guessed():
+    model = nn.ModuleDict({"own": Patterned(4, scale=2.0)})
+    assert wrong_buffers(model) == []
+    before = copy.deepcopy(model).to(torch.bfloat16)
+    model.to(torch.bfloat16)
+    assert wrong_buffers(model) == ["own.inv_freq is bfloat16, not float32"]
+    assert restore_buffers(model) == []
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
+
+
+def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
+    for role, moment in product(("policy", "reference"), ("on_train_begin", "on_pre_optimizer_step")):
+        with subtests.test(f"{role} {moment}"):
+            models = {"policy": tiny(), "reference": tiny()}
+            trainer: Any = SimpleNamespace(model=models["policy"], ref_model=models["reference"])
+            guard = RefuseWrongBuffers(trainer)
+            guard.on_train_begin(None, None, None)
+            models[role].to(torch.bfloat16)
+            with pytest.raises(RunError) as refusal:
+                getattr(guard, moment)(None, None, None)
+            text = str(refusal.value)
+            assert text.startswith(f"before the first step: {role}: {ROTARY[0]} is bfloat16, not float32 (and 3 more)")
+            assert "\n" not in text and precision.REMEDY in text
+    alone: Any = SimpleNamespace(model=tiny(), ref_model=None)
+    RefuseWrongBuffers(alone).on_train_begin(None, None, None)
+
+
+def test_nothing_of_it_is_saved(tmp_path):
+    """Rounded or right, they are computed where a model is loaded: no checkpoint and no export holds them."""
+    model = tiny().to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert not [name for name in model.state_dict() if "inv_freq" in name]
+    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert wrong_buffers(loaded) == []

@@ -1,0 +1,172 @@
+"""The memory formulas against what torch itself counts in the policy's real forward and backward pass, on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from trl.trainer import utils as trl_utils
+
+from adora_vl.builtin.tiny_vl import build_config
+from adora_vl.models.families import freeze
+from adora_vl.models.load import PRETRAINED
+from adora_vl.models.shape import ModelShape, describe
+from adora_vl.planning import memory as activations
+from adora_vl.planning.memory import Dtypes, MicroBatch, head_saved, head_transient, saved
+
+pytestmark = pytest.mark.slow
+
+SMALL = MicroBatch(sequences=4, prompt_tokens=76, completion_tokens=40, image_tokens=16)
+LONG = MicroBatch(sequences=3, prompt_tokens=264, completion_tokens=300, image_tokens=64)
+WIDE = MicroBatch(sequences=1, prompt_tokens=656, completion_tokens=300, image_tokens=256)
+
+
+class Policy:
+    """The tiny model as TRL trains it, with one micro-batch of `size`, and the formulas' inputs for it."""
+
+    def __init__(
+        self,
+        size: MicroBatch,
+        *,
+        checkpointing: bool = False,
+        dtype: torch.dtype = torch.float32,
+        frozen: tuple[str, ...] = (),
+        kv_heads: int = 1,
+        padded: bool = True,
+        lora: bool = False,
+        family: str = "qwen2_5_vl",
+    ) -> None:
+        config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), family)
+        config.text_config.num_key_value_heads = kv_heads
+        self.size, self.checkpointing, self.padded = size, checkpointing, padded
+        self.model = AutoModelForImageTextToText.from_config(config).to(dtype).train()
+        trl_utils.add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
+        adapter = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]) if lora else None
+        freeze(get_peft_model(self.model, adapter) if adapter else self.model, frozen)
+        if checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self.shape: ModelShape = describe(
+            config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter
+        )
+        self.dtypes = Dtypes(dtype.itemsize, dtype.itemsize)
+        self.inputs, self.labels = self._batch(config)
+
+    def _batch(self, config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        size, side = self.size, int(self.size.image_tokens**0.5) * 2
+        image = [config.vision_start_token_id, *[config.image_token_id] * size.image_tokens, config.vision_end_token_id]
+        row = [20] * (size.prompt_tokens - len(image)) + image + [21] * size.completion_tokens
+        ids = torch.tensor([row] * size.sequences)
+        mask = torch.ones_like(ids)
+        if self.padded:
+            mask[0, :2] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, : size.prompt_tokens] = -100
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "pixel_values": torch.randn(size.patches(2), self.shape.patch_values),
+            "image_grid_thw": torch.tensor([[1, side, side]] * size.sequences),
+            "mm_token_type_ids": (ids == config.image_token_id).int(),
+        }, labels
+
+    def forward(self) -> torch.Tensor:
+        log_probs: torch.Tensor = self.model(**self.inputs, labels=self.labels, fused_lm_head=True).log_probs
+        return log_probs
+
+    def kept(self) -> int:
+        """By the formulas."""
+        parts = saved(self.shape, self.size, self.dtypes, checkpointing=self.checkpointing, masked=self.padded)
+        return parts.text + parts.vision + head_saved(self.shape, self.size, self.dtypes, compact=False)
+
+    def measured_kept(self) -> int:
+        """Distinct storages that autograd still holds after the forward pass, but for weights and inputs."""
+        given = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.inputs.values())}
+        held: list[weakref.ref[torch.Tensor]] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            held.append(weakref.ref(tensor))
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = self.forward()
+        alive = [tensor for tensor in (reference() for reference in held) if tensor is not None]
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
+        assert result.requires_grad
+        return sum(size for place, size in sizes.items() if place not in given)
+
+
+CASES: dict[str, tuple[dict[str, Any], float]] = {
+    "small": ({"size": SMALL}, 0.02),
+    "long": ({"size": LONG}, 0.02),
+    "wide images": ({"size": WIDE}, 0.02),
+    "checkpointing": ({"size": LONG, "checkpointing": True}, 0.02),
+    "three heads of keys": ({"size": LONG, "kv_heads": 3}, 0.02),
+    "without padding": ({"size": LONG, "padded": False}, 0.02),
+    "bfloat16": ({"size": LONG, "dtype": torch.bfloat16}, 0.03),
+    "bfloat16 and checkpointing": ({"size": LONG, "dtype": torch.bfloat16, "checkpointing": True}, 0.03),
+    "LoRA": ({"size": LONG, "lora": True, "frozen": ("vision_tower",)}, 0.2),
+    "frozen tower": ({"size": LONG, "frozen": ("vision_tower",)}, 0.02),
+    "frozen tower and projector": (
+        {"size": LONG, "frozen": ("vision_tower", "projector"), "checkpointing": True},
+        0.03,
+    ),
+    "Qwen3-VL": ({"size": LONG, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, wide images": ({"size": WIDE, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, three heads of keys": ({"size": LONG, "kv_heads": 3, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, bfloat16": ({"size": LONG, "dtype": torch.bfloat16, "family": "qwen3_vl"}, 0.03),
+    "Qwen3-VL, checkpointing": ({"size": LONG, "checkpointing": True, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, frozen tower": ({"size": WIDE, "frozen": ("vision_tower",), "family": "qwen3_vl"}, 0.02),
+}
+
+
+def test_what_autograd_keeps_is_what_the_formulas_say(subtests):
+    for name, (settings, tolerance) in CASES.items():
+        with subtests.test(name):
+            policy = Policy(**settings)
+            off = policy.kept() / policy.measured_kept() - 1
+            print(f"{name}: {off:+.1%}")
+            assert abs(off) <= tolerance, f"{off:+.1%}"
+
+
+@contextlib.contextmanager
+def head_tile(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> Any:
+    """Another width of TRL's tile of logits: at its own the LM head dwarfs every layer of a model this small."""
+    monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", vocabulary)
+    monkeypatch.setattr(activations, "TILE_VOCABULARY", vocabulary)
+    yield
+
+
+# By the width of the tile the LM head is the peak, or a layer is.
+PEAKS = list(product((SMALL, WIDE), (False, True), (32768, 64)))
+
+
+def test_the_peak_of_a_forward_and_backward_pass(monkeypatch, subtests):
+    """The tracker sees every allocation of torch, so this is the whole peak: weights, inputs, kept and passing."""
+    for size, checkpointing, tile in PEAKS:
+        with subtests.test(f"{size} {checkpointing=} {tile=}"):
+            _check_peak(size, checkpointing, tile, monkeypatch)
+
+
+def _check_peak(size, checkpointing, tile, monkeypatch):
+    with head_tile(monkeypatch, tile):
+        policy = Policy(size, checkpointing=checkpointing)
+        tracker = MemTracker()
+        tracker.track_external(policy.model, *policy.inputs.values())
+        with tracker:
+            policy.forward().sum().backward()
+        measured = sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
+        parts = saved(policy.shape, size, policy.dtypes, checkpointing=checkpointing)
+        head = head_transient(policy.shape, size, policy.dtypes, compact=False)
+    given = policy.shape.total * 4 + sum(t.nbytes for t in policy.inputs.values())
+    predicted = given + policy.kept() + max(head, parts.recomputed + parts.layer_gradients)
+    print(f"{predicted / measured - 1:+.1%}")
+    tolerance = 0.03 if tile > 64 else 0.1  # the LM head's is exact, a layer's gradients are an estimate
+    assert predicted == pytest.approx(measured, rel=tolerance), f"{predicted / measured - 1:+.1%}"

@@ -1,0 +1,70 @@
+"""Every link in a page, every file of ours that a page names, and every `python -m` that it shows exists."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted(
+    page
+    for folder in (".", "docs", "benchmarks", "adora_vl/models/shapes")
+    for page in (ROOT / folder).glob("*.md")
+    if page.name != "CHANGELOG.md"  # it names what was there once
+)
+OURS = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks|setup|tests"
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+def _broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def _missing_names(text: str) -> list[str]:
+    """Paths below our top folders and modules behind `python -m` that are nowhere; `NAME.yaml` is any name."""
+    paths = re.findall(rf"(?<![\w./-])((?:{OURS})/[\w./-]*\.(?:py|yaml|md|ipynb|sh|json))\b", text)
+    modules = re.findall(rf"-m ((?:{OURS})(?:\.\w+)*)", text)
+    places = {module: ROOT / module.replace(".", "/") for module in modules}
+    return [path for path in paths if not (ROOT / path).exists() and not Path(path).stem.isupper()] + [
+        module
+        for module, place in places.items()
+        if not (place.with_suffix(".py").exists() or (place / "__main__.py").exists())
+    ]
+
+
+def test_what_a_page_links_to_and_names_exists():
+    missing = {}
+    for page in PAGES:
+        text = page.read_text()
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        missing[str(page.relative_to(ROOT))] = _broken_links(page, prose) + _missing_names(text)
+    assert {page: found for page, found in missing.items() if found} == {}
+
+
+def test_the_checks_themselves_find_what_is_missing():
+    readme = ROOT / "README.md"
+    assert len(PAGES) > 10
+    assert _broken_links(readme, "[a](docs/nowhere.md) [b](docs/data.md#nothing) [c](docs/data.md#sources)") == [
+        "docs/nowhere.md",
+        "docs/data.md#nothing",
+    ]
+    assert _missing_names("`docs/data.md` `docs/nowhere.md`, python -m eval.nothing, python -m eval.mmstar") == [
+        "docs/nowhere.md",
+        "eval.nothing",
+    ]

@@ -1,0 +1,449 @@
+"""The command that accepts a GPU: every check at the small size on a CPU, and what becomes of one that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adora_vl.doctor.engine import FEATURES
+from adora_vl.models.precision import wrong_buffers
+from adora_vl.models.shape import describe
+from adora_vl.utils.launch import free_port
+from benchmarks.gpu import cards, checks, engine, lm_head, offload, precision, server, setting, streaming, vision
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.checks import CHECKS, GPUCheck
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.table import Line, Verdict, at_least, at_most, exit_code, failed, holds, skipped, table
+
+pytestmark = pytest.mark.slow
+
+SMALL = Setting(full=False, device=torch.device("cpu"))
+# In a process of its own: what needs a process group or an engine.
+APART = ["cards", "zero3", "offload", "engine", "recipe", "drift", "server"]
+HERE = [check.name for check in CHECKS if check.name not in {*APART, "deepspeed"}]
+# As what DeepSpeed compiles, but without torch's headers, which take a minute.
+SMALL_BUILD = """
+import os, pathlib
+from torch.utils.cpp_extension import load
+source = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "small.cpp"
+source.parent.mkdir(parents=True, exist_ok=True)
+source.write_text('extern "C" int one() { return 1; }')
+load("small", [str(source)], is_python_module=False)
+"""
+BROKEN = "tests.unit.project.gpu_checks"
+
+
+def check_named(name: str) -> GPUCheck:
+    (check,) = [check for check in CHECKS if check.name == name]
+    return check
+
+
+def lines_of(name: str) -> list[Line]:
+    return list(checks.guarded(check_named(name), SMALL))
+
+
+def failures(lines: list[Line]) -> list[Line]:
+    return [line for line in lines if line.verdict is Verdict.FAIL]
+
+
+def nothing_wrong(lines: list[Line]) -> None:
+    print(table(lines))
+    assert failures(lines) == []
+    assert any(line.verdict is Verdict.OK for line in lines)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
+    lines = lines_of(name)
+    if name == "attention":  # its one line has seconds, and nothing else
+        assert [(line.verdict, line.note) for line in lines] == [(Verdict.SKIPPED, "seconds are judged on a GPU only")]
+    else:
+        nothing_wrong(lines)
+    assert all(line.note for line in lines), "each line says where its bound comes from, or why it was skipped"
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name, monkeypatch):
+    """With what DeepSpeed has compiled for other tests, which takes it most of a minute."""
+    own = checks._environment
+    shared = {"TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"]}
+    monkeypatch.setattr(checks, "_environment", lambda folder: {**own(folder), **shared})
+    nothing_wrong(checks.run(replace(check_named(name), limit=580), "small"))
+
+
+@pytest.fixture
+def no_other_ninja(tmp_path, monkeypatch):
+    """PATH has all of this system's programs but ninja, and the environment's own."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    folders = [Path(folder) for folder in os.defpath.split(os.pathsep)]
+    found = [program for folder in folders if folder.is_dir() for program in folder.iterdir()]
+    for name, program in {program.name: program for program in reversed(found)}.items():
+        if name != "ninja":
+            (programs / name).symlink_to(program)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{programs}")
+
+
+def builds(monkeypatch: pytest.MonkeyPatch, prepare: str | None = None) -> dict[str, Verdict]:
+    """By what was tried, how the check of the compiler judged it. `prepare`: instead of what training does first."""
+    monkeypatch.setattr(offload, "_BUILD", SMALL_BUILD)
+    if prepare is not None:
+        monkeypatch.setattr(offload, "_PREPARE", prepare)
+    return {line.what: line.verdict for line in lines_of("deepspeed")}
+
+
+ON, OFF = (f"CPUAdam, the environment's bin {where} PATH" for where in ("on", "not on"))
+
+
+@pytest.mark.usefixtures("no_other_ninja")
+def test_the_compiler_is_found_with_and_without_the_environments_programs(monkeypatch):
+    assert builds(monkeypatch) == {"import": Verdict.OK, ON: Verdict.OK, OFF: Verdict.OK}
+
+
+@pytest.mark.usefixtures("no_other_ninja")
+def test_a_build_that_does_not_find_ninja_fails(monkeypatch):
+    assert builds(monkeypatch, prepare="pass") == {"import": Verdict.OK, ON: Verdict.OK, OFF: Verdict.FAIL}
+
+
+def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
+    monkeypatch.setattr(precision, "restore_buffers", lambda model: [])
+    what = {line.what for line in failures(lines_of("rounding"))}
+    assert "rotary frequencies" in what and "from float32 at token 1000" in what
+
+
+def test_a_check_that_would_not_notice_rounding_fails(monkeypatch):
+    monkeypatch.setattr(precision, "with_rounded", lambda model: model)
+    assert [line.what for line in failures(lines_of("rounding"))] == ["rounded frequencies, seen at token 1000"]
+
+
+def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
+    right = lm_head.fused
+    monkeypatch.setattr(lm_head, "fused", lambda *inputs: 1.01 * right(*inputs))
+    assert len(failures(lines_of("lm_head"))) == 3
+
+
+@pytest.mark.parametrize(("gib", "tokens"), [(80, 8192), (40, 8192), (24, range(2048, 8192)), (4, 0)])
+def test_a_plain_head_takes_as_many_tokens_as_the_card_has_room_for(gib, tokens):
+    """At 3B widths, and never more than fits beside the weights: 18 bytes for each token and word."""
+    found = lm_head.tokens_that_fit(gib * 2**30, lm_head.VOCABULARY, 2048)
+    assert found in tokens if isinstance(tokens, range) else found == tokens
+    assert found * lm_head.VOCABULARY * 18 < gib * 2**30
+
+
+def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
+    monkeypatch.setattr(lm_head, "free_bytes", lambda setting: 2**20)
+    (line,) = lm_head.run(replace(SMALL, full=True))
+    assert line.verdict is Verdict.SKIPPED and "does not fit" in line.note
+
+
+@pytest.mark.parametrize(("gap", "verdict"), [(0.9, Verdict.OK), (3.0, Verdict.FAIL)])
+def test_pinned_weights_are_judged_by_the_noise_of_two_unpinned_runs(gap, verdict):
+    unpinned = torch.ones(100)
+    noise = torch.linspace(-0.01, 0.01, 100)  # ten times 1e-3, which no rounding of a GPU's sums keeps to
+    assert offload.same_weights(unpinned - gap * noise, unpinned, unpinned + noise).verdict is verdict
+
+
+def test_runs_without_any_noise_may_differ_by_a_rounding():
+    unpinned = torch.ones(100)
+    assert offload.same_weights(unpinned, unpinned, unpinned).verdict is Verdict.OK
+    assert offload.same_weights(unpinned + 1e-4, unpinned, unpinned).verdict is Verdict.FAIL
+
+
+def test_weights_sent_without_their_adapters_fail(monkeypatch):
+    def unmerged(model, gather, wanted):
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:
+                yield name.removeprefix("base_model.model.").replace(".base_layer", ""), parameter.data
+
+    monkeypatch.setattr(streaming, "merged_parameters", unmerged)
+    assert [line.what for line in failures(lines_of("lora_sync"))] == ["sent weights, from float64"]
+
+
+def test_a_policy_merged_in_place_fails(monkeypatch):
+    right = streaming.send
+
+    def in_place(policy, receiver):
+        right(policy, receiver)
+        policy.merge_adapter()
+
+    monkeypatch.setattr(streaming, "send", in_place)
+    assert "weights that a sync leaves alone" in {line.what for line in failures(lines_of("lora_sync"))}
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
+    """By name, the lines of checks of which all but one go wrong, as the command runs them."""
+    wrong = [
+        GPUCheck("killed", f"{BROKEN}:killed", 300),
+        GPUCheck("memory", f"{BROKEN}:out_of_memory", 300),
+        GPUCheck("hangs", f"{BROKEN}:hangs", 1),
+        GPUCheck("absent", f"{BROKEN}:fine", 300, ("no_such_package",)),
+        GPUCheck("fine", f"{BROKEN}:fine", 300),
+    ]
+    output = tmp_path_factory.mktemp("gpu") / "result.json"
+    assert main(["--size", "small", "--json", str(output)], wrong) == 1
+    lines = [checks._read(json.dumps(line)) for line in json.loads(output.read_text())["lines"]]
+    return {check.name: [line for line in lines if line.check == check.name] for check in wrong}
+
+
+def test_the_others_go_on_after_one_that_breaks(broken):
+    assert [line.verdict for line in broken["fine"]] == [Verdict.OK]
+
+
+def test_what_was_found_stays_and_the_end_has_its_reason(broken):
+    for name, reason in {"killed": "SIGKILL", "memory": "OutOfMemoryError: tried to allocate 80 GiB"}.items():
+        found, end = broken[name]
+        assert found.verdict is Verdict.OK and found.figure == "1 s"
+        assert end.verdict is Verdict.FAIL and reason in end.note and "\n" not in end.note
+    assert "not done after 1 s" in broken["hangs"][-1].note
+    (line,) = broken["absent"]
+    assert line.verdict is Verdict.SKIPPED and "no_such_package not installed" in line.note
+
+
+def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
+    monkeypatch.setattr(checks, "LEAST", 0.5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    late = GPUCheck("late", f"{BROKEN}:fine", 300)
+    cut = GPUCheck("cut", f"{BROKEN}:hangs", 300)
+    first, after = GPUCheck("first", f"{BROKEN}:absent", 300, ("no_such_package",)), late
+    assert main(["--size", "small", "--minutes", "0.05"], [first, cut, after]) == 0, "time is no failure"
+    printed = capsys.readouterr().out
+    assert "no_such_package not installed" in printed
+    for name, what in (("cut", "the rest of it"), ("late", "all of it")):
+        (line,) = [line for line in printed.splitlines() if line.startswith(name)]
+        assert what in line and f"the time for all checks was over: `--only {name}`" in line
+
+
+def test_what_makes_a_run_wrong_comes_before_what_makes_it_slow_and_what_few_need():
+    names = [check.name for check in CHECKS]
+    order = ["rounding", "drift", "recipe", "trainer", "offload", "deepspeed"]
+    assert sorted(order, key=names.index) == order
+    several = [check.name for check in CHECKS if check.cards > 1]
+    assert several == ["cards", "server"] and names.index("cards") > names.index("engine")
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "seen"),
+    [(1, None, "0"), (1, "3,5", "3"), (2, "3,5", "3,5"), (2, None, "all of them"), (2, "", "")],
+)
+def test_a_check_for_two_cards_sees_both(monkeypatch, count, given, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    (line,) = checks.run(GPUCheck("two", f"{BROKEN}:visible", 300, cards=count), "small")
+    assert line.note == seen
+
+
+def test_a_run_without_a_gpu_says_so_and_ends_well(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    two = [GPUCheck(name, f"{BROKEN}:fine", 300, ("no_such_package",)) for name in ("one", "two")]
+    assert main(["--only", "one"], two) == 0
+    printed = capsys.readouterr()
+    assert "accepts no GPU" in printed.out and "Left out: two" in printed.out
+    assert "[1/1] one: 0 ok, 0 FAIL, 1 skipped" in printed.err
+
+
+def test_wrong_input_ends_with_2():
+    for words in (["--only", "nothing"], ["--json", "no/such/folder/x.json"], ["--size", "huge"], ["--minutes", "0"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words, [])
+        assert ended.value.code == 2, words
+
+
+def test_a_figure_is_judged_against_its_bound():
+    assert at_most("x", 1.0, 1.0, "", "").verdict is Verdict.OK
+    assert at_most("x", 1.01, 1.0, "", "").verdict is Verdict.FAIL
+    assert at_least("x", 0.99, 1.0, "", "").verdict is Verdict.FAIL
+    assert at_most("x", math.nan, 1.0, "", "").verdict is Verdict.FAIL
+    assert at_least("x", math.nan, 1.0, "", "").verdict is Verdict.FAIL
+
+
+def test_the_exit_code_is_that_of_the_worst_line():
+    fine, left, bad = holds("x", "1", "1", True, ""), skipped("y", "none here"), failed("z", "broke")
+    assert exit_code([fine, left]) == 0
+    assert exit_code([fine, bad, left]) == 1
+    assert exit_code([]) == 1, "a table without a line accepts nothing"
+
+
+def test_the_table_gives_the_reasons():
+    printed = table([skipped("y", "none here", "3 s"), failed("z", "broke")])
+    assert "3 s" in printed and "(none here)" in printed and "-> broke" in printed
+    assert printed.endswith("0 ok, 1 FAIL, 1 skipped")
+
+
+@pytest.mark.parametrize(("gib", "verdict"), [(22, Verdict.SKIPPED), (80, Verdict.FAIL)])
+def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(monkeypatch, gib, verdict):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
+
+    def lines():
+        yield holds("first", "1", "1", True, "")
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+
+    found = list(setting.as_far_as_it_fits(replace(SMALL, device=torch.device("cuda", 0)), "7B", lines()))
+    assert [line.verdict for line in found] == [Verdict.OK, verdict]
+    assert found[1].what == "7B: the rest" and "GiB" in found[1].note
+
+
+def test_images_and_layers_are_as_many_as_there_is_room_for():
+    assert [list(vision.sized(gib * 2**30))[1] for gib in (79, 39, 21)] == ["8 x 300", "6 x 300", "2 x 300"]
+    found = {gib: engine.layers_that_fit(gib * 2**30) for gib in (79, 39, 22, 10)}
+    assert found[79][0] == found[39][0] == 36 and 12 < found[22][0] < 36 and found[10][0] == 0
+    for gib, (layers, share) in found.items():
+        config = replace(SMALL, full=True).config("3B", layers=max(layers, 1), eye_layers=32)
+        weights = describe(config, dtype="bfloat16").total * 2 / 2**30
+        assert weights + 4 < share * gib < weights + 6, "the engine's weights and cache"
+        assert layers == 0 or weights + share * gib + 6 < gib, "and the policy beside it"
+
+
+def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(monkeypatch):
+    towers: list[torch.nn.Module] = []
+
+    def noted(setting, name, tower, exact, *pixels):
+        towers.extend((tower, exact))
+        yield skipped(name, "a test")
+
+    monkeypatch.setattr(vision, "_image", noted)
+    assert len(list(vision.run(SMALL))) == 3
+    assert len(towers) == 6 and [wrong_buffers(tower) for tower in towers] == [[]] * 6
+
+
+def test_the_doctors_lines_about_the_machine_are_one():
+    def line(name, status="passed"):
+        return {"name": name, "status": status, "detail": "1", "remedy": "mend it"}
+
+    right = [line("version of torch"), line("driver", "skipped"), line(FEATURES), line("agreement, cold")]
+    found = list(engine.engine_lines(right, "V2"))
+    names = ["V2: versions, data, folders", f"V2: {FEATURES}", "V2: agreement, cold"]
+    assert [(each.what, each.verdict) for each in found] == [(name, Verdict.OK) for name in names]
+    wrong = list(engine.engine_lines([line("version of torch", "failed"), line("driver")], "V2"))
+    assert [(each.verdict, each.figure) for each in wrong] == [(Verdict.FAIL, "1 of 2"), (Verdict.FAIL, "1")]
+    assert wrong[1].what == "V2: version of torch" and wrong[1].note == "mend it"
+
+
+HEALTHY = """
+import sys, http.server
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+
+
+def test_a_server_is_waited_for_and_ended_and_one_that_dies_is_named(tmp_path, monkeypatch):
+    (tmp_path / "healthy.py").write_text(HEALTHY)
+    (tmp_path / "dies.py").write_text("raise SystemExit('no NCCL here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    port = free_port()
+    with server.serving(["healthy", str(port)], {}, port, seconds=60):
+        assert server._healthy(port)
+    assert not server._healthy(port)
+    with pytest.raises(server.ServerError, match="exit code 1: no NCCL here"), server.serving(["dies"], {}, port, 60):
+        pass
+
+
+def test_the_server_is_started_as_the_page_says():
+    """All options of `docs/rollouts.md`."""
+    page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    command, further = page.split("vllm serve MODEL --host", 1)[1].split("With `nccl`, start the server with `")
+    said = {word for word in command.split("```")[0].split() if word.startswith("--")} - {"--mm-processor-kwargs"}
+    options = {way: set(server.server_words(Path("model"), 1, way, "bfloat16")) for way in ("file", "nccl")}
+    assert said and said <= options["file"] and further.split()[0] in options["nccl"] - options["file"]
+    named = {"CUDA_VISIBLE_DEVICES": "3, 5,6"}
+    assert server.cards(named, 3) == ("3", "5") and server.cards(named, 1) == ("3", "3")
+    assert server.cards({}, 2) == ("0", "1") and server.cards({}, 1) == ("0", "0")
+
+
+def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
+    """A card that has so many GiB free, one after the other."""
+    left = iter(free)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(next(left) * 2**30), 80 * 2**30))
+    return Setting(full=True, device=torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("leak", "verdict"), [(0.0, Verdict.OK), (0.001, Verdict.OK), (0.5, Verdict.FAIL)])
+def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
+    slept: list[int] = []
+    setting = on_a_card(monkeypatch, [60 - leak * sleep for sleep in range(engine.SLEEPS)])
+    assert engine.free_after_sleeps(setting, lambda: slept.append(1)).verdict is verdict
+    assert len(slept) == engine.SLEEPS
+    assert engine.free_after_sleeps(SMALL, lambda: None).verdict is Verdict.SKIPPED
+
+
+def test_rollout_tokens_per_second_leave_the_first_step_out():
+    steps = [{"completions/mean_length": 50.0, "seconds/rollout": spent} for spent in (99.0, 2.0, 2.0)]
+    assert engine.rate("x", steps).figure == f"{50 * engine.ROWS / 2:.0f}"
+    assert engine.rate("x", steps[:1]).verdict is Verdict.FAIL
+
+
+def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
+    (tmp_path / "stuck.py").write_text("import threading; threading.Event().wait()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert engine._command(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
+    monkeypatch.setattr(engine, "_command", lambda *_: "not done after 1 s; stopped")
+    (line,) = engine.doctor(SMALL, "float32", tmp_path)
+    assert line.verdict is Verdict.FAIL and "not done after 1 s" in line.note
+
+
+def test_one_card_is_told_what_two_would_show(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(server, "find_cpu_build", lambda: False)
+    monkeypatch.setattr(server, "_synced", lambda setting, way, *_: iter([holds(way, "1", "1", True, "")]))
+    for check, before in ((cards, 0), (server, 1)):
+        *found, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
+        assert line.verdict is Verdict.SKIPPED and "NCCL needs 2 cards, here is 1" in line.note
+        assert len(found) == before, "weights go by files to a server on the same card"
+
+
+def test_a_sum_that_lacks_a_rank_is_wrong():
+    numbers = torch.arange(10.0)
+    assert cards.added(numbers, 2 * numbers + 1) and not cards.added(numbers, numbers)
+
+
+def test_without_vllm_and_deepspeed_the_rest_runs_and_says_so(monkeypatch, capsys):
+    for package in ("vllm", "deepspeed"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(checks, "_in_a_child", lambda *_: [holds("x", "1", "1", True, "a test")])
+    assert main(["--size", "small"]) == 0
+    printed = capsys.readouterr().out
+    for check in CHECKS:
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"{check.name} ")]
+        hidden = [package for package in check.needs if package in ("vllm", "deepspeed")]
+        assert (f"{' '.join(hidden)} not installed" in line) if hidden else line.endswith("ok"), line
+
+
+@pytest.mark.parametrize(
+    ("module", "verdict"), [("no_such_package.part", Verdict.SKIPPED), ("adora_vl.no_such", Verdict.FAIL)]
+)
+def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatch, module, verdict):
+    (tmp_path / "needs_it.py").write_text(f"import {module}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "needs_it", raising=False)
+    (line,) = checks.guarded(GPUCheck("x", "needs_it:run", 300), SMALL)
+    assert line.verdict is verdict and module.split(".")[0] in line.note
+    assert verdict is Verdict.FAIL or line.note == "no_such_package not installed"
+
+
+def test_without_vllm_and_deepspeed_every_check_that_needs_neither_can_be_imported():
+    block = "import sys; sys.modules['vllm'] = sys.modules['deepspeed'] = None\n"
+    loads = "from benchmarks.gpu.checks import CHECKS\n[check.load() for check in CHECKS]\n"
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", block + loads],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,74 @@
+"""`setup/install.sh` says what Triton lacks on a machine with a GPU before it downloads anything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+PROGRAMS = ("bash", "dirname", "c++", "sed", "head")
+# Stands for a Python without headers: its answer to the question for the file is no.
+WITHOUT_HEADERS = """#!/bin/sh
+case "$*" in *Python.h*) exit 1 ;; esac
+exec {python} "$@"
+"""
+STOPS = """#!/bin/sh
+case "$*" in *"-m venv"*) echo "makes the environment" >&2; exit 7 ;; esac
+exec {python} "$@"
+"""
+
+
+def install(
+    folder: Path, device: str, python: str, *programs: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The script in a folder of its own, with these programs alone on PATH, and this Python."""
+    (folder / "setup").mkdir()
+    for file in ("install.sh", "constraints-cpu.txt", "constraints-gpu.txt"):
+        shutil.copy(REPOSITORY / "setup" / file, folder / "setup")
+    own = folder / "bin"
+    own.mkdir()
+    for program in (*PROGRAMS, "sleep", "rm", "grep", "tail", "cut"):
+        found = shutil.which(program)
+        assert found is not None, program
+        (own / program).symlink_to(found)
+    for program in programs:
+        (own / program).write_text("#!/bin/sh\n")
+        (own / program).chmod(0o755)
+    (own / "asked").write_text(python.format(python=sys.executable))
+    (own / "asked").chmod(0o755)
+    given = {"PATH": str(own), "PYTHON": str(own / "asked"), "ADORA_DEVICE": device, "HOME": os.environ["HOME"]}
+    command = [str(own / "bash"), "setup/install.sh"]
+    return subprocess.run(command, cwd=folder, env=given | environment, capture_output=True, text=True, check=False)
+
+
+def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    cases = [
+        ("gcc", STOPS, [], {}, "Triton needs a C compiler on a GPU, and 'gcc' was not found"),
+        ("CC", STOPS, ["gcc"], {"CC": "othercc"}, "and 'othercc' was not found"),
+        (
+            "header",
+            WITHOUT_HEADERS,
+            ["gcc"],
+            {},
+            f"Python.h of Python {version} on a GPU (Debian: apt-get install python",
+        ),
+    ]
+    for name, python, programs, environment, words in cases:
+        with case(name) as folder:
+            done = install(folder, "gpu", python, *programs, **environment)
+            assert done.returncode == 2 and words in done.stderr, done.stderr
+            assert not (folder / ".venv").exists()
+
+
+@pytest.mark.parametrize(("device", "programs"), [("gpu", ["gcc"]), ("gpu", ["clang"]), ("cpu", [])])
+def test_with_what_it_needs_it_goes_on(device, programs, tmp_path):
+    """As far as the environment, which a stand-in refuses to make."""
+    done = install(tmp_path, device, STOPS, *programs)
+    assert "Triton needs" not in done.stderr and "1/4 environment" in done.stdout + done.stderr

@@ -1,0 +1,34 @@
+"""What `lint-imports` does not hold: that every room has a floor, and that a name means one thing."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_room_has_a_floor():
+    """A room that the contract does not name could import whatever it likes."""
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    named = {name for layer in contract["layers"] for name in re.split(r" [|:] ", layer)}
+    rooms = {
+        f"adora_vl.{path.stem}"
+        for path in (ROOT / "adora_vl").iterdir()
+        if (path.suffix == ".py" or (path / "__init__.py").is_file()) and path.stem != "__init__"
+    }
+    assert named == rooms | {"data_prep", "eval"}
+
+
+def test_no_two_public_classes_have_the_same_name():
+    """Whoever reads `Schedule` or `Request` somewhere knows which one is meant."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for top in ("adora_vl", "data_prep", "eval", "benchmarks"):
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].append(path.relative_to(ROOT).as_posix())
+    assert places and {name: files for name, files in places.items() if len(files) > 1} == {}

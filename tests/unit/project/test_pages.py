@@ -1,0 +1,149 @@
+"""The pages name what there is: the way through the code, the notebooks, and the request of docs/serving.md."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import matplotlib
+import PIL.Image
+import pytest
+
+from adora_vl.data.prompts import SYSTEM_PROMPT
+from tests.support.endpoint_server import completion
+
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "docs" / "architecture.md").read_text()
+FIGURES = re.findall(r"```\n(.*?)```", TEXT, flags=re.DOTALL)
+PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+# A span with a space is a command or a setting, not a name.
+SPANS = [span for span in re.findall(r"`([^`\n]+)`", PROSE) if " " not in span]
+
+
+def _section(title: str) -> str:
+    return TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def _place(path: str) -> Path | None:
+    """Where a path of the page is: below the repository or below `adora_vl/`."""
+    return next((home / path for home in (ROOT, ROOT / "adora_vl") if (home / path).exists()), None)
+
+
+def _defined(path: Path) -> set[str]:
+    """The classes, functions and variables of a file, at any depth."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    named = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    return named | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def _used(path: Path) -> set[str]:
+    """What a file takes from libraries, and the words that it prints, logs or reads."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return words | imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def _names_of_all() -> set[str]:
+    files = [path for top in ("adora_vl", "data_prep", "eval") for path in (ROOT / top).rglob("*.py")]
+    return set().union(*(_defined(path) | _used(path) for path in files))
+
+
+def _is_named(span: str, names: set[str]) -> bool:
+    """`checkpoint-N/` and `rollouts/` are folders of a run; `adora/skipped_steps` is a figure of its log."""
+    word = span.removesuffix("/").removesuffix("-N")
+    return word in names or word.removeprefix("adora/") in names
+
+
+def test_what_the_page_names_exists():
+    names = _names_of_all() | {"adora/...", "eval", "data_prep", ".venv/bin/lint-imports"}
+    missing = [s for s in SPANS if _place(s) is None and (s.endswith(".py") or not _is_named(s, names))]
+    words = re.findall(r"\b(?:_[a-z]\w+|[a-z]+(?:_[a-z]+)+|[A-Z][a-z]+[A-Z]\w+)\b", " ".join(FIGURES))
+    missing += [word for word in words if word not in names | {"DeepSpeed", "adora_vl"}]
+    assert len(SPANS) > 150 and len(words) > 25 and missing == []
+
+
+def test_a_name_is_in_the_file_that_the_page_gives_for_it():
+    stations = re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", TEXT, re.MULTILINE)
+    pairs = [(path, name) for name, path in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", TEXT)]
+    elsewhere = [
+        (path, name)
+        for path, name in stations + pairs
+        if (place := _place(path)) is None or name not in _defined(place)
+    ]
+    assert len(pairs) > 30 and elsewhere == []
+    assert 10 <= len(stations) < 15 and len({path for path, _ in stations}) == len(stations)
+
+
+def test_the_rooms_stand_in_the_order_of_their_floors():
+    """A room that is left out is one that a newcomer does not find."""
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    floors = [re.split(r" [|:] ", layer) for layer in contract["layers"]]
+    listed = re.findall(r"^\| `([\w.]+)/?` \|", _section("What stands where"), re.MULTILINE)
+    rooms = [name.removesuffix(".py") for name in listed]
+    for floor in floors:
+        beside = {name.removeprefix("adora_vl.") for name in floor}
+        assert set(rooms[: len(floor)]) == beside, f"the page has {rooms[: len(floor)]} where {beside} should stand"
+        rooms = rooms[len(floor) :]
+    assert rooms == []
+
+
+def test_every_kind_of_thread_is_on_the_page():
+    starts = re.compile(r"\b(?:Thread|ThreadPoolExecutor)\(")
+    starters = {
+        str(path.relative_to(ROOT / "adora_vl"))
+        for path in (ROOT / "adora_vl").rglob("*.py")
+        if starts.search(path.read_text())
+    }
+    table = TEXT.partition("| thread |")[2].partition("\n\n")[0]
+    assert len(starters) > 3 and starters == set(re.findall(r"^\| [^|]+ \| `([\w/]+\.py)`", table, re.MULTILINE))
+
+
+NOTEBOOKS = sorted((Path(__file__).parents[3] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys, tmp_path):
+    """Its cells in order as one script; the folder is the notebook's own."""
+    matplotlib.use("Agg", force=True)
+    monkeypatch.setenv("ADORA_RUN", str(adora_run))
+    monkeypatch.setenv("ADORA_RUN_GRPO", str(grpo_run))
+    monkeypatch.chdir(path.parent)
+    notebook = json.loads(path.read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert 4 <= len(cells) <= 12 and all(cell["outputs"] == [] for cell in cells)
+    script = tmp_path / f"{path.stem}.py"
+    script.write_text("\n".join(f"# code cell {n}\n{''.join(cell['source'])}" for n, cell in enumerate(cells)))
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+def test_there_are_notebooks():
+    assert {path.stem for path in NOTEBOOKS} == {"grpo_and_adora", "reading_a_record", "weights_by_hand"}
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_request_of_the_page_arrives_with_its_image_and_the_trainings_prompt(tmp_path, serve):
+    pytest.importorskip("openai")  # comes with vLLM
+    server = serve(lambda body, call: completion("so x = 5", finish_reason="stop"))
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), re.DOTALL)
+    PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "problem.png")
+    (tmp_path / "request.py").write_text(block.replace("http://127.0.0.1:8000/v1", server.url))
+    words = [sys.executable, "request.py"]
+    environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "so x = 5\n", done.stderr[-2000:]
+    system, user = server.requests[0]["messages"]
+    assert system["content"] == SYSTEM_PROMPT
+    sent = user["content"][0]["image_url"]["url"].partition(",")[2]
+    assert base64.b64decode(sent) == (tmp_path / "problem.png").read_bytes()

@@ -1,0 +1,242 @@
+"""The record of the rollouts: right, whole after a crash, nothing twice after a resume, and bounded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from adora_vl.advantage.adora import group_facts
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.recorder import Recorder
+from adora_vl.record.rollouts import (
+    Diagrams,
+    Record,
+    as_table,
+    criteria_columns,
+    cut_after,
+    merge_small,
+    parts,
+    read_parts,
+    rotate,
+    write_part,
+)
+from adora_vl.rewards.completion import completion_text
+from adora_vl.rollout.importance import rollout_drift
+from adora_vl.training.scores import weighted_sum
+from adora_vl.types import Row
+from adora_vl.utils.errors import UserError
+from tests.support.step_context import step_context
+from tests.support.tiny_run import STEPS, train
+
+NAN = float("nan")
+
+
+def rows(step: int, count: int = 4, **more: Any) -> dict[str, list[Any]]:
+    columns = {"step": [step] * count, "id": [f"p{step}"] * count, "completion": [f"answer {i}" for i in range(count)]}
+    return {**columns, **more}
+
+
+def recorded(folder: Path) -> pa.Table:
+    return read_parts(parts(folder))
+
+
+def steps(folder: Path) -> list[int]:
+    return recorded(folder)["step"].to_pylist()
+
+
+def test_the_criteria_of_groups_by_hand():
+    rewards = torch.tensor([[1.0, 0.1, 0.0], [0.0, NAN, 0.0], [1.0, 1.0, 0.1]])
+    lengths = torch.tensor([[9.0, 5.0, 8.0], [1.0, 2.0, 3.0], [4.0, 6.0, 50.0]])
+    columns = criteria_columns(group_facts(rewards, lengths, 0.5, lengths >= 50))
+    assert columns["pass_rate"][::3] == pytest.approx([1 / 3, 0, 2 / 3])
+    assert columns["longest_right"][::3] == pytest.approx([9, NAN, 6], nan_ok=True)
+    assert columns["mean_wrong"][::3] == pytest.approx([6.5, 2, NAN], nan_ok=True)
+    assert [len(column) for column in columns.values()] == [9, 9, 9]
+
+
+def test_rewards_and_drift_of_a_rollout_by_hand():
+    parts_BF = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
+    assert weighted_sum(parts_BF, torch.tensor([1.0, 0.5])).tolist() == pytest.approx([2, 1, NAN], nan_ok=True)
+    trainer, engine = torch.tensor([[1.0, 2.0, 9.0], [1.0, 1.0, 1.0]]), torch.tensor([[1.5, NAN, 0.0], [NAN] * 3])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert rollout_drift(trainer, engine, mask).tolist() == pytest.approx([0.5, NAN], nan_ok=True)
+
+
+def test_the_text_of_a_message_in_every_form():
+    parts_of = [{"type": "image"}, {"type": "text", "text": "b"}]
+    forms = ["a", [{"role": "user", "content": "a"}], [{"content": "x"}, {"content": parts_of}], []]
+    assert [completion_text(form) for form in forms] == ["a", "a", "b", ""]
+
+
+def test_a_figure_that_is_not_there_is_null():
+    table = as_table(rows(1, 2, drift=[NAN, 0.5], extracted=[None, "7"], tds=[], **{"reward/x": [1.0, None]}), {"k": 1})
+    assert table["drift"].to_pylist() == [None, 0.5] and table["reward/x"].to_pylist() == [1.0, None]
+    assert table["tds"].to_pylist() == [None, None] and b"adora_vl" in table.schema.metadata
+
+
+def test_generations_of_one_step_are_numbered_through(tmp_path):
+    record = Record(tmp_path, 1, {})
+    record.start(0)
+    record.add(rows(1), generations=2)
+    record.add(rows(1), generations=2)
+    record.flush(1)
+    table = recorded(record.folder)
+    assert table["group"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3] and table["rollout"].to_pylist() == [0, 1] * 4
+    record.flush(2)  # a step whose rollouts are those of the one before
+    assert len(parts(record.folder)) == 1
+
+
+def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
+    record = Record(tmp_path, 1, {})
+    record.start(0)
+    for step in range(1, 101):
+        record.add(rows(step), generations=4)
+        record.flush(step)
+    assert len(parts(record.folder)) < 40
+    assert steps(record.folder) == [step for step in range(1, 101) for _ in range(4)]
+
+
+def test_a_crash_between_a_merge_and_its_deletions_leaves_nothing_twice(tmp_path, monkeypatch):
+    for step in range(1, 33):
+        write_part(tmp_path, as_table(rows(step), {}), step, step)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        merge_small(tmp_path)
+    assert len(list(tmp_path.glob("*.parquet"))) == 33
+    assert steps(tmp_path) == [step for step in range(1, 33) for _ in range(4)]
+    cut_after(tmp_path, 32)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_crash_while_writing_leaves_only_whole_files(tmp_path, monkeypatch):
+    write_part(tmp_path, as_table(rows(1), {}), 1, 1)
+
+    def dies(table, stream, **_):
+        stream.write(b"PAR1 half a file")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pq, "write_table", dies)
+        write_part(tmp_path, as_table(rows(2), {}), 2, 2)
+    assert steps(tmp_path) == [1] * 4
+    cut_after(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["rollouts-00000001-00000001.parquet"]
+
+
+def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
+    for step in (3, 20, 32, 40):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        for number in range(1, 41):
+            write_part(folder, as_table(rows(number), {"kept": 1}), number, number)
+            merge_small(folder)
+        cut_after(folder, step)
+        assert steps(folder) == [number for number in range(1, step + 1) for _ in range(4)]
+        assert parts(folder)[-1].last == step and b"adora_vl" in recorded(folder).schema.metadata
+        (folder / "notes.txt").write_text("somebody else's")
+        cut_after(folder, 0)
+        assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
+    for number in range(1, 11):
+        write_part(tmp_path, as_table(rows(number), {}), number, number)
+    size = parts(tmp_path)[0].path.stat().st_size
+    rotate(tmp_path, 3.5 * size)
+    assert sorted(set(steps(tmp_path))) == [8, 9, 10]
+    rotate(tmp_path, 1)
+    assert sorted(set(steps(tmp_path))) == [10]
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
+    record = Record(tmp_path, 1, {})
+    record.start(0)
+    record.add(rows(1), generations=4)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", full)
+    record.flush(1)
+    assert record.failed and "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
+
+
+def test_a_problem_is_recorded_with_its_choices(tmp_path):
+    recorder = Recorder(step_context(output_dir=str(tmp_path)))
+    asked: Any = {"id": 7, "problem": "Which?", "answer": "B", "choices": ["3", "4"], "prompt": "Which?\nChoices: ..."}
+    less: list[dict[str, Any]] = [{}, {"choices": None}, {"choices": []}]
+    facts = [recorder._of_row(cast("Row", {**asked, **more})) for more in less]
+    assert facts[0] == {"id": "7", "problem": "Which?", "choices": ["3", "4"], "answer": "B", "images": []}
+    assert [one["choices"] for one in facts[1:]] == [None, None]
+
+
+def test_a_diagram_is_stored_once_and_small(tmp_path):
+    wide = Image.effect_noise((1000, 100), 50).convert("RGB")
+    diagrams = Diagrams(tmp_path / "images", 1e9)
+    names = diagrams.keep("a", [wide])
+    assert diagrams.keep("b", [wide.copy()]) == names == diagrams.keep("a", []) and diagrams.keep("c", []) == []
+    assert diagrams.keep(None, [wide.rotate(90)]) != names
+    with Image.open(tmp_path / "images" / names[0]) as stored:
+        assert stored.size == (512, 51)
+    full = Diagrams(tmp_path / "images", 1)
+    (name,) = full.keep("d", [Image.new("RGB", (9, 9))])
+    assert not (tmp_path / "images" / name).exists()
+
+
+def test_a_senseless_bound_is_the_users_mistake(tmp_path):
+    senseless: dict[str, Any] = {"adora_record_every": -1, "adora_record_gb": 0.0}
+    for key, value in senseless.items():
+        with pytest.raises(UserError, match=key):
+            AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **{key: value})
+
+
+def test_a_real_run_records_what_its_metrics_say(adora_run):
+    table = recorded(adora_run / "rollouts").to_pandas()
+    assert table["step"].tolist() == [step for step in range(1, STEPS + 1) for _ in range(16)]
+    metrics = {line["step"]: line for line in read_metrics(adora_run / "metrics.jsonl") if line["kind"] == "train"}
+    assert sorted(metrics) == list(range(1, STEPS + 1))
+    for step, of_step in table.groupby("step"):
+        groups = of_step.groupby("group")
+        assert len(groups) == 4 and groups["id"].nunique().eq(1).all() and (groups["weight"].nunique() == 1).all()
+        line = metrics[step]  # float32: a mean of 16 numbers up to 1 is off by 16 x 6e-8 at most, in any order
+        assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-6)
+        assert groups["pass_rate"].first().mean() == pytest.approx(line["adora/pass_rate"], abs=1e-6)
+        assert groups["tds"].first().mean() == pytest.approx(line["adora/tds_share"])
+        assert groups["weight"].first().mean() == pytest.approx(line["adora/weight_mean"])
+        assert of_step["length"].mean() == pytest.approx(line["completions/mean_length"])
+        assert (of_step["verdict"] == "correct").mean() == pytest.approx(line["grading/correct"])
+        assert {f"seconds/{phase}" for phase in ("rollout", "grading", "policy", "sync", "other")} <= line.keys()
+        assert line["seconds/rollout"] > 0 and line["seconds/policy"] > 0
+    uneven = table.groupby(["step", "group"])["reward"].transform("nunique") > 1
+    weighted = table["advantage_raw"] * table["weight"]  # one float32 product of a number below 4: 2.4e-7 at most
+    assert table.loc[uneven, "advantage"].tolist() == pytest.approx(weighted[uneven].tolist(), abs=1e-6)
+    assert (table.loc[~uneven, "advantage"] == 0).all() and uneven.any()
+    assert (table["reward/adora_reward"] == table["reward"]).all()
+    for names in table["images"]:
+        assert len(names) == 1 and (adora_run / "rollouts" / "_images" / names[0]).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path):
+    """And the same figures and rollouts in each; then it goes on with every second generation recorded."""
+    whole, again = (recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder))
+    pd.testing.assert_frame_equal(again, whole)
+    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), whole)  # as a stranger reads it
+    before, after = (
+        [(line["step"], line["kind"], line.get("loss"), line.get("reward")) for line in read_metrics(run / METRICS)]
+        for run in (adora_run, resumed_run.folder)
+    )
+    assert before == after
+    longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
+    train(longer, max_steps=STEPS + 4, adora_record_every=2, adora_record_gb=1)
+    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 7]

@@ -1,0 +1,447 @@
+"""What a run says and leaves behind: its log line, metrics, manifest, model cards and the commands to go on with."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Image as ImageFeature
+from datasets import load_dataset
+
+from adora_vl.advantage import METHODS, AdoraOptions, AdoraWeighting, Groups, weigh_groups
+from adora_vl.checkpoint.store import problem_of
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.data.dataset import MADE_BY
+from adora_vl.export import main as export
+from adora_vl.models.load import MERGED
+from adora_vl.record.card import model_card
+from adora_vl.record.manifest import (
+    NAMES,
+    as_called,
+    end_manifest,
+    facts_of_run,
+    failure_noted,
+    interpreter,
+    launch_command,
+    read_manifest,
+    recipe_of,
+    write_manifest,
+)
+from adora_vl.record.metrics import (
+    PHASES,
+    MetricsFile,
+    PhaseClock,
+    ProgressLine,
+    TieNotice,
+    adora_metrics,
+    as_line,
+    duration,
+    progress_line,
+    read_metrics,
+    resumed_lines,
+)
+from adora_vl.record.summary import evaluate_command, figure_rows, summary_lines, view_command
+from adora_vl.report.__main__ import main as view
+from tests.support.tiny_run import STEPS, arguments
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_every_second_belongs_to_one_phase_also_where_one_fails():
+    clock = Clock()
+    phases = PhaseClock(clock, settle=lambda: None)
+
+    def spend(seconds: float) -> None:
+        clock.now += seconds
+
+    spend(1)  # loading data
+    phases.enter("policy")
+    with phases.phase("rollout"):
+        spend(2)
+        with phases.phase("sync"):
+            spend(4)
+        spend(8)
+    with phases.phase("grading"):
+        spend(16)
+    spend(32)
+    phases.leave()
+    with phases.phase("rollout"):  # an evaluation between two steps
+        spend(64)
+    assert phases.take() == {"rollout": 10, "grading": 16, "policy": 32, "sync": 4, "other": 65}
+    assert phases.take() == dict.fromkeys(PHASES, 0)
+
+    phases.enter("policy")
+    with pytest.raises(RuntimeError), phases.phase("grading"):
+        clock.now += 1
+        raise RuntimeError
+    clock.now += 2
+    phases.leave()
+    assert phases.take()["grading"] == 1 and phases.take()["policy"] == 0
+
+
+LOGS = {
+    "reward": 0.41234, "adora/pass_rate": 0.375, "adora/tds_share": 0.25, "completions/mean_length": 211.4,
+    "adora/drift": 2.1e-6, "seconds/rollout": 12.34, "seconds/grading": 0.02, "seconds/policy": 7.5,
+    "seconds/sync": 0.5, "seconds/other": 0.1, "grad_norm": 1.0,
+}  # fmt: skip
+
+
+def test_the_progress_line():
+    assert progress_line(LOGS, 40, 1000, 185.2) == (
+        "step   40/1000  reward 0.412  pass 38%  TDS 25%  length 211  drift 2e-06 | "
+        "20 s: rollout 12 grading 0.02 policy 7.50 sync 0.50 other 0.10 | 3m05s left"
+    )
+    assert progress_line({"reward": 1.0, "adora/drift": None}, 1, 9, None) == "step 1/9  reward 1.000"
+    both = {**LOGS, "rewards/adora_reward/mean": 0.4}
+    assert "accuracy" not in progress_line({**both, "grading/correct": 0.375000001}, 40, 1000, 185.2)
+    for logs in (
+        {**both, "grading/correct": 0.25},  # such as a low adora_correct_above
+        {**both, "rewards/brevity/mean": 0.9, "grading/correct": 0.25},
+    ):
+        assert "  pass 38%  accuracy 25%  TDS 25%" in progress_line(logs, 40, 1000, 185.2)
+    assert figure_rows([logs])[1:3] == [("pass rate", "0.375", "0.375"), ("accuracy", "0.250", "0.250")]
+    without = progress_line({"reward": 1.0, "rewards/missing": 0.375}, 1, 9, None)
+    assert without == "step 1/9  reward 1.000  without reward 37.5%"
+    assert progress_line({"reward": 1.0, "rewards/missing": 0.0}, 1, 9, None) == "step 1/9  reward 1.000"
+    durations = {0.4: "0s", 59.4: "59s", 60: "1m00s", 7620: "2h07m", 97200: "1d03h"}
+    assert {seconds: duration(seconds) for seconds in durations} == durations
+
+
+def settings(folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(output_dir=str(folder), disable_tqdm=False)
+
+
+def state(step: int, history: list[dict] | None = None, first: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(global_step=step, max_steps=10, log_history=history or [], is_world_process_zero=first)
+
+
+def test_only_the_first_rank_speaks(tmp_path, capsys):
+    for callback in (ProgressLine(), MetricsFile()):
+        callback.on_train_begin(settings(tmp_path), state(0, first=False), None)
+        callback.on_step_end(settings(tmp_path), state(1, first=False), None)
+        callback.on_log(settings(tmp_path), state(1, first=False), None, logs=LOGS)
+        callback.on_train_end(settings(tmp_path), state(1, first=False), None)
+    assert capsys.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
+
+
+def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
+    line = ProgressLine()
+    line.on_train_begin(settings(tmp_path), state(0), None)
+    line.on_step_end(settings(tmp_path), state(1), None)
+    line.on_log(settings(tmp_path), state(1), None, logs=LOGS)
+    line.on_log(settings(tmp_path), state(1), None, logs={"eval_geometry3k_accuracy": 0.5})
+    line.on_train_end(settings(tmp_path), state(1), None)
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"step  1/10  reward 0\.412 .* left\n", out) and err == ""
+
+
+def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
+    """The lines of steps that a crash has undone go away, a half line too; nothing is there twice or missing."""
+    file = MetricsFile()
+    file.on_train_begin(settings(tmp_path), state(0), None)
+    for step in range(1, 6):
+        file.on_log(settings(tmp_path), state(step), None, logs={"reward": step / 10, "step_time": float(step)})
+        file.on_log(settings(tmp_path), state(step), None, logs={"eval_a_accuracy": 0.1})
+        file.on_log(settings(tmp_path), state(step), None, logs={"eval_b_accuracy": 0.2})
+    path = tmp_path / "metrics.jsonl"
+    before = read_metrics(path)
+    with path.open("a") as stream:
+        stream.write('{"step": 6, "kind": "tra')
+    history = [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
+    file.on_train_begin(settings(tmp_path), state(3, history), None)
+    assert sorted(read_metrics(path), key=str) == sorted((line for line in before if line["step"] <= 3), key=str)
+    file.on_log(settings(tmp_path), state(4), None, logs={"reward": 0.4})
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
+    file.on_train_begin(settings(tmp_path), state(0), None)
+    assert path.read_text() == ""
+
+    history = [{"step": 2, "reward": 0.2}, {"step": 2, "eval_a": 1.0}, {"step": 4, "reward": 0.4}]
+    lines = resumed_lines([as_line({"reward": 0.25}, 2, "then")], history, 3)
+    assert [(line["step"], line["kind"]) for line in lines] == [(2, "eval"), (2, "train")]
+    assert lines[1]["reward"] == 0.25 and lines[1]["time"] == "then"  # the file's own line comes first
+
+
+def test_figures_that_are_not_finite_are_null():
+    line = as_line(
+        {"reward": 1.0, "grad_norm": math.nan, "kl": math.inf, "note": "x", "off": None, "odd": [1]}, 1, None
+    )
+    assert (line["grad_norm"], line["kl"], line["note"], line["off"], line["odd"]) == (None, None, "x", None, "[1]")
+    assert as_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
+
+
+ADORA = {"adora_mode": "attenuation", "adora_factor": 0.1}
+NEUTRAL = {
+    "adora_noisy_rollouts": 0.0, "adora_replay_groups": 0, "adora_visual_tokens": 1.0, "adora_visual_scale_min": 1.0,
+}  # fmt: skip
+
+
+RECIPES: list[tuple[dict[str, Any], str]] = [
+    ({}, "ADORA attenuation, factor 0.1"),
+    ({"adora_method": "adora", "adora_mode": "off"}, "GRPO"),
+    ({"adora_method": "grpo"}, "GRPO"),
+    ({"adora_method": "dapo + adora"}, "DAPO + ADORA attenuation, factor 0.1"),
+    ({"adora_method": "dapo+adora", "adora_mode": "off", "loss_type": "dapo"}, "DAPO"),
+    ({"adora_method_options": {"mode": "off"}}, "GRPO"),
+    ({"adora_method_options": '{"factor": 0.5}'}, "ADORA attenuation, factor 0.5"),
+    ({"adora_method_options": {"assign": "random"}}, "ADORA attenuation, factor 0.1, assign random"),
+    ({"adora_method_options": {"steps": [0, 30]}}, "ADORA attenuation, factor 0.1, steps [0, 30]"),
+    ({"adora_method": "grpo", "loss_type": "sapo"}, "GRPO, SAPO loss"),
+    ({"adora_method": "grpo", "adora_noisy_rollouts": 0.5}, "GRPO, noisy rollouts 0.5"),
+    ({"adora_method": "grpo", "adora_replay_groups": 64}, "GRPO, replay of 64 groups"),
+    (
+        {"adora_method": "rrb", "adora_visual_tokens": 0.4, "adora_visual_scale_min": 0.9},
+        "RRB, visual tokens 0.4, visual scale from 0.9",
+    ),
+]
+
+
+def test_a_recipe_names_what_was_done():
+    """Every method by its own name, and whatever makes it another experiment."""
+    assert [recipe_of({**ADORA, **NEUTRAL, **config}) for config, _ in RECIPES] == [text for _, text in RECIPES]
+    before = [recipe_of({**ADORA, **config}) for config, _ in RECIPES]  # in runs before the neutral keys were there
+    assert before == [text for _, text in RECIPES]
+    assert NAMES.keys() == METHODS.keys() - {"adora"}
+
+
+def test_the_metrics_of_a_batch_by_hand():
+    rewards = torch.tensor([[1.0, 0.1], [1.0, 1.0], [0.1, 0.0], [1.0, 0.1]])
+    lengths = torch.tensor([[9, 5], [4, 4], [7, 7], [6, 100]])
+    metrics = adora_metrics(weigh_groups(Groups(rewards, lengths, lengths >= 100)))
+    assert metrics == pytest.approx(
+        {
+            "tds_share": 0.5,  # all correct, and every wrong one truncated
+            "weight_mean": (1 + 0.1 + 1 + 0.1) / 4,
+            "no_correct_share": 0.25,
+            "all_correct_share": 0.25,
+            "wrong_all_truncated_share": 0.25,
+            "length_correct": (9 + 4 + 4 + 6) / 4,
+            "length_wrong": (5 + 7 + 7 + 100) / 4,
+            "pass_rate": (0.5 + 1 + 0 + 0.5) / 4,
+            "ties": 0.0,  # of the one TDS group with right and wrong answers, whose wrong one was truncated
+        }
+    )
+    none_correct = adora_metrics(weigh_groups(Groups(rewards[2:3], lengths[2:3], lengths[2:3] > 99)))
+    assert none_correct["length_correct"] != none_correct["length_correct"]  # NaN, which TRL leaves out of its log
+
+
+def _weighed(*lengths: list[int], **options: Any) -> AdoraWeighting:
+    """One group of a right and two wrong rollouts for each entry."""
+    lengths_PG = torch.tensor(lengths)
+    rewards_PG = torch.tensor([[1.0, 0.0, 0.0]] * len(lengths))
+    return weigh_groups(Groups(rewards_PG, lengths_PG, lengths_PG >= 100), AdoraOptions(**options))
+
+
+def test_ties_are_counted_among_the_groups_that_the_length_marks():
+    lengths = torch.tensor([[6, 6, 6], [6, 5, 7], [5, 9, 9], [5, 6, 9], [9, 5, 5], [4, 4, 4], [7, 7, 7]])
+    rewards = torch.tensor([[1.0, 0.0, 0.0]] * 5 + [[1.0] * 3, [0.1, 0.0, 0.0]])
+    weighting = weigh_groups(Groups(rewards, lengths, lengths >= 100))
+    assert weighting.tds_P.tolist() == [True, True, True, True, False, True, False]
+    # Two ties and two that are shorter. The one that is longer is not marked, and all right or all wrong is no contest.
+    assert adora_metrics(weighting)["ties"] == 2 / 4
+    none = adora_metrics(_weighed([9, 5, 5]))["ties"]
+    assert none != none, "NaN, which TRL leaves out of its log, where no group is marked"
+
+
+def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
+    tie, shorter = [6, 6, 6], [5, 9, 9]
+
+    def said(*generations: AdoraWeighting, speaks: bool = True, **options: Any) -> str:
+        notice = TieNotice(AdoraOptions(**options), speaks=speaks)
+        for weighting in generations:
+            notice.count(weighting)
+        return capsys.readouterr().err
+
+    often, seldom = _weighed(*[tie] * 4, *[shorter] * 26), _weighed(*[tie] * 2, *[shorter] * 28)
+    assert said(often) == "", "30 groups are too few to say anything"
+    line = said(often, often, often)
+    assert (
+        line.count("\n") == 1 and line.startswith("8 of 60 attenuated groups are ties") and "adora_ties: keep" in line
+    )
+    assert said(seldom, seldom, seldom) == "", "fewer than a tenth"
+    for silent in ({"mode": "off"}, {"factor": 1.0}, {"speaks": False}):
+        assert said(often, often, **silent) == "", silent
+
+
+def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
+    config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    history = [{"step": i, "reward": i / 10, "adora/drift": 1e-6} for i in range(10)] + [{"train_runtime": 1.0}]
+    text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
+    assert "Trained 9 steps in 1.5 min" in text
+    assert "reward                     0.050       0.850" in text
+    assert "engine drift" in text and "TDS" not in text  # only what was logged
+    assert f"--model {tmp_path / 'merged'} " in text
+    assert "Trained 0 steps" in "\n".join(summary_lines([], config, tmp_path, 1))
+
+    # A run shorter than its logging interval: `Trainer` then logs once, and everything stands in that entry.
+    history = [{"step": 2, "train_runtime": 1.0, "reward": 0.25}, {"step": 2, "eval_reward": 0.75}]
+    text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
+    assert "Trained 2 steps" in text and "reward                     0.250       0.250" in text and "0.75" not in text
+
+
+START = as_called(str(Path(sys.executable).with_name("accelerate")))
+LAUNCH = ["/venv/bin/accelerate", "launch", "--config_file", "c.yaml", "-m", "adora_vl.train", "--config", "y y.yaml"]
+
+
+STARTED = [
+    (["/venv/bin/python", *LAUNCH], "accelerate launch --config_file c.yaml -m adora_vl.train --config 'y y.yaml'"),
+    (["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"], f"{START} launch -m adora_vl.train"),
+    (["python", *LAUNCH[:4], "my_script.py"], f"{interpreter()} -m adora_vl.train --seed 1"),
+    (["bash"], f"{interpreter()} -m adora_vl.train --seed 1"),
+    (["python", *LAUNCH[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
+     "accelerate launch --config_file c.yaml -m adora_vl.train --hub_token ... --api_secret=... --seed 1"),
+]  # fmt: skip
+
+
+def test_the_command_that_started_a_run(tmp_path):
+    found = []
+    for started, _ in STARTED:
+        (tmp_path / "cmdline").write_bytes("\0".join(started).encode() + b"\0")
+        found.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
+    assert found == [command for _, command in STARTED]
+    assert launch_command(["--seed", "1"], tmp_path / "no") == f"{interpreter()} -m adora_vl.train --seed 1"
+
+
+def test_the_commands_after_a_run(tmp_path):
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) is None
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
+    words = f"{interpreter()} -m eval.geometry3k run --model m --data {tmp_path} --output o --max-tokens 40"
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
+    (tmp_path / "manifest.json").write_text(json.dumps({"made_by": MADE_BY, "source": "knights"}))
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace("geometry3k", "knights")
+    assert view_command(Path("a b"), Path("c")) == f"{interpreter()} -m adora_vl.report 'a b' c"
+
+
+def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
+    """As a run with LoRA leaves it under ZeRO-3. Elsewhere training merges it."""
+    config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=10)
+    (tmp_path / "adapter_config.json").touch()
+    *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
+    assert merge == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED}"
+    assert evaluate.startswith("Evaluate it") and f"--model {tmp_path} " in evaluate
+    (tmp_path / "config.json").touch()
+    assert not any(line.startswith("Merge it") for line in summary_lines([], config, tmp_path, 1))
+
+
+def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
+    for schedule, saved, offered in (("constant", False, False), ("constant", True, True), ("linear", True, False)):
+        config = AdoraGRPOConfig(
+            output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=10, lr_scheduler_type=schedule
+        )
+        if saved:
+            (tmp_path / "checkpoint-10").mkdir(exist_ok=True)
+        lines = summary_lines([{"step": 10, "reward": 1.0}], config, tmp_path, 1, command="CMD")
+        found = [line for line in lines if line.startswith("Train longer")]
+        assert found == ["Train longer  CMD --max_steps 20"] * offered, (schedule, saved)
+
+
+def test_the_manifest_of_a_real_run(adora_run, resumed_run):
+    manifest = read_manifest(adora_run)
+    assert manifest["status"] == "finished" and manifest["steps"] == STEPS and manifest["finished"]
+    assert manifest["config"]["adora_mode"] == "attenuation" and manifest["config"]["learning_rate"] == 1e-3
+    assert manifest["data"]["rows"] == 32 and len(manifest["data"]["fingerprint"]) == 16
+    assert manifest["data"]["source"] == "synthetic" and {"torch", "trl", "python"} <= manifest["versions"].keys()
+    assert manifest["command"].startswith(f"{interpreter()} -m adora_vl.train --config ")
+    assert not [key for key in manifest["config"] if key.endswith("token")]
+    assert len(manifest["starts"]) == 1 and manifest["starts"][0]["checkpoint"] is None
+    facts = facts_of_run(manifest)
+    assert facts["recipe"] == "ADORA attenuation, factor 0.1" and facts["status"] == f"finished at step {STEPS}"
+
+    starts = read_manifest(resumed_run.folder)["starts"]
+    assert [start["checkpoint"] for start in starts] == [None, str(resumed_run.folder / "checkpoint-2")]
+
+
+def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"made_by": "data_prep"}')
+    assert read_manifest(tmp_path) == {} and facts_of_run({}) == {}
+    manifest = {"made_by": "adora_vl.train", "status": "running", "starts": [{"time": "t", "checkpoint": "c"}]}
+    write_manifest(manifest, tmp_path)
+    end_manifest(manifest, tmp_path, "stopped", 3)
+    assert read_manifest(tmp_path)["starts"] == [{"time": "t", "checkpoint": "c"}]
+
+
+def test_a_run_that_fails_says_so(tmp_path):
+    manifest = {"made_by": "adora_vl.train", "status": "running", "starts": [{"time": "t", "checkpoint": None}]}
+    with pytest.raises(ValueError), failure_noted(manifest, tmp_path, lambda: 7, is_main=True):
+        raise ValueError("the cause\nand more")
+    found = read_manifest(tmp_path)
+    assert (found["status"], found["steps"], found["error"]) == ("failed", 7, "ValueError: the cause")
+    with pytest.raises(ValueError), failure_noted(manifest, tmp_path / "other", lambda: 7, is_main=False):
+        raise ValueError
+    assert not (tmp_path / "other").exists()
+
+
+def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
+    """Also the exported one. The figures of a checkpoint's card are those up to its step."""
+    final, early = ((adora_run / name / "README.md").read_text() for name in ("", "checkpoint-2"))
+    assert (
+        "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
+        and "# builtin/pretrained, 2 steps of" in early
+    )
+    assert problem_of(adora_run / "checkpoint-2") is None
+    assert "| adora_factor | 0.1 |" in final and "| learning_rate | 0.001 |" in final
+    assert f"| fingerprint | {read_manifest(adora_run)['data']['fingerprint']} |" in final
+    assert re.search(r"\| pass rate \| [\d.]+ \| [\d.]+ \|", final) and "| trl | 1." in final
+    assert str(adora_run.parent) not in final, "a path of this machine"
+    assert export([str(adora_run / "checkpoint-2"), str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "README.md").read_text() == early
+
+
+def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
+    """As a stranger would: copied out of the card, in the model's folder, with a picture of theirs."""
+    out = shutil.copytree(adora_run, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*", "rollouts"))
+    row = load_dataset("parquet", data_files=f"{read_manifest(adora_run)['data']['folder']}/data/train-*.parquet")[
+        "train"
+    ]
+    row.cast_column("images", [ImageFeature()])[0]["images"][0].save(out / "diagram.png")
+    (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
+    monkeypatch.chdir(out)
+    (tmp_path / "card.py").write_text(code)
+    runpy.run_path(str(tmp_path / "card.py"))
+    assert r"\boxed" in capsys.readouterr().out
+
+
+def test_a_card_without_facts_one_of_an_adapter_and_one_of_a_text_only_policy():
+    card = model_card({}, [], 0)
+    assert "Nothing was logged before this was saved." in card and "Not recorded." in card and "base_model" not in card
+    config = {"adora_mode": "off", "adora_reward": ["a|b"], "use_peft": True}
+    model, data = {"name": "Qwen/Qwen2.5-VL-7B-Instruct"}, {"folder": "data/geometry3k", "input": "/home/me/raw"}
+    card = model_card({"model": model, "config": config, "data": data}, [], 7)
+    assert 'base_model: "Qwen/Qwen2.5-VL-7B-Instruct"' in card and "python -m adora_vl.export" in card
+    assert "7 steps of GRPO\n" in card and '| adora_reward | ["a\\|b"] |' in card and "```python" in card
+    assert "| dataset | data/geometry3k |" in card and "| input | raw |" in card and "/home" not in card
+
+    card = model_card({"model": {"sees_images": False}}, [], 1)
+    assert "AutoModelForCausalLM" in card and "pipeline_tag: text-generation" in card
+    assert "image" not in card and "diagram" not in card
+
+
+def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_run, tmp_path):
+    """Its own words are taken as they are: the viewer's command writes the page."""
+    words = dict(
+        re.findall(r"^(Model|Metrics|Rollouts|View it|Evaluate it|Train longer) +(.*)$", resumed_run.printed, re.M)
+    )
+    for name in ("Model", "Metrics", "Rollouts"):
+        assert Path(words[name].split("  (")[0]).exists(), name
+    assert view([*words["View it"].split()[3:], "--output", str(tmp_path / "page.html")]) == 0
+    folder = re.search(r"--data (\S+)", words["Evaluate it"])
+    assert folder and json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
+    expected = " ".join(arguments(resumed_run.folder)) + f" --max_steps {2 * STEPS}"
+    assert words["Train longer"] == f"{interpreter()} -m adora_vl.train {expected}"

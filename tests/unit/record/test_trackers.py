@@ -1,0 +1,196 @@
+"""Trackers: each has our figures, and what it has room for of images and rollouts; nothing is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from adora_vl.record import trackers as backends
+from adora_vl.record.metrics import read_metrics
+from adora_vl.record.trackers import conversation_text, from_json, in_one_form, prepare_trackers, to_json
+from adora_vl.train import main
+from tests.support.tiny_run import arguments
+
+TRACKERS = [name for name in ("tensorboard", "wandb", "trackio") if find_spec(name)]
+STEPS, ROLLOUTS = 2, 16
+TABLES = STEPS + 1  # TRL repeats the last one at the end of a run
+FIGURE = "adora/pass_rate"
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(name not in TRACKERS, reason=f"{name} is not installed: pip install '.[trackers]'")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run with all trackers that are there. It is a process of its own, since trackio reads its folder's name when
+    it is imported.
+    """
+    folder = tmp_path_factory.mktemp("run") / "tracked"
+    words = arguments(
+        folder, max_steps=STEPS, save_strategy="no", report_to=",".join(TRACKERS), log_completions="true",
+        run_name="first", project="tracked",
+    )  # fmt: skip
+    offline = {
+        "TRACKIO_DIR": str(folder.parent / "trackio"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path),
+        "TERM": "dumb",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "adora_vl.train", *words]
+    subprocess.run(command, check=True, env={**os.environ, **offline}, stdin=subprocess.DEVNULL)
+    return folder
+
+
+def figures(run: Path) -> list[float]:
+    """What metrics.jsonl has, which the trackers have to repeat."""
+    found = [line[FIGURE] for line in read_metrics(run / "metrics.jsonl") if FIGURE in line]
+    assert len(found) == STEPS
+    return found
+
+
+@needs("tensorboard")
+@pytest.mark.slow
+def test_tensorboard_has_our_figures(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = run.rglob("events.out.tfevents.*")
+    read = EventAccumulator(str(events.parent))
+    read.Reload()
+    scalars = read.Scalars(f"train/{FIGURE}")
+    assert [one.step for one in scalars] == [1, 2] and [one.value for one in scalars] == pytest.approx(figures(run))
+    assert {"train/reward", "train/grading/correct", "train/seconds/rollout"} <= set(read.Tags()["scalars"])
+
+
+@needs("wandb")
+@pytest.mark.slow
+def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(run):
+    (folder,) = (run / "wandb").glob("offline-run-*")
+    assert FIGURE.encode() in next(folder.glob("*.wandb")).read_bytes()
+    staged = [path.read_bytes() for path in (run / "wandb" / "artifacts" / "staging").iterdir()]
+    tables = [json.loads(content) for content in staged if content.startswith(b"{")]
+    tables = [table for table in tables if table["nrows"]]
+    assert len(tables) >= STEPS
+    for table in tables:
+        rows = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
+        assert len(rows) == ROLLOUTS
+        for row in rows:
+            assert "<image>" in row["prompt"] and isinstance(row["adora_weight"], float) and row["verdict"]
+            (image,) = row["image"]
+            assert image["path"].startswith("media/images/") and image["width"] > 0
+    assert any(content.startswith(b"\x89PNG") for content in staged)
+
+
+@needs("trackio")
+@pytest.mark.slow
+def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
+    folder = run.parent / "trackio"
+    with sqlite3.connect(folder / "tracked.db") as database:
+        lines = [json.loads(text) for (text,) in database.execute("select metrics from metrics order by id")]
+    assert [line[f"train/{FIGURE}"] for line in lines if f"train/{FIGURE}" in line] == pytest.approx(figures(run))
+    tables = [line["completions"]["_value"] for line in lines if "completions" in line]
+    assert [len(table) for table in tables] == [ROLLOUTS] * TABLES
+    for row in (row for table in tables for row in table):
+        assert "<image>" in row["prompt"] and row["verdict"]
+        (image,) = row["image"]
+        assert (folder / "media" / image["file_path"]).is_file()
+
+
+def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    monkeypatch.setattr("adora_vl.builtin.assets.resolve_model", lambda name: pytest.fail("a model was looked for"))
+    for name, package in (("wandb", "wandb"), ("mlflow", "mlflow"), ("flyte", "flytekit")):
+        assert main(arguments(tmp_path / "run", report_to=name)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: report_to: '{name}' is not installed; pip install {package}, or leave it out")
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_tracker_of_transformers_is_known():
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+    assert set(INTEGRATION_TO_CALLBACK) - {"kubeflow"} <= set(backends._PACKAGES)  # kubeflow's comes with its cluster
+
+
+def test_trackers_are_offline(monkeypatch):
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+    prepare_trackers(["wandb", "trackio"], "out", environment)
+    kept = str(Path.cwd() / "out" / "wandb")
+    assert environment == {"WANDB_MODE": "offline", "WANDB_DIR": "out", "WANDB_DATA_DIR": kept}
+    environment = {"WANDB_MODE": "online"}
+    prepare_trackers(["wandb"], "out", environment)
+    assert environment["WANDB_MODE"] == "online"
+
+
+def test_a_prompt_as_a_text():
+    image = {"type": "image"}
+    messages = [
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": [image, {"type": "text", "text": "Find x in "}, image]},
+    ]
+    assert conversation_text(messages) == "system: Think.\n\nuser: <image>Find x in <image>"
+    assert conversation_text("plain") == "plain" and conversation_text([]) == ""
+
+
+def logs(size: int = 2) -> dict[str, Any]:
+    """As TRL makes them."""
+    column: Callable[[], deque[Any]] = partial(deque, maxlen=size)
+    return {
+        "images": column(),
+        "prompt": column(),
+        "completion": column(),
+        "rewards": defaultdict(column),
+        "advantages": column(),
+        "extra": defaultdict(column),
+    }
+
+
+def test_what_was_kept_comes_back():
+    full = logs()
+    full["prompt"].extend([[{"role": "user", "content": [{"type": "image"}]}], "text"])
+    full["completion"].extend(["a", "b"])
+    full["rewards"]["accuracy"].extend([1.0, float("nan")])
+    full["advantages"].extend([0.1 + 0.2, -1.0])
+    full["extra"]["mine"].extend([np.float32(0.5), {1, 2}])
+    stale = logs()
+    stale["completion"].extend(["of another", "generation"])
+    from_json(to_json(full), stale)
+    assert stale["prompt"] == full["prompt"] and stale["completion"] == full["completion"]
+    assert stale["advantages"] == full["advantages"] and stale["advantages"].maxlen == 2
+    assert stale["rewards"]["accuracy"][0] == 1.0 and stale["rewards"]["accuracy"][1] != stale["rewards"]["accuracy"][1]
+    assert list(stale["extra"]["mine"]) == [0.5, "{1, 2}"]
+    from_json("", stale)
+    assert list(stale["completion"]) == ["a", "b"], "a checkpoint without a table changes nothing"
+
+
+def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_path):
+    """pandas cannot write texts and lists into one column, and two ranks send just that."""
+    prompts: deque[Any] = deque(
+        [
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is x?"}]}],
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}],
+        ]
+    )
+    before = [list(prompt) for prompt in prompts]
+    with pytest.raises(ValueError, match="cannot mix list and non-list"):
+        pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "table.parquet")
+    in_one_form(prompts)
+    pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "table.parquet")
+    assert prompts[0] == before[0]
+    assert [message["content"][0]["text"] for message in prompts[1]] == ["Be brief.", "What is 2 + 2?"]
+    plain: list[Any] = [before[1], "text", ["a", "b"]]
+    alone: deque[Any] = deque(plain)
+    in_one_form(alone)
+    assert list(alone) == plain, "without an image all are texts already"

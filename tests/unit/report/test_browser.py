@@ -1,0 +1,285 @@
+"""The page of a run in a real browser: what a person finds there, and that no text of a model does anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.record.metrics import read_metrics
+from tests.support.browser import assert_that_it_runs
+from tests.support.recorded_runs import ATTACK, attacked_page, make_page, write_run
+from tests.support.tiny_run import STEPS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    return make_page(folder / "page.html", write_run(folder / "adora", 12), write_run(folder / "grpo", 60, groups=1))
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return attacked_page(tmp_path_factory.mktemp("attacked"))
+
+
+def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
+    """A page that would run them says so in its title, and a plain page with the same text does."""
+    assert_that_it_runs(ATTACK, browser, tmp_path)
+    browser.open(attacked)
+    assert browser.text(".rollout .text") == ATTACK == browser.text(".problem .text") == browser.text("h3 code")
+    assert ATTACK in browser.texts("#other-figure option")
+    browser.put("#other-figure", ATTACK)
+    browser.click("#follow")
+    assert browser.text("#charts figcaption") == ATTACK
+    assert "training report" in browser.js("document.title") and browser.errors == []
+    assert (
+        browser.js("document.querySelectorAll('iframe, script:not(#data), #charts img').length") == 1
+    )  # its own script
+    assert [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))] == []
+
+
+def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked, tmp_path):
+    forgotten = tmp_path / "forgotten.html"
+    forgotten.write_text(attacked.read_text().replace("</h1>", f"</h1>{ATTACK.replace('{{SCRIPT}}', '')}", 1))
+    browser.open(forgotten)
+    browser.wait_for_error("Content Security Policy")
+    assert "training report" in browser.js("document.title")
+    refused = "(() => { try { document.body.innerHTML = '<p>'; return 'taken' } catch (e) { return e.name } })()"
+    assert browser.js(refused) == "TypeError"
+
+
+def test_a_person_finds_a_group(browser, page):
+    """By every filter, with the mouse; the counts are those of `write_run`: 12 steps x 2 groups and 60 x 1."""
+    browser.look()
+    browser.open(page)
+    count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
+    assert count() == "84 of 84" and len(browser.texts("#list button")) == 50
+    assert browser.text("#page-number") == "1 of 2"
+    browser.click("#page-on")
+    assert len(browser.texts("#list button")) == 34 and browser.text("#page-number") == "2 of 2"
+    for field, value, expected in (
+        ("run", "1", 60), ("weight", "tds", 12), ("weight", "changed", 12), ("weight", "one", 72),
+        ("weight", "signal", 12), ("weight", "held", 12),
+        ("verdict", "mixed", 12), ("verdict", "none", 72), ("verdict", "all", 0), ("verdict", "unparseable", 0),
+        ("id", "PROBLEM/1", 12), ("from", "50", 11), ("to", "2", 6), ("text", "step 60:", 1),
+        ("text", "find X in 1", 12),
+    ):  # fmt: skip
+        browser.put(f"#filter-{field}", value)
+        assert count() == f"{expected} of 84", (field, value)
+        browser.click("#filters button[type=reset]")
+        browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
+    browser.put("#filter-weight", "tds")
+    browser.put("#filter-from", "7")
+    assert count() == "6 of 84" and browser.text("#detail h3") == "Step 7, adora problem/1"
+    browser.click("#list li:nth-child(3) button")
+    assert browser.text("#detail h3") == "Step 9, adora problem/1"
+    assert browser.text("#why") == (
+        "Attenuated to 0.1: TDS, the longest right rollout is longer than the mean of the finished wrong ones."
+    )  # the record's word is shown, and so is what it rests on
+    assert browser.texts(".rollout .verdict") == ["✓ right", "✗ wrong", "✗ wrong", "✗ wrong"]
+    assert browser.texts(".problem .choices li") == ["(A) 5", "(B) 7"], "as the prompt has them, and formulas printed"
+    assert (
+        "1.5 → 0.15" in browser.text(".rollout .facts")
+        and browser.js("document.querySelector('#detail img').naturalWidth") == 60
+    )
+    browser.click("#follow")
+    assert count() == "12 of 84" and browser.text("#detail h3") == "Step 9, adora problem/1"
+    browser.click("#followed tbody tr:nth-child(2) button")
+    assert browser.text("#detail h3") == "Step 2, adora problem/1" and browser.errors == []
+
+
+def test_the_keyboard_is_enough(browser, page):
+    browser.open(page)
+    browser.put("#filter-run", "0")
+    browser.press("j")
+    browser.press("j")
+    assert browser.text("#detail h3") == "Step 2, adora problem/0"
+    browser.press("k")
+    assert browser.text("#detail h3") == "Step 1, adora problem/1"
+    assert browser.js("document.activeElement.getAttribute('aria-current')") == "true"
+    browser.press("f")
+    assert browser.text("#count").startswith("12 of 84")
+    browser.js("document.querySelector('.plot').focus()")
+    browser.press("ArrowLeft")
+    assert browser.text(".reading") == "step 60: grpo 6"
+    for _ in range(53):
+        browser.press("ArrowLeft")
+    assert browser.text(".reading") == "step 7: adora 0.7, grpo 0.7"
+    browser.press("Enter")
+    assert browser.js("document.getElementById('filter-from').value") == "7"
+    browser.js("document.getElementById('filter-text').focus()")
+    browser.press("j")  # letters in a field are text
+    assert browser.js("document.getElementById('filter-text').value") == "j"
+    browser.click("#filters button[type=reset]")
+    browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
+    browser.js("document.getElementById('filter-from').focus()")
+    shown = browser.text("#detail h3")
+    browser.press("j")
+    assert browser.text("#detail h3") == shown
+
+
+def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_path):
+    run = write_run(tmp_path / "adora", 20)
+    lines = [{**line, "loss": 0.1, "kl": 0.2, "grad_norm": 1.5} for line in read_metrics(run / "metrics.jsonl")]
+    held = [{"step": step, "kind": "eval", "eval_geometry3k_accuracy": 0.02 * step} for step in (5, 20)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, *held])))
+    browser.open(make_page(tmp_path / "page.html", run))
+    assert browser.text("#result p") == "adora: held-out accuracy, geometry3k 10 % → 40 % (first and last evaluation)"
+    titles = browser.texts("#charts figcaption")
+    assert {"Loss", "KL to the reference", "Gradient norm", "Held-out accuracy, geometry3k"} <= set(titles)
+    assert browser.js("document.getElementById('smoothing').value") == "5"
+    assert browser.js("document.querySelectorAll('#charts figure:first-child path.faint').length") == 1
+    faint = "document.querySelectorAll('#charts figure')[{}].querySelectorAll('path.faint').length"
+    assert browser.js(faint.format(titles.index("Held-out accuracy, geometry3k"))) == 0, "means over evaluations lag"
+    browser.put("#smoothing", "1")
+    assert browser.js("document.querySelectorAll('#charts path.faint').length") == 0
+
+
+def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path):
+    run = write_run(tmp_path / "adora", 3)
+    keys = ("adora/tds_share", "adora/pass_rate", "eval_geometry3k_accuracy", "kl")
+    lines = [{"step": step, "kind": "train", **dict.fromkeys(keys, 0.0)} for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    browser.open(make_page(tmp_path / "page.html", run))
+    axis = {title: browser.js(f"[...document.querySelectorAll('#charts figure')[{number}].querySelectorAll("
+                              "'.tick[text-anchor=end]')].map(node => node.textContent)")
+            for number, title in enumerate(browser.texts("#charts figcaption"))}  # fmt: skip
+    shares = ("Share of TDS prompts", "Pass rate", "Held-out accuracy, geometry3k")
+    whole = ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
+    assert {title: axis[title] for title in shares} == dict.fromkeys(shares, whole)
+    assert axis["KL to the reference"][0] == "0"
+
+
+def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path):
+    problem, long = (
+        r"If $\frac{x}{2} < 5$ and \overline { C H }, what is $\foo$ for $5 and $6?",
+        "so " * 400 + r"\(y_1\)",
+    )
+    texts: dict[str, Any] = {
+        "problem": problem,
+        "choices": None,
+        "answer": r"2 \sqrt { 3 }",
+        "extracted": r"\sqrt{12}",
+        "completion": long,
+    }
+    browser.look()
+    browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **texts)))
+    sources = "[...document.querySelectorAll('{} .formula')].map(node => node.title)"
+    assert browser.js(sources.format(".problem .text")) == [r"$\frac{x}{2} < 5$", r"\overline { C H }"]
+    assert browser.js(sources.format(".gold")) == [r"2 \sqrt { 3 }"]
+    assert set(browser.js(sources.format(".rollout"))) == {r"\sqrt{12}"}
+    above, below = browser.js(
+        "[...document.querySelector('mfrac').children].map(n => n.getBoundingClientRect()).map(r => [r.top, r.bottom])"
+    )
+    assert above[0] < above[1] <= below[0] < below[1], "the browser lays it out as a fraction"
+    assert browser.text(".problem .text").endswith(r", what is $\foo$ for $5 and $6?"), "what is not understood stays"
+    browser.click(".rollout button")  # the rest of a long text
+    assert browser.js("document.querySelectorAll('.rollout msub').length") == 1
+    browser.click("#source")
+    assert browser.text(".problem .text") == problem and browser.text(".gold") == texts["answer"]
+    assert browser.js("document.querySelectorAll('math').length") == 0
+    assert browser.js("document.activeElement.id + document.activeElement.getAttribute('aria-pressed')") == "sourcetrue"
+    browser.press("Enter")
+    assert browser.js("document.querySelectorAll('.problem math').length") == 3 and browser.errors == []
+
+
+def test_formulas_of_a_model_do_nothing(browser, tmp_path):
+    script = "document.title='owned'"
+    attacks = [
+        rf"$\href{{javascript:{script}}}{{CLICK}}$", rf"$\text{{{ATTACK}}}$", rf"\boxed{{{ATTACK}}}",
+        r"$\style{background:url(http://127.0.0.1:9/x)}{x}$", rf"\(\class{{skip}}{{x}}\) \[\mbox{{{ATTACK}}}\]",
+        r"$\def\a{\a\a}\a$", r"$\operatorname{<script>}$",
+    ]  # fmt: skip
+    text = " ".join(attacks)
+    fields: dict[str, Any] = dict.fromkeys(("problem", "completion"), text) | {
+        "answer": attacks[0][1:-1],
+        "extracted": attacks[1],
+    }
+    browser.look()
+    browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **fields)))
+    assert browser.js("document.querySelectorAll('.formula').length") > 4, "some of it is a formula, and harmless"
+    browser.click(".problem math mi")
+    inside = (
+        "document.querySelectorAll('.formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])')"
+    )
+    assert browser.js(f"{inside}.length") == 0
+    assert "training report" in browser.js("document.title") and browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))] == []
+    browser.click("#source")
+    assert browser.text(".problem .text") == text == browser.text(".rollout .text")
+
+
+def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page):
+    browser.open(page, "#run=0&step=11&id=problem%2F1")
+    size = "document.querySelector('{} img').getBoundingClientRect().width"
+    small = browser.js(size.format(".diagram"))
+    browser.click(".diagram")
+    assert browser.js(size.format("#enlarged")) > 2 * small
+    browser.press("Escape")
+    assert not browser.js("document.getElementById('enlarged').open")
+    browser.click(".diagram")
+    browser.click("#enlarged button")
+    assert not browser.js("document.getElementById('enlarged').open") and browser.errors == []
+
+
+def test_an_address_leads_back_to_its_group(browser, page):
+    browser.open(page, "#run=0&step=11&id=problem%2F1")
+    assert browser.text("#detail h3") == "Step 11, adora problem/1"
+    browser.press("j")
+    assert browser.js("location.hash") == "#run=1&step=11&id=problem%2F0"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page, dark):
+    """No sideways scrolling at 360 pixels, every field has a label, and contrasts of 4.5 and more (WCAG AA)."""
+    browser.look(width=360, height=740, dark=dark)
+    browser.open(page, "#run=0&step=11&id=problem%2F1")
+    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.js("[...document.querySelectorAll('input, select')].every(n => n.labels.length === 1)")
+    assert browser.js("[...document.querySelectorAll('img')].every(n => n.alt)")
+    colours = browser.js(
+        "['h1', '.hint', '.reading', '.legend li', '.facts dt', '.verdict.wrong', '.verdict.correct', '.badge', 'code',"
+        " '.rollout .text', '#list button', '.line2'].map(s => { const n = document.querySelector(s);"
+        " let b = n; while (getComputedStyle(b).backgroundColor === 'rgba(0, 0, 0, 0)') b = b.parentElement;"
+        " return [s, getComputedStyle(n).color, getComputedStyle(b).backgroundColor]; })"
+    )
+    for selector, ink, paper in colours:
+        assert contrast(ink, paper) >= 4.5, (selector, ink, paper)
+    assert (luminance(colours[0][2]) < 0.1) is dark
+
+
+def luminance(colour: str) -> float:
+    """WCAG 2's relative luminance of `rgb(r, g, b)`."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
+    """What the page shows is what the runs' own files say."""
+    path = make_page(tmp_path / "page.html", adora_run, grpo_run)
+    browser.look()
+    browser.open(path)
+    assert browser.text("#count") == f"{2 * 4 * STEPS} of {2 * 4 * STEPS} groups."
+    browser.js("document.querySelector('.plot').focus()")
+    browser.press("ArrowLeft")
+    last = [read_metrics(run / "metrics.jsonl")[STEPS - 1] for run in (adora_run, grpo_run)]
+    shown = [float(text) for text in re.findall(r"(?:adora|grpo) ([\d.]+)", browser.text(".reading"))]
+    assert shown == pytest.approx([line["reward"] for line in last], abs=1e-3)
+    titles = browser.texts("figcaption")
+    assert {"Pass rate", "Entropy, nats per token", "Seconds per step, adora", "Seconds per step, grpo"} <= set(titles)
+    assert "Not logged by these runs: KL to the reference; Drift of engine" in browser.text("#charts > .hint")
+    browser.put("#filter-run", "1")
+    assert browser.text("#why").startswith("GRPO, weight 1; ADORA's criteria say ")
+    assert browser.js("document.querySelector('#detail img').naturalWidth") > 0 and browser.errors == []

@@ -1,0 +1,263 @@
+"""Did it help? Training runs against each other, and scores before and after a training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.report.__main__ import main
+from adora_vl.report.compare import at_budget, between_seeds, rollouts_per_step
+from adora_vl.report.compare import main as gain
+from eval.geometry3k import BENCHMARK
+from eval.scoring.score import Graded, aggregate
+from eval.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
+
+CONFIG = {
+    "seed": 0, "adora_mode": "off", "adora_factor": 0.1, "generation_batch_size": 32, "steps_per_generation": 2,
+    "gradient_accumulation_steps": 1, "num_iterations": 1, "learning_rate": 1e-4, "output_dir": "x",
+}  # fmt: skip
+
+
+def run(folder: Path, rates: list[float], right: int | None = None, *, seconds: float = 1.0, **config: Any) -> str:
+    """A run of one step per pass rate, each of so many seconds, with `right` of 20 held-out problems right."""
+    folder.mkdir(parents=True)
+    manifest = {
+        "made_by": "adora_vl.train", "config": CONFIG | config, "data": {"folder": "d", "rows": 9, "fingerprint": "f"},
+        "model": {"name": "m", "fingerprint": "g"}, "batches": "", "device": "cpu", "commit": None, "versions": {},
+        "starts": [{"time": "now"}], "status": "finished", "steps": len(rates),
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    lines = [
+        {"step": step, "kind": "train", "adora/pass_rate": rate, "seconds/rollout": seconds}
+        for step, rate in enumerate(rates, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    if right is not None:
+        graded = [Graded(str(i), "correct" if i < right else "wrong", None, "r") for i in range(20)]
+        items = [{"pid": item.pid, "verdict": item.verdict} for item in graded]
+        score = aggregate(graded) | {"benchmark": "geometry3k", "rules": {}, "items": items}
+        (folder / "eval").mkdir()
+        (folder / "eval" / "score.json").write_text(json.dumps(score))
+    return str(folder)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_statistics_by_hand():
+    # differences 1, 2, 3: mean 2, standard deviation 1, so 2 +- 4.303 / sqrt(3)
+    assert paired_t([1, 2, 3]) == pytest.approx((2 - 2.4843, 2 + 2.4843), abs=1e-3)
+    # equal variances of 1 with 3 values each: df = 4, so 3 +- 2.776 * sqrt(2 / 3)
+    assert welch([1, 2, 3], [4, 5, 6]) == pytest.approx((3 - 2.2666, 3 + 2.2666), abs=1e-3)
+    assert welch([1, 1], [2, 2]) == (1, 1)
+    assert [student_95(df) for df in (1, 2.9, 30, 1000)] == [12.706, 4.303, 2.042, 2.042]
+
+
+def test_seeds_are_paired_where_they_are_the_same():
+    paired = between_seeds({0: 0.1, 1: 0.5}, {1: 0.6, 0: 0.2})
+    assert paired.value == pytest.approx(0.1) and paired.over == "2 pairs of seeds"
+    assert paired.low == pytest.approx(0.1) and paired.high == pytest.approx(0.1)  # both pairs differ by 0.1
+    apart = between_seeds({0: 0.1, 1: 0.5}, {2: 0.6, 3: 0.2})
+    assert apart.low is not None and apart.low < -0.5 and apart.over == "2 and 2 seeds"
+    assert between_seeds({0: 0.1}, {0: 0.2}).low is None
+
+
+def test_a_figure_at_a_budget_is_the_mean_of_its_last_tenth():
+    points = [(10.0 * i, float(i)) for i in range(1, 21)]
+    assert at_budget(points, 100) == 10 and at_budget(points, 200) == 19.5
+    assert at_budget(points, 105, window=0.0) == 10 and at_budget(points, 9) is None
+
+
+def test_rollouts_of_a_step():
+    steps = [
+        ({"generation_batch_size": 32, "steps_per_generation": 1, "gradient_accumulation_steps": 1}, 32),
+        ({"generation_batch_size": 4096, "steps_per_generation": 8, "gradient_accumulation_steps": 1}, 512),
+        ({"generation_batch_size": 64, "steps_per_generation": 4, "gradient_accumulation_steps": 4}, 64),
+        ({"generation_batch_size": 64, "steps_per_generation": 1, "num_iterations": 2}, 32),
+    ]
+    assert [rollouts_per_step(config) for config, _ in steps] == [rollouts for _, rollouts in steps]
+
+
+def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
+    a = run(tmp_path / "a", [0.1] * 10, 5)
+    b = run(tmp_path / "b", [0.1, 0.3] + [0.5] * 8, 16, seconds=2.0, adora_mode="attenuation")
+    lines = said(capsys, a, b, "--compare")
+    text = lines[0]
+    assert text.startswith("B (ADORA attenuation, factor 0.1, 1 seed) is better than A (GRPO, 1 seed): +55.0 points on")
+    assert (
+        "over 20 problems" in text and "The configs differ in adora_mode." in text and "With one seed on a side" in text
+    )
+    assert "At equal rollouts (160 rollouts) it is +40.0 in pass rate in training." in text
+    # within 10 s B, whose steps take two, has made five, and the last tenth of 10 s has the fifth
+    assert "At equal seconds (10 s) it is +40.0 in pass rate in training." in text
+    assert 'differs: adora_mode: "off" -> "attenuation"' in lines
+    assert sum(line.startswith("geometry3k, held out, the end") for line in lines) == 1
+
+
+def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
+    a = run(tmp_path / "a", [0.2] * 10, 5)
+    b = run(tmp_path / "b", [0.1 * step for step in range(1, 11)], 5, seconds=2.0, learning_rate=1e-3)
+    lines = said(capsys, a, b, "--compare")
+    assert any("160 rollouts" in line and "+80.0" in line for line in lines)
+    assert any("training, 10 s" in line and "+30.0" in line for line in lines)
+    explained = lines[lines.index(next(line for line in lines if line.startswith("N rollouts, N s: "))) :]
+    assert explained[1].startswith("pass rate in training: ") and "the last tenth before that point" in explained[1]
+    assert "cannot be told from" in lines[0]
+
+
+def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, capsys):
+    seeds = range(3)
+    a = [run(tmp_path / f"a{s}", [0.5], 5 + s, seed=s) for s in seeds]
+    b = [run(tmp_path / f"b{s}", [0.5], 12 + s, seed=s, adora_mode="attenuation") for s in seeds]
+    mixed = said(capsys, a[0], b[0], b[1], a[1], a[2], b[2], "--compare")
+    assert mixed == said(capsys, *a, "--compare", *b)
+    assert "A (GRPO, 3 seeds): +35.0 points" in mixed[0] and "over 3 pairs of seeds" in mixed[0]
+    assert sum(line.startswith("geometry3k, held out, the end") for line in mixed) == 2  # over seeds, over problems
+
+
+def test_worse_is_called_worse(tmp_path, capsys):
+    a, b = run(tmp_path / "a", [0.5], 16), run(tmp_path / "b", [0.5], 5, adora_factor=0.3)
+    assert "is worse than A" in said(capsys, a, b, "--compare")[0]
+
+
+def test_without_held_out_scores_nothing_is_claimed(tmp_path, capsys):
+    lines = said(capsys, run(tmp_path / "a", [0.1], 3), run(tmp_path / "b", [0.9]), "--compare")
+    assert "is not known" in lines[0] and "eval.geometry3k run" in lines[0]
+    assert any("pass rate in training" in line and "+80.0" in line for line in lines)
+
+
+def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, capsys):
+    a, b = run(tmp_path / "a", [0.5], 5), run(tmp_path / "b", [0.5], 5, seed=1)
+    manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
+    lines = said(capsys, a, b, "--compare")
+    assert f"warning: {b}: the run is failed" in lines and any("different seeds" in line for line in lines)
+    assert "The configs are the same but for the seed." in lines[0]
+
+
+def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
+    runs = [run(tmp_path / f"r{n}", [0.5], learning_rate=n) for n in range(3)]
+    twice = [run(tmp_path / f"t{n}", [0.5]) for n in range(2)]
+    for words, message in [
+        ([runs[0], "--compare"], "--compare: one run is named"),
+        ([*runs, "--compare"], "the 3 runs have 3 different configs"),
+        ([*twice, "--compare", runs[0]], "one side has the same seed twice"),
+        ([str(tmp_path), runs[0], "--compare"], "has no manifest.json; name the output_dir"),
+    ]:
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+STORED = {"date": "2026-01-31", "command": "accelerate launch --adora_mode off", "versions": {"trl": "1.16.0"}}
+
+
+def score_file(path: Path, right: str, **more: Any) -> str:
+    """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right answer."""
+    graded = [
+        Graded(
+            str(number), "correct" if hit == "1" else "wrong", None, "r",
+            groups={"family": ["crossing"], "kind": [f"crossing, {('supplementary', 'vertical')[number % 2]}"]},
+        )
+        for number, hit in enumerate(right)
+    ]  # fmt: skip
+    items = [{"pid": item.pid, "verdict": item.verdict} for item in graded]
+    path.write_text(json.dumps(aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | more))
+    return str(path)
+
+
+def interval(correct: int, total: int) -> str:
+    low, high = wilson(correct, total)
+    return f"{100 * correct / total:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp_path, capsys):
+    before = score_file(tmp_path / "before.json", "0" * 20)
+    after = score_file(tmp_path / "after.json", "10" * 10)  # supplementary kept, vertical lost
+    grpo = score_file(tmp_path / "grpo.json", "11" * 9 + "00", stored=STORED)
+    assert gain([before, after, "--beside", f"GRPO={grpo}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("GRPO [95 %]")
+    rows = {line.split("%")[0].split()[0]: line for line in lines[1:5]}
+    assert list(rows) == ["all", "crossing", "supplementary", "vertical"]
+    for name, figures in {
+        "all": (0, 10, 18, 20), "crossing": (0, 10, 18, 20), "supplementary": (0, 10, 9, 10), "vertical": (0, 0, 9, 10)
+    }.items():  # fmt: skip
+        found = [rows[name].index(interval(correct, figures[-1])) for correct in figures[:3] if correct]
+        assert found == sorted(found), name
+    low, high = bootstrap([0.0, -1.0] * 9 + [1.0, 0.0])
+    assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(lines)
+    said = "\n".join(lines)
+    assert "GRPO was not run now: it is stored, of 2026-01-31, with trl 1.16.0, by\n" in said
+    assert "  accelerate launch --adora_mode off" in said
+
+
+def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
+    before, after = (
+        score_file(tmp_path / name, "1" * right + "0" * (100 - right))
+        for name, right in zip("ba", (30, 60), strict=True)
+    )
+    assert gain([before, after]) == 0
+    printed = capsys.readouterr().out
+    assert interval(30, 100) in printed and interval(60, 100) in printed and "+30.0" in printed
+    assert "do not overlap" in printed
+    assert gain([after, before]) == 0  # a loss, just as clear
+    assert "do not overlap" in capsys.readouterr().out
+    assert gain([before, before]) == 0
+    assert "intervals overlap" in capsys.readouterr().out
+
+
+def test_a_score_that_was_run_now_is_not_called_stored_and_one_of_other_problems_has_no_difference(tmp_path, capsys):
+    before, after = (score_file(tmp_path / name, right) for name, right in (("b", "0011"), ("a", "0111")))
+    assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111')}"]) == 0
+    printed = capsys.readouterr().out
+    assert "after - GRPO: -25.0 points" in printed and "stored" not in printed
+    items = [{"pid": f"other/{number}", "verdict": "correct"} for number in range(4)]
+    assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111', items=items)}"]) == 0
+    printed = capsys.readouterr().out
+    assert "after - GRPO" not in printed and "100.0 %" in printed
+    assert "before and GRPO do not have the same problems" in printed
+
+
+def test_a_stored_score_is_held_against_the_problems_and_the_settings_not_the_bytes_of_the_data(tmp_path, capsys):
+    def made(data_hash: str, tokens: int) -> dict[str, Any]:
+        return {"fingerprint": {"fields": {"data_hash": data_hash, "max_tokens": tokens}, "resolved": {}}}
+
+    def warnings(right: str, **more: Any) -> list[str]:
+        beside = score_file(tmp_path / "g", right, **more)
+        assert gain([before, before, "--beside", f"GRPO={beside}"]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+
+    before = score_file(tmp_path / "b", "0011", **made("one", 48))
+    assert not warnings("0111", stored=STORED, **made("two", 48))
+    (warning,) = warnings("0111", **made("two", 48))  # not stored: then other bytes are other data
+    assert "data_hash" in warning
+    (warning,) = warnings("0111", stored=STORED, **made("two", 40))
+    assert "max_tokens" in warning
+    groups = json.loads(Path(before).read_text())["groups"]
+    groups["kind"]["crossing, vertical"]["total"] += 1
+    (warning,) = warnings("0111", stored=STORED, groups=groups, **made("two", 48))
+    assert "do not have the same problems" in warning
+
+
+def test_what_cannot_be_compared_is_the_users_mistake(tmp_path, capsys):
+    before, short = score_file(tmp_path / "b", "0011"), score_file(tmp_path / "s", "01")
+    other = score_file(tmp_path / "o", "0011", benchmark="mmstar")
+    mistakes = [
+        ("score.json", "is not NAME=FILE, such as GRPO=score.json"),
+        ("=score.json", "is not NAME=FILE"),
+        ("GRPO=nowhere.json", "'nowhere.json' is not a readable score file"),
+        (f"GRPO={short}", "before has 4 answers and GRPO 2"),
+        (f"GRPO={other}", "'GRPO' is of mmstar and 'before' of geometry3k"),
+    ]
+    cases = [([before, before, "--beside", beside], said) for beside, said in mistakes]
+    cases += [([], ""), (["nowhere.json", "nowhere.json"], "nowhere.json"), ([before, short], "")]
+    for words, said in cases:
+        assert gain(words) == 2, words
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and said in error, words

@@ -1,0 +1,293 @@
+"""The page of a run without a browser: what it says, the formulas in it, and that no text does anything."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adora_vl.record.rollouts import parts, read_parts, write_part
+from adora_vl.report import page as module
+from adora_vl.report.__main__ import main
+from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, formulas, mathml
+from adora_vl.report.run_view import ROLLOUT, load_run, weight_reason
+from tests.support.browser import Tags
+from tests.support.recorded_runs import ATTACK, SETTINGS, attacked_page, make_page, write_run
+
+GROUP = {
+    "weight": 0.1, "tds": True, "pass_rate": 0.5, "longest_right": 18.0, "mean_wrong": 21.25, "equal": False, "left": 0,
+    "size": 4,
+}  # fmt: skip
+
+
+REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, "Attenuated to 0.1: TDS, the longest right rollout is not longer than the mean of the "
+     "finished wrong ones."),
+    ({"weight": 1.0, "tds": False, "longest_right": 30.0}, {}, "Kept at weight 1: TAS, the longest right rollout "
+     "is longer than the mean of the finished wrong ones."),
+    ({"longest_right": 21.25}, {}, "Attenuated to 0.1: TDS, the longest right rollout is exactly as long as the mean "
+     "of the finished wrong ones, which counts as failing."),
+    ({"longest_right": 21.25, "weight": 1.0, "tds": False}, {"adora_ties": "keep"}, "Kept at weight 1: TAS, the "
+     "longest right rollout is exactly as long as the mean of the finished wrong ones, which counts as "
+     "holding."),
+    ({"mean_wrong": None}, {}, "Attenuated to 0.1: TDS, every wrong rollout was cut off, so there is no finished "
+     "wrong one to compare lengths with, which counts as failing."),
+    ({"mean_wrong": None, "pass_rate": 1.0, "equal": True, "weight": 1.0, "tds": False},
+     {"adora_empty_wrong": "keep"},
+     "Kept at weight 1: TAS, all rollouts are right, so there is no finished wrong one to compare lengths with, "
+     "which counts as holding. All rewards are equal, so every advantage is 0 and nothing is learned from it."),
+    ({"pass_rate": 0.0, "weight": 1.0, "tds": False, "longest_right": None}, {},
+     "Kept at weight 1: neither TAS nor TDS, since no rollout is right."),
+    ({"pass_rate": 0.0, "longest_right": None}, {"adora_no_correct": "attenuate"},
+     "Attenuated to 0.1: TDS, no rollout is right."),
+    ({"pass_rate": 0.0, "weight": 2.0, "tds": False, "longest_right": None},
+     {"adora_mode": "amplification", "adora_criteria": ["length", "difficulty"], "adora_combine": "any"},
+     "Amplified to 2: TAS, no rollout is right, the pass rate is at most tau, 50 %."),
+    ({"pass_rate": 0.0, "weight": 1.0, "tds": False, "longest_right": None},
+     {"adora_criteria": ["difficulty"], "adora_difficulty_needs_correct": True},
+     "Kept at weight 1: neither TAS nor TDS, since no rollout is right."),
+    ({"weight": 2.0, "tds": False}, {"adora_mode": "amplification", "adora_criteria": ["difficulty"]},
+     "Amplified to 2: TAS, the pass rate is at most tau, 50 %."),
+    ({"weight": 1.0}, {"adora_mode": "off", "adora_criteria": ["difficulty"], "adora_tau": 0.25},
+     "GRPO, weight 1; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
+    ({"weight": 1.0},
+     {"adora_method_options": {"mode": "off"}, "adora_criteria": ["difficulty"], "adora_tau": 0.25},
+     "GRPO, weight 1; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
+    ({"weight": 0.8}, {"adora_method": "daro", "adora_criteria": ["difficulty"], "adora_tau": 0.25},
+     "DARO, weight 0.8; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
+    ({"weight": 0.5}, {"adora_mode": "something new"}, "Attenuated to 0.5."),
+    ({"weight": None}, {}, "No weight is recorded."),
+    ({"weight": None, "left": 1}, {}, "No weight is recorded. 1 of 4 rollouts have no reward, and count nowhere."),
+    ({"left": 4, "equal": True}, {}, "No rollout of the group has a reward to compare with another, so nothing is "
+     "learned from it."),
+    ({}, {"adora_method_options": {"assign": "random"}}, "Attenuated to 0.1 by chance (assign: random); ADORA's "
+     "criteria say TDS, the longest right rollout is not longer than the mean of the finished wrong "
+     "ones."),
+    ({"weight": 1.0}, {"adora_method_options": '{"adora": {"assign": "reversed"}}'}, "Kept at weight 1 as the "
+     "criteria do not say (assign: reversed); ADORA's criteria say TDS, the longest right rollout is "
+     "not longer than the mean of the finished wrong ones."),
+    ({"weight": 1.0}, {"adora_method_options": {"assign": "rate"}}, "Kept at weight 1 with a scaled learning rate "
+     "instead (assign: rate); ADORA's criteria say TDS, the longest right rollout is not longer than "
+     "the mean of the finished wrong ones."),
+]  # fmt: skip
+
+
+def test_why_a_group_has_its_weight():
+    said = [weight_reason({**GROUP, **group}, {**SETTINGS, **settings}) for group, settings, _ in REASONS]
+    assert said == [sentence for _, _, sentence in REASONS]
+
+
+def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
+    for folder, words in (("none", "is no folder"), (".", "has neither metrics.jsonl nor rollouts/")):
+        assert main([str(tmp_path / folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: RUN: ") and words in error and error.count("\n") == 1
+
+
+def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 1)
+    (tmp_path / "mine.html").write_text("<h1>my thesis</h1>")
+    assert main([str(run), "--output", str(tmp_path / "mine.html")]) == 2
+    assert main([str(run), "--output", str(tmp_path / "no" / "folder.html")]) == 2
+    next((run / "rollouts").glob("*.parquet")).write_bytes(b"PAR1 not a table PAR1")
+    assert main([str(run)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [error.split(":")[1].strip() for error in errors] == ["--output", "--output", "RUN"]
+    assert (tmp_path / "mine.html").read_text() == "<h1>my thesis</h1>"
+
+
+def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", 31)
+    listed = parts(run / "rollouts")
+    write_part(run / "rollouts", read_parts(listed), 1, 31)
+    for part in listed:
+        part.path.unlink()
+    answers = iter([listed])
+    monkeypatch.setattr("adora_vl.report.run_view.parts", lambda folder: next(answers, None) or parts(folder))
+    assert len(load_run(run, max_rollouts=1000).groups) == 62
+
+
+def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    view = load_run(run, max_rollouts=40)  # of 160
+    assert [group["step"] for group in view.groups[::2]] == [1, 6, 11, 15, 20]
+    assert view.notes == ["40 of 160 recorded rollouts are shown, those of 5 steps."]
+    assert len(load_run(run, max_rollouts=1).groups) == 2
+
+
+def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
+    """As it was graded: with its tags and its rounding; not where the record has another reason."""
+    gold, wrong = "AB = 4, CD = 5", r"so \boxed{CD = 5, AB = 4.1}"
+    both = [("CD=5", "CD=5", "same_part"), ("AB=4.1", "-", "different_part")]
+    cases: list[tuple[dict[str, Any], list[tuple[str, str, str]] | None]] = [
+        ({"completion": wrong, "reason": "different_part"}, both),
+        ({"completion": f"<answer>{wrong}</answer>", "reason": "different_part"}, both),
+        ({"completion": wrong, "reason": "different_length"}, None),
+        ({"completion": r"\boxed{CD = 5, AB = 4", "reason": "no_box"}, None),
+        ({"completion": wrong, "reason": "different_number", "answer": "5"}, None),
+        (
+            {"completion": "<answer>(3, 1.33)</answer>", "reason": "same_parts", "answer": r"(3, \frac{4}{3})"}
+            | {"verdict": "correct"},
+            [("3", "3", "same_number"), ("1.33", r"\frac{4}{3}", "rounded")],
+        ),
+    ]
+    for number, (texts, expected) in enumerate(cases):
+        texts = {"answer": gold, "verdict": "wrong", "choices": None} | texts
+        run = write_run(tmp_path / str(number), 1, groups=1, rollouts=1, **texts)
+        view = load_run(run, 100)
+        (rollout,) = view.groups[0]["rollouts"]
+        assert rollout[ROLLOUT.index("compared")] == expected, texts
+        build_page([view], {})
+    style = make_page(tmp_path / "page.html", tmp_path / "0").read_text()
+    assert "part by part" in style
+
+
+def test_a_record_without_choices_has_a_page(tmp_path):
+    """Of an open problem, and of a run before they were recorded."""
+    run = write_run(tmp_path / "run", 1, choices=None)
+    (part,) = parts(run / "rollouts")
+    write_part(run / "rollouts", read_parts([part]).drop_columns(["choices"]), 2, 2)
+    assert [problem["choices"] for problem in load_run(run, 100).problems.values()] == [[], []]
+
+
+def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 1)
+    make_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
+    assert "1 diagrams are left out" in capsys.readouterr().out
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])  # type: ignore[arg-type]
+    assert base64.b64encode(b"secret").decode() not in json.dumps(unpacked(make_page(tmp_path / "s.html", stranger)))
+
+
+def unpacked(page: Path) -> dict[str, Any]:
+    """Both blocks of data."""
+    blocks = re.findall(r'id="(?:data|texts)">([^<]*)<', page.read_text())
+    both = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
+    return {**both[0], **both[1]}
+
+
+def test_the_page_is_self_contained(tmp_path):
+    attacked = attacked_page(tmp_path)
+    text = attacked.read_text()
+    for _, attributes in Tags(text).tags:
+        assert not [name for name in attributes if name.startswith("on")] and "src" not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
+    assert ATTACK not in text and "<script>document" not in text and "<img" not in text
+    namespaces = {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}  # names, which nothing fetches
+    assert set(re.findall(r"https?://[^\s\"']*", text)) <= namespaces
+    assert unpacked(attacked)["runs"][0]["groups"][0]["id"] == ATTACK
+    for name in _SCRIPTS:
+        script = (_VIEWER / name).read_text()
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|DOMParser", script
+        )
+
+
+FORMULAS: dict[str, list[str]] = {
+    "Find $x$. Is it $x < 5$?": ["$x$", "$x < 5$"],
+    r"so \(a\), \[b\] and $$c$$": [r"\(a\)", r"\[b\]", "$$c$$"],
+    r"Answer: \boxed{\frac{\sqrt{3}}{2}}.": [r"\boxed{\frac{\sqrt{3}}{2}}"],
+    r"\angle A B C is \overline { C H }": [r"\angle A B C", r"\overline { C H }"],  # as Geometry3K writes it
+    "It costs $5 and $6. $x$ and $ y $ do not.": ["$x$", "$ y $"],
+    r"C:\Users\new, \n, \alph": [],
+    r"$\foo{x}$ $\begin{aligned}a&=b\end{aligned}$ $\cancel{x}$": [],  # not understood, so not changed
+    r"$\frac{1$ $ $ $$ \boxed{5": [r"$\frac{1$"],
+    "$" + "x" * 401 + "$": [],
+}
+
+
+def test_a_formula_is_found_where_it_is_one():
+    assert {text: list(formulas([text])) for text in FORMULAS} == FORMULAS
+    # An answer is a formula altogether where it is LaTeX.
+    assert list(formulas([None], [r"2 \sqrt { 221 }", "x^2", "7", "Rome", None])) == [r"2 \sqrt { 221 }", "x^2"]
+
+
+def test_the_tree_says_what_the_formula_does():
+    root = ["msqrt", {}, ["mrow", {}, ["mn", {}, "3"]]]
+    fraction = ["mfrac", {}, ["mrow", {}, root], ["mrow", {}, ["mn", {}, "2"]]]
+    boxed = ["menclose", {"notation": "box"}, ["mrow", {}, fraction]]
+    assert mathml(r"$\boxed{\frac{\sqrt{3}}{2}}$") == ["math", {}, ["mrow", {}, boxed]]
+    assert mathml("$$x$$") == ["math", {"display": "block"}, ["mrow", {}, ["mi", {}, "x"]]]
+
+
+MARKUP = [
+    r"\href{javascript:document.title='owned'}{x}", r"\style{color:red}{x}", r"\class{result}{x}",
+    r"\color{red}{x}", rf"\text{{{ATTACK}}}", rf"\mbox{{{ATTACK}}}", rf"\href{{{ATTACK}}}{{{ATTACK}}}",
+    r"\operatorname{<script>}", r"\text{&lt;script&gt;}", r"\unicode{60}", r"\tag{<b>}", r"\hspace{1e9em}",
+]  # fmt: skip
+
+
+def test_no_link_style_or_markup_gets_into_a_tree():
+    trees = {latex: mathml(f"${latex}$") for latex in MARKUP}
+    assert {latex: tree for latex, tree in trees.items() if tree is not None and not allowed(tree[2:])} == {}
+    assert any(trees.values())
+
+
+def allowed(children) -> bool:
+    """Nothing but texts, and the elements and attributes that layout needs."""
+    names = {"display", "accent", "stretchy", "fence", "form", "mathvariant", "notation", "width", "displaystyle"}
+    names |= {"scriptlevel", "linethickness", "columnalign", "separator", "movablelimits", "accentunder"}
+    for child in children:
+        if isinstance(child, str):
+            continue
+        tag, attributes, *rest = child
+        if not tag.startswith("m") or tag in {"maction", "mglyph", "merror"} or not attributes.keys() <= names:
+            return False
+        if not allowed(rest):
+            return False
+    return True
+
+
+@given(st.text(alphabet="\\{}^_$&%<>=-'\"` abxfrac123", max_size=60))
+@settings(max_examples=300)
+def test_whatever_is_written_the_tree_is_small_and_plain(text):
+    for tree in formulas([f"${text}$", text], [text]).values():
+        assert tree[0] == "math" and allowed(tree[2:]) and len(json.dumps(tree)) < 60_000
+
+
+GROWING = [
+    r"$\def\a{\a\a}\a$",
+    r"$\newcommand{\b}{\c\c}\newcommand{\c}{xx}\b$",
+    r"$\renewcommand{\a}{\a\a}\a$",
+    r"$\newenvironment{a}{\begin{a}}{\end{a}}\begin{a}\end{a}$",
+    "$" + "{" * 199 + "x" + "}" * 199 + "$",
+    "$" + "^" * 399 + "$",
+    *("$" * 12_000, r"\boxed{" * 1700, r"\boxed{{{" * 1300, r"\[" * 6000, r"\abc {{a}" * 1300, "$a" * 6000),
+    *((r"\boxed{" + "{a}" * 390) * 10, r"\boxed{" + ("{" + "{a}" * 190) * 20),
+]
+
+
+def test_no_short_text_grows_in_the_page():
+    sizes = {text[:12]: len(json.dumps(formulas([text]))) for text in GROWING}
+    assert {text: size for text, size in sizes.items() if size >= 60_000} == {}
+
+
+def test_no_text_makes_the_page_slow():
+    """A text four times as long takes four times as long, where a pattern without its bounds takes 16 times."""
+
+    def seconds(text: str) -> float:
+        began = time.process_time()
+        formulas([text])
+        return time.process_time() - began
+
+    slow = {}
+    for part in ("$", r"\boxed{", r"\boxed{{{", r"\[", r"\abc {{a}", "$a", r"\boxed{" + "{a}" * 390):
+        text = part * (12_000 // len(part))
+        short, long = (min(seconds(text * times) for _ in range(3)) for times in (1, 4))
+        if long >= 9 * short:
+            slow[part] = (short, long)
+    assert slow == {}
+
+
+def test_a_page_has_a_limit_and_is_made_without_the_converter_too(monkeypatch):
+    monkeypatch.setattr(module, "MAX_FORMULAS", 3)
+    assert len(formulas([f"$x_{number}$" for number in range(9)])) == 3
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert formulas(["$x$"], ["x^2"]) == {}

@@ -1,0 +1,187 @@
+r"""The grader on answers that people and models really write, near misses, and reference answers: rows of JSONL files.
+
+`cases/README.md` says how to add one. The labelled corpus in `benchmarks/` has no reasons, and other graders run on it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.rewards import canonical_gold, grade, grade_batch, verify_gold
+from adora_vl.rewards.completion import last_boxed
+from adora_vl.rewards.explain import RULES
+from adora_vl.rewards.grammar import NotReadError, read_tree
+from adora_vl.rewards.numeric import number_of
+from benchmarks.grading_corpus import LABELS, Case, cases
+
+ROWS = Path(__file__).parent / "cases"
+CORPUS = cases()
+
+
+def boxed(answer: str) -> str:
+    return rf"So the answer is \boxed{{{answer}}}."
+
+
+def written(text: Any) -> str:
+    """A text of a row, which may be given as pairs of a piece and how often it is repeated."""
+    return text if isinstance(text, str) else "".join(piece * count for piece, count in text)
+
+
+def rows(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each row with its place, as `answers.jsonl:12`."""
+    lines = (ROWS / name).read_text(encoding="utf-8").splitlines()
+    return [(f"{name}:{number}", json.loads(line)) for number, line in enumerate(lines, 1)]
+
+
+ANSWERS, REFERENCES = rows("answers.jsonl"), rows("references.jsonl")
+KINDS = list(dict.fromkeys(row["kind"] for _, row in ANSWERS))
+
+
+def options(row: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `grade` that a row has."""
+    return {name: row[name] for name in ("choices", "rounding", "answer_tags") if name in row}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> None:
+    failing = []
+    for place, row in ANSWERS:
+        if row["kind"] == kind:
+            response = written(row["response"]) if "response" in row else boxed(written(row["answer"]))
+            found = grade(response, row["reference"], **options(row))
+            if (found.verdict, found.reason) != (row["verdict"], row["reason"]):
+                failing.append(f"{place}: {found.verdict} ({found.reason}), but {row}")
+    assert not failing, "\n".join(failing)
+
+
+def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
+    failing = []
+    for place, row in REFERENCES:
+        reference, choices = written(row["reference"]), row.get("choices")
+        reason, stored = verify_gold(reference, choices), canonical_gold(reference)
+        if reason != row.get("refused") or stored != row.get("stored", reference):
+            failing.append(f"{place}: refused {reason}, stored {stored!r}, but {row}")
+        if reason is None:
+            again = verify_gold(stored, choices), canonical_gold(stored)
+            own = [grade(boxed(one), stored, choices=choices).verdict for one in (reference, stored)]
+            if again != (None, stored) or own != ["correct"] * 2:
+                failing.append(f"{place}: {reference!r} is graded as {own} and stored as {again}")
+        elif grade(boxed("5"), reference, choices=choices).verdict == "correct":
+            failing.append(f"{place}: 5 is accepted for {reference!r}, which is refused")
+    assert not failing, "\n".join(failing)
+
+
+def test_the_rows_are_sound() -> None:
+    """A key that is misspelled would else make a row that proves nothing."""
+    answer = {"kind", "reference", "verdict", "reason"}
+    for place, row in ANSWERS:
+        assert answer < row.keys() <= answer | {"answer", "response", "choices", "rounding", "answer_tags"}, place
+        assert ("answer" in row) != ("response" in row) and row["reason"].removeprefix("gold_") in RULES, place
+    for place, row in REFERENCES:
+        assert "reference" in row and row.keys() <= {"reference", "choices", "stored", "refused"}, place
+        assert "stored" in row or "refused" in row, place
+    for every in (ANSWERS, REFERENCES):
+        repeated = Counter(json.dumps({**row, "kind": ""}, sort_keys=True) for _, row in every)
+        assert [row for row, count in repeated.items() if count > 1] == []
+
+
+def _as_labelled(case: Case, verdict: str) -> bool:
+    return verdict != "correct" if case.label == "rejected" else verdict == case.label
+
+
+def test_every_verdict_of_the_labelled_corpus_is_its_label() -> None:
+    failing = []
+    for case in CORPUS:
+        found = grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)
+        if not _as_labelled(case, found.verdict):
+            failing.append(f"{case.name}: {case.label}, not {found.verdict} ({found.reason})")
+    assert not failing, "\n".join(failing)
+
+
+def test_the_corpus_is_large_and_has_both_sides() -> None:
+    labels = Counter(case.label for case in CORPUS)
+    assert min(labels[label] for label in LABELS) > 10
+    assert labels["correct"] > 300 and labels["wrong"] > 300
+    assert len({case.name for case in CORPUS}) == len({(c.name, c.response, c.gold) for c in CORPUS}) == len(CORPUS)
+
+
+def test_a_batch_gives_the_same_grades() -> None:
+    quick = [case for case in CORPUS if case.kind != "attacks" and not case.rounding]
+    grades = grade_batch([c.response for c in quick], [c.gold for c in quick], choices=[c.choices for c in quick])
+    assert grades == [grade(case.response, case.gold, choices=case.choices) for case in quick]
+    assert {"same_number", "same_value", "same_text"} <= {one.reason for one in grades}
+
+
+BOXES = [  # a response, and what stands in its last complete box
+    (r"\boxed{5}", "5"),
+    (r"\fbox{5}", "5"),
+    (r"\boxed {5}", "5"),
+    (r"\boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
+    (r"\boxed{4}, no: \boxed{5}", "5"),
+    (r"\boxed{5} and then \boxed{6", "5"),
+    (r"\boxed{5 \boxed{6}", "6"),
+    (r"\boxed{\boxed{ 5 }}", "5"),
+    (r"\boxed{1 \boxed{5}}", r"1 \boxed{5}"),
+    (r"\boxed{\boxed{1}\boxed{5}}", r"\boxed{1}\boxed{5}"),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    (r"a } stray { brace, \boxed{5}", "5"),
+    (r"x &= 5 \\ \boxed{5} \\\boxed{6}", "6"),
+    ("\\\\boxed{5}", "5"),
+    (r"\boxed{}", ""),
+    (r"\boxed{5", None),
+    (r"\boxed 5", None),
+    (r"\boxedx{5}", None),
+    (r"boxed{5}", None),
+    (r"\boxed{5\}", None),
+    (r"\boxed{5}" + " " * 2_000_000, None),  # only the end of so long a response is looked at
+    ("The answer is 5.", None),
+    ("", None),
+]
+
+
+def test_the_last_complete_box_is_the_answer() -> None:
+    assert [(text[:60], last_boxed(text)) for text, _ in BOXES] == [(text[:60], content) for text, content in BOXES]
+
+
+def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() -> None:
+    assert grade(r"The answer is 5, \boxed{5", "5").extracted is None
+    for place, row in ANSWERS:
+        if row["verdict"] == "unparseable" and "answer" in row:  # the reward presets count such a box
+            assert grade(boxed(written(row["answer"])), row["reference"]).extracted is not None, place
+
+
+NO_NUMBER = ["", "x", "x+3", "12, 13", "[1,2]", "12%", "x=5", "5 cm", r"\alpha", "1e3", "--5", r"\sqrt[1]{2}", "5)"]
+
+
+def test_what_is_no_closed_form_has_no_number() -> None:
+    for text in [
+        "",
+        "x",
+        "x+3",
+        "12, 13",
+        "[1,2]",
+        "12%",
+        "x=5",
+        "5 cm",
+        r"\alpha",
+        "1e3",
+        "--5",
+        r"\sqrt[1]{2}",
+        "5)",
+    ]:
+        with pytest.raises(NotReadError):
+            pytest.fail(f"{text!r} has the number {number_of(read_tree(text))}")
+
+
+def test_the_package_needs_nothing_heavy() -> None:
+    heavy = "{'torch', 'sympy', 'math_verify', 'mpmath', 'numpy', 'trl'}"
+    code = f"import sys, adora_vl.rewards; print(sorted({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,110 @@
+"""The explanation of a grade, as a person calls it."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from adora_vl.rewards import explain
+from adora_vl.rewards.explain import explanation
+from adora_vl.rewards.grammar import Reason
+from adora_vl.rewards.numeric import Comparison
+from benchmarks.grading_corpus import cases
+
+REWARDS = Path(explain.__file__).parent
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
+    """The exit code, the lines by their first word, and standard error."""
+    code = explain.main(words)
+    printed = capsys.readouterr()
+    return code, dict(line.split(maxsplit=1) for line in printed.out.splitlines()), printed.err
+
+
+def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines, _ = run(capsys, "--gold", r"2 \sqrt { 221 }", "--response", r"so \boxed{\sqrt{884}\text{ cm}}")
+    assert code == 0
+    assert lines["extracted"] == r"\sqrt{884}\text{ cm}"
+    assert lines["answer"] == r"\sqrt{884}  [number, 29.7321375]"
+    assert lines["gold"] == r"2\sqrt{221}  [number, 29.7321375]"
+    assert lines["rule"].startswith("same_number: ")
+    assert re.fullmatch(r"correct \(\d+\.\d ms\)", lines["verdict"])
+    assert lines["rewards"] == "adora 1, easyr1 1, accuracy 1, format 1"
+
+
+def test_choices_rounding_and_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(r"\boxed{8.66}"))
+    words = ["--gold", r"5\sqrt{3}", "--response", "-", "--choices", "5", r"5 \sqrt { 3 }"]
+    _, lines, _ = run(capsys, *words)
+    assert lines["rule"].startswith("different_number")
+    assert lines["rewards"] == "adora 0.1, easyr1 0.1, accuracy 0, format 1"
+    monkeypatch.setattr("sys.stdin", io.StringIO(r"\boxed{8.66}"))
+    _, lines, _ = run(capsys, *words, "--rounding")
+    assert lines["rule"].startswith("rounded")
+
+
+def test_an_expression_is_said_to_be_compared_at_points(capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines, _ = run(capsys, "--gold", "x+3", "--response", r"\boxed{3+x}")
+    assert lines["rule"] == "same_value: expressions with the same value at six points"
+
+
+def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines, _ = run(capsys, "--gold", "12", "--response", "\\boxed{1\u200b2}")
+    assert lines["extracted"] == r"1\u200b2"
+    assert lines["answer"] == "-  [unreadable: hidden_characters]"
+    _, lines, _ = run(capsys, "--gold", "12", "--response", "it is 12")
+    assert lines["extracted"] == "(no complete box)" and "answer" not in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gold", "1, 2, ...", "--response", "x"], r"--gold: '1, 2, ...' cannot be graded against \(open_list"),
+        (["--gold", "E", "--response", "x", "--choices", "1", "2"], "letter_without_choice"),
+        (["--gold", "5"], "--response"),
+        (["--gold", "5", "--response", "x", "--ruonding"], "--ruonding"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    code, lines, error = run(capsys, *words)
+    assert (code, lines) == (2, {})
+    assert re.search(message, error) and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gold", "12", "--response", "<answer>12</answer>"]
+    assert run(capsys, *words, "--answer-tags")[1]["verdict"].startswith("correct")
+    assert run(capsys, *words)[1]["verdict"].startswith("unparseable")
+
+
+def test_every_reason_in_the_code_is_explained() -> None:
+    """Reasons are the second of a pair with a verdict, or come from the grammar and the comparison of values."""
+    verdicts = {"correct", "wrong", "unparseable"}
+    found = {*get_args(Reason), *get_args(Comparison)} - {"beyond", "equal", "different"}
+    for name in ("grade", "canonical"):
+        for node in ast.walk(ast.parse((REWARDS / f"{name}.py").read_text())):
+            if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+                first, second = node.elts
+                if isinstance(first, ast.Constant) and isinstance(second, ast.Constant) and first.value in verdicts:
+                    found.add(str(second.value))
+    assert {"no_box", "same_value", "undefined", "letter"} <= found
+    assert {reason.removeprefix("gold_") for reason in found} <= explain.RULES.keys()
+
+
+def test_what_is_right_is_never_explained_as_never_right() -> None:
+    """Neither side of a case that is labelled correct, and each of its parts has a rule that speaks of the same."""
+    for case in (case for case in cases() if case.label == "correct"):
+        lines = explanation(case.response, case.gold, case.choices, rounding=case.rounding)
+        sides = [line for line in lines if line.startswith(("answer ", "gold "))]
+        parts = [line for line in lines if line.startswith("part ")]
+        assert len(sides) == 2 and not [line for line in sides if re.search(r"\[(never right|unreadable)", line)], lines
+        assert not [line for line in parts if re.search(r" against -:|: (?!same_|rounded|letter)", line)], lines

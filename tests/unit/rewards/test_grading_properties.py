@@ -1,0 +1,189 @@
+r"""Properties of the grader over drawn golds, spellings and garbage. Derandomised: the same examples in every run."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adora_vl.rewards import canonical_gold, grade, verify_gold
+from adora_vl.rewards.grade import VERDICTS
+from data_prep.synthetic.drawing import PLAIN
+from data_prep.synthetic.families import FAMILIES
+
+pytestmark = pytest.mark.slow
+
+QUICK = settings(derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+_INTEGER = st.integers(2, 400)
+_ROOT = st.integers(2, 300)
+
+
+def _numbers() -> st.SearchStrategy[str]:
+    r"""Golds as the generator and Geometry3K write them, spaces between all tokens included."""
+    forms = [
+        st.integers(-500, 5000).map(str),
+        st.builds("{}.{}".format, st.integers(0, 400), st.integers(1, 99)),
+        st.builds(r"\frac {{ {} }} {{ {} }}".format, _INTEGER, _INTEGER),
+        st.builds(r"- \frac {{ {} }} {{ {} }}".format, _INTEGER, _INTEGER),
+        st.builds(r"\sqrt {{ {} }}".format, _ROOT),
+        st.builds(r"{} \sqrt {{ {} }}".format, _INTEGER, _ROOT),
+        st.builds(r"\frac {{ {} \sqrt {{ {} }} }} {{ {} }}".format, _INTEGER, _ROOT, _INTEGER),
+        st.builds(r"{} \pi".format, _INTEGER),
+        st.builds(r"\frac {{ {} \pi }} {{ {} }}".format, _INTEGER, _INTEGER),
+        st.builds(r"{} + {} \sqrt {{ {} }}".format, _INTEGER, _INTEGER, _ROOT),
+        st.builds(r"{} \pi - {}".format, _INTEGER, _INTEGER),
+        st.builds(r"{} - {} \pi".format, _INTEGER, _INTEGER),
+    ]
+    return st.one_of(forms)
+
+
+NUMBERS = _numbers()
+_WRAPPINGS = [
+    "{}",
+    "${}$",
+    " {} ",
+    "{}.",
+    r"\displaystyle {}",
+    "x = {}",
+    "AB = {}",
+    r"{}^\circ",
+    r"{}\text{{ cm}}",
+    "{} units",
+]
+_REWRITINGS = [
+    lambda text: text,
+    lambda text: text.replace(" ", ""),
+    lambda text: text.replace(r"\frac", r"\dfrac"),
+    lambda text: text.replace(r"\frac", r"\tfrac"),
+    lambda text: text.replace(r"\pi", "π"),
+    lambda text: text.replace("-", "\u2212"),
+    lambda text: re.sub(r"\\sqrt { (\d+) }", r"√\1", text),
+    lambda text: re.sub(r"^\\frac { (\d+) } { (\d+) }$", r"\1/\2", text),
+    lambda text: re.sub(r"(\d) \\(sqrt|pi)", r"\1 \\cdot \\\2", text),
+    lambda text: re.sub(r"(\d) \\(sqrt|pi)", r"\1 \\times \\\2", text),
+    lambda text: re.sub(r"\b(\d)(\d{3})\b(?!\.)", r"\1,\2", text) if "." not in text else text,
+]
+
+
+def boxed(answer: str) -> str:
+    return rf"So \boxed{{{answer}}}"
+
+
+@QUICK
+@given(NUMBERS, st.sampled_from(_WRAPPINGS), st.sampled_from(_REWRITINGS))
+def test_a_gold_is_correct_against_itself_in_every_spelling(gold: str, wrapping: str, rewriting: object) -> None:
+    spelled = wrapping.format(rewriting(gold))  # type: ignore[operator]
+    assert verify_gold(gold) is None
+    for against in (gold, canonical_gold(gold)):
+        assert grade(boxed(spelled), against).verdict == "correct", (spelled, against)
+
+
+def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
+    for draw in FAMILIES.values():
+        for seed in range(20):
+            gold = draw(random.Random(seed), 64, 1, PLAIN).answer
+            assert verify_gold(gold) is None
+            for wrapping in _WRAPPINGS:
+                for rewriting in _REWRITINGS:
+                    spelled = wrapping.format(rewriting(gold))
+                    assert grade(boxed(spelled), canonical_gold(gold)).verdict == "correct", (spelled, gold)
+
+
+@QUICK
+@given(NUMBERS, NUMBERS)
+def test_equality_of_numbers_is_symmetric(left: str, right: str) -> None:
+    """Point 3 is an equality; what is not one (rounding, letters, unevaluated sums) is left out here."""
+    assert grade(boxed(left), right).verdict == grade(boxed(right), left).verdict
+
+
+@QUICK
+@given(
+    NUMBERS,
+    st.sampled_from(
+        [r"{} + 1", r"2 ( {} )", r"{} \pm 1", r"{} , {}", r"{} \%", r"{} or 7", r"[ {} , {} ]", "x > {}", "{} x"]
+    ),
+)
+def test_a_gold_with_something_added_is_not_correct(gold: str, addition: str) -> None:
+    if gold != "0":
+        assert grade(boxed(addition.replace("{}", gold)), gold).verdict != "correct"
+
+
+_PIECES = st.sampled_from(
+    [
+        *"0123456789xyABC.,;:+-*/^_=<>(){}[]|!%$& \t\n'\"#~`",
+        *(
+            r"\boxed{",
+            r"\fbox{",
+            r"\frac{",
+            r"\frac",
+            r"\sqrt{",
+            r"\sqrt[3]{",
+            r"\sqrt",
+            r"\pi",
+            r"\text{",
+            r"\left(",
+            "}{",
+            "}}",
+        ),
+        *(
+            r"^\circ",
+            r"^{",
+            r"\sin",
+            r"\tan^{-1}",
+            r"\log_",
+            r"\ln",
+            r"\cdot",
+            r"\div",
+            r"\pm",
+            r"\infty",
+            "or",
+            "π",
+            "√",
+            "²",
+        ),
+        *(
+            "\u2212",
+            "\u200b",
+            "\u202e",
+            "\x00",
+            "\ud800",
+            "９",
+            "nan",
+            "inf",
+            "10^{10}",
+            "9^{9^{9}}",
+            r"\overline",
+            r"\angle",
+        ),
+    ]
+)
+GARBAGE = st.one_of(
+    st.text(max_size=300),
+    st.binary(max_size=300).map(lambda raw: raw.decode("latin-1")),
+    st.lists(_PIECES, max_size=60).map("".join),
+)
+
+
+@settings(QUICK, max_examples=300)
+@given(GARBAGE, st.sampled_from(["12", r"5 \sqrt { 3 }", "x + 3", "C", "rhombus"]), st.booleans())
+def test_garbage_raises_nothing_and_has_a_verdict(garbage: str, gold: str, in_a_box: bool) -> None:
+    found = grade(boxed(garbage) if in_a_box else garbage, gold, choices=["1", "2", "3"], rounding=True)
+    assert found.verdict in VERDICTS
+
+
+@QUICK
+@given(GARBAGE)
+def test_a_garbage_gold_raises_nothing(garbage: str) -> None:
+    assert grade(boxed("137.25"), garbage).verdict in VERDICTS
+    verify_gold(garbage)
+
+
+@QUICK
+@given(NUMBERS, st.data())
+def test_a_mutated_gold_is_graded_without_harm(gold: str, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(gold)))
+    piece, cut = data.draw(_PIECES), data.draw(st.integers(0, 3))
+    assert grade(boxed(gold[:at] + piece + gold[at + cut :]), gold).verdict in VERDICTS

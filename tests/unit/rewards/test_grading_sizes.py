@@ -1,0 +1,204 @@
+r"""Answers that are made to be large, deep or imprecise: the work is bounded, and no digit that is lost decides.
+
+A seeded part of the fuzzing with which the caps were found; no clock is read, the work is counted.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from adora_vl.rewards import canonical, grade, numeric, verify_gold
+from adora_vl.rewards.canonical import MAX_CHARS
+from adora_vl.rewards.grammar import MAX_FUNCTIONS
+from adora_vl.rewards.numeric import MAX_BITS, PRECISION
+from benchmarks.grading_corpus import cases
+
+ZERO = r"(\sqrt{2}\sqrt{3}-\sqrt{6})"  # nothing but rounding noise, whatever the precision
+
+
+def boxed(answer: str) -> str:
+    return rf"\boxed{{{answer}}}"
+
+
+def tower(base: str, height: int, top: str) -> str:
+    return f"{base}^{{" * height + top + "}" * height
+
+
+def filled(piece: str, separator: str = "+", chars: int = MAX_CHARS) -> str:
+    """As many pieces as an answer has room for, or as many functions."""
+    count = (chars + len(separator)) // (len(piece) + len(separator))
+    costly = sum(piece.count(sign) for sign in ("^", r"\s", r"\t", r"\l", r"\a"))
+    return separator.join([piece] * (min(count, MAX_FUNCTIONS // costly) if costly else count))
+
+
+LARGE = {
+    "a tower of numbers": tower("9", 8, r"\sqrt{2}"),
+    "a tower of unknowns": tower("x", 14, "64"),
+    "powers of powers": "((((x+1)^{64})^{64})^{64})^{64}",
+    "powers that cancel": "((((x+1)^{64})^{64})^{64})^{64}-((((1+x)^{64})^{64})^{64})^{64}+2x",
+    "powers of small numbers": r"((((0.1x)^{64})^{64})^{64})^{-64}",
+    "a large exponent": "x^{99999}",
+    "an irrational exponent": r"\pi^{10^{64}\pi}",
+    "factors at the cap": r"\cdot".join(["9^{64}"] * 16),
+    "long literals": filled(r"x\cdot" + "9" * 40),
+    "fractions that add up": "+".join(rf"\frac{{x}}{{{n}}}" for n in range(101, 136)),
+    "many unknowns": "+".join("abcdfghjklmnopqrstuvwxyz"),
+    "a huge sum": filled("x"),
+    "a huge sum of irrationals": r"x\pi" + "+x" * 240,
+    "a huge quotient of irrationals": r"x\pi" + "/x" * 240,
+    "a huge product of complex numbers": r"\ln(x)" + "(x)" * 160,
+    "roots of roots": r"\sqrt{" * 15 + "x" + "}" * 15,
+    "roots of roots of noise": r"\sqrt{" * 12 + ZERO + "}" * 12 + "+x",
+    "roots of sums": r"\sqrt{x+" * 15 + "x" + "}" * 15,
+    "logarithms of logarithms": r"\ln(" * 14 + "x" + ")" * 14,
+    "sines of sines": r"\sin(" * 14 + "x" + ")" * 14,
+    "tangents near a pole": r"\tan(90+10^{-60}x)\tan(\frac{\pi}{2}x)",
+    "a sine of a large angle": r"\sin(\pi^{64}x)+\cos(10^{64}\pi x)",
+    "a sine of a complex angle": r"\sin(\sqrt{x}\pi)",
+    "a large power of nearly 1": r"0.7^{10^{60}x}+(1+10^{-60}\pi)^{10^{60}x}",
+    "nested brackets": "(" * 16 + "x" + ")" * 16,
+    "percent signs": "5" + "%" * 490,
+    **{name: filled(name) for name in (r"\sin x", r"\tan^{-1}x", r"\log x", r"\sqrt[9]{x}", "x^x", "x^{64}")},
+}
+
+
+@dataclass
+class Work:
+    """What was computed while a test runs: of each operation the binary digits and the power of two of what it found,
+    before the caps are applied, and the absolute value that it gave.
+    """
+
+    digits: list[int] = field(default_factory=list)
+    powers: list[int] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    seen = Work()
+    fraction, computed = numeric._fraction, numeric._computed
+
+    def watched_fraction(value: Fraction, bare: bool = False) -> Any:
+        seen.digits.append(max(value.numerator.bit_length(), value.denominator.bit_length()))
+        seen.sizes.append((found := fraction(value, bare)).size)
+        return found
+
+    def watched_computed(value: Any, error: float = 0.0) -> Any:
+        seen.digits.append(max(abs(part.man).bit_length() for part in (value.real, value.imag)))
+        seen.powers.append(max(abs(part.exp) for part in (value.real, value.imag)))
+        seen.sizes.append((found := computed(value, error)).size)
+        return found
+
+    monkeypatch.setattr(numeric, "_fraction", watched_fraction)
+    monkeypatch.setattr(numeric, "_computed", watched_computed)
+    return seen
+
+
+def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
+    """Both sides are read, and computed at six points: for each character two operations at most, on capped values."""
+    over = []
+    for name, answer in LARGE.items():
+        assert len(answer) <= MAX_CHARS, name
+        for gold in (answer[1:-1] if answer[0] == "(" else f"+{answer}", "x", "12"):
+            vars(work).update(vars(Work()))
+            grade(boxed(answer), gold)
+            bounded = (
+                len(work.digits) <= 14 * MAX_CHARS
+                and max(work.digits, default=0) <= 2 * (MAX_BITS + PRECISION)
+                and max(work.powers, default=0) <= 10 * MAX_BITS
+                and max(work.sizes, default=0) < 2.0**MAX_BITS
+            )
+            over += [] if bounded else [(name, gold[:40])]
+    assert over == []
+
+
+def test_what_is_counted_is_what_is_computed(work: Work) -> None:
+    grade(boxed(LARGE["a huge sum of irrationals"]), "x")
+    assert len(work.powers) > 240 and PRECISION - 8 <= max(work.digits) <= PRECISION
+
+
+def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+
+    def counted(text: str) -> str:
+        texts.append(text)
+        return text
+
+    monkeypatch.setattr(canonical, "canonical", counted)
+    assert canonical.read("5" + "%" * 490).kind == "never_right"
+    assert canonical.read(r"5\%").kind == "percentage"
+    assert len(texts) <= 4
+
+
+def test_functions_are_capped() -> None:
+    found = []
+    for count in (MAX_FUNCTIONS, MAX_FUNCTIONS + 1):
+        graded = grade(boxed("+".join([r"\sqrt{x}"] * count)), rf"{count}\sqrt{{x}}")
+        found.append((graded.verdict, graded.reason))
+    assert found == [("correct", "same_value"), ("unparseable", "too_large")]
+
+
+SAME = [
+    "({})",
+    "0+{}",
+    r"\frac{{2({})}}{{2}}",
+    r"\frac{{({})\sqrt{{2}}}}{{\sqrt{{2}}}}",
+    "-(-({}))",
+    r"(\sqrt{{{}}})^2",
+    r"\sqrt[3]{{{}}}\sqrt[3]{{{}}}\sqrt[3]{{{}}}",
+    r"({})+\pi-\pi",
+    r"({})+10^{{40}}\pi-10^{{40}}\pi",
+    r"({})+" + ZERO.replace("{", "{{").replace("}", "}}"),
+    r"({})(\sin^2(17)+\cos^2(17))",
+    r"({})\cdot1.0000001",
+]
+OTHER = ["2({})+7", "-1-({})", r"\frac{{{}}}{{2}}-2", r"1.00001({})+\frac{{1}}{{3}}"]
+
+
+def drawn(rng: random.Random, depth: int) -> str:
+    """An expression with the unknown x, or without one."""
+    if not depth:
+        return rng.choice(["x", "x", r"\pi", "0.5", "2", "3", "7", "12", "45", str(10**20 + 1)])
+    one, other = drawn(rng, depth - 1), drawn(rng, rng.randrange(depth))
+    forms = [
+        *(f"{one}+{other}", f"{one}-({other})", f"({one})({other})", rf"\frac{{{one}}}{{{other}}}"),
+        *(rf"\sqrt{{{one}}}", rf"\sqrt[3]{{{one}}}", f"({one})^2", f"({one})^{{-1}}", f"2^{{{one}}}"),
+        *(rf"\sin({one})", rf"\tan({one})", rf"\ln({one})", rf"\arcsin({one})", rf"\log_{{2}}({one})"),
+    ]
+    return rng.choice(forms)
+
+
+def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_right() -> None:
+    rng = random.Random(20)
+    right = wrong = 0
+    for _ in range(600):
+        gold = drawn(rng, rng.randrange(1, 4))
+        if verify_gold(gold):
+            continue
+        template = rng.choice(SAME)
+        same = grade(boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold)
+        right += same.verdict == "correct"
+        assert same.verdict != "wrong" or same.reason == "unevaluated", (template, gold, same)
+        template = rng.choice(OTHER)
+        other = grade(boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold)
+        wrong += other.verdict == "wrong"
+        assert other.verdict != "correct", (template, gold)
+    assert right > 300 and wrong > 300
+
+
+def test_threads_find_what_one_finds_alone() -> None:
+    drawn_cases = [case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}] * 2
+    numeric._made.clear()
+
+    def one(case: Any) -> Any:
+        return grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(one, drawn_cases))
+    assert found == [one(case) for case in drawn_cases]

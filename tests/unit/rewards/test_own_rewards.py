@@ -1,0 +1,488 @@
+"""Reward functions of the user's own: found, checked before a run, called with a deadline, stopped on all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from transformers import TrainerState
+
+from adora_vl.data.dataloader import kept
+from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
+from adora_vl.rewards.explain import main as explain
+from adora_vl.rewards.safe_call import RewardFailure, safe_call
+from adora_vl.training.guards import RewardGuard
+from adora_vl.utils.errors import RunError, UserError
+from tests.support.step_context import step_context
+
+ROOT = Path(__file__).parents[3]
+TEMPLATE = ROOT / "docs" / "my_rewards.py"
+ROWS: list[dict[str, Any]] = [
+    {"prompt": [{"role": "user", "content": "?"}], "id": f"row/{n}", "answer": str(n)} for n in range(3)
+]
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Writes a file with rewards and returns the run's functions for the entries."""
+    numbers = iter(range(1000))
+
+    def write(body: str, *entries: str, options: Any = None) -> ChosenRewards:
+        file = tmp_path / f"own_{next(numbers)}.py"
+        file.write_text(textwrap.dedent(body))
+        named = [entry.replace("FILE", str(file)) for entry in entries]
+        return choose_rewards(named, options)
+
+    return write
+
+
+def call(function: Any, texts: list[str], **columns: Any) -> list[float | None]:
+    """As TRL calls it."""
+    found = function(
+        prompts=["?"] * len(texts),
+        completions=[[{"role": "assistant", "content": text}] for text in texts],
+        completion_ids=[[1]] * len(texts),
+        **columns,
+    )
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+# ----------------------------------------------------------------------------------------------- what is chosen
+
+
+def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(own):
+    body = "def size(completions, *, unit, **kwargs):\n    return [len(c[-1]['content']) / unit for c in completions]"
+    chosen = own(body, "format", "FILE:size", "accuracy", options='{"size": {"unit": 2}}')
+    assert [call(function, ["5555"], answer=["5"]) for function in chosen.functions] == [[0.0], [2.0], [0.0]]
+    assert [entry for entry, _ in chosen.own] == [chosen.entries[1]]
+
+
+def test_the_template_does_what_it_says():
+    chosen = choose_rewards(
+        [f"{TEMPLATE}:{name}" for name in ("brevity", "whole_number", "shown_work")], {"brevity": {"target": 4}}
+    )
+    chosen.check_columns(["answer", "id", "problem"])
+    try_rewards(chosen, ROWS, 5.0, None)
+    brevity, whole_number, shown_work = chosen.functions
+    assert call(brevity, ["1234", "12345678", ""]) == [1.0, 0.5, 0.0]
+    assert call(whole_number, [r"\boxed{5}", r"\boxed{x}", "5"], answer=["5", "7", "x"]) == [1.0, 0.0, None]
+    assert call(shown_work, ["x = 5", "5"]) == [1.0, 0.0]
+
+
+BODY = """
+    import math
+    LIMIT = 3
+    class Judge: pass
+    def brevity(completions, target=4, **kwargs): return [target for _ in completions]
+    def picky(completions, *, difficulty, **kwargs): return difficulty
+    def closed(completions): return [1.0]
+    def _hidden(completions, **kwargs): return []
+"""
+
+
+def test_a_reward_that_does_not_exist_is_one_line(own, subtests):
+    cases = [
+        (["FILE"], None, "names no function; write FILE.py:FUNCTION"),
+        (["FILE:"], None, "names no function"),
+        (["FILE:brevty"], None, r"no function 'brevty' there; it has brevity, picky, closed; did you mean 'brevity'"),
+        (["FILE:LIMIT"], None, r"LIMIT is no function \(it is of type int\)"),
+        (["FILE:Judge"], None, "Judge is no function"),
+        (["FILE.no.py:brevity"], None, "there is no file .*no.py' in"),
+        (["my.py.txt:brevity"], None, "is neither a preset nor FILE.py:FUNCTION"),
+        (["FILE:brevity", "FILE:brevity"], None, "is given twice; weigh it with reward_weights instead"),
+        (["adorra"], None, "did you mean 'adora'"),
+        (["FILE:brevity"], {"brevty": {}}, "'brevty' is no entry of adora_reward .*did you mean 'brevity'"),
+        (["accuracy"], {"accuracy": {}}, "no reward has any"),
+        (["FILE:brevity"], {"brevity": 3}, "3 is not a mapping"),
+        (["FILE:brevity"], {"brevity": {"completions": 3}}, "'completions' is given by the trainer"),
+        (["FILE:closed"], {"closed": {"target": 3}}, "no argument 'target' there"),
+        (["FILE:brevity"], "{brevity", "is not JSON"),
+        (["FILE:brevity"], [1], "is not a mapping"),
+    ]
+    for entries, options, message in cases:
+        with subtests.test(f"{entries!r:.80} {options!r:.80} {message!r:.80}"):
+            with pytest.raises(UserError, match=message) as error:
+                own(BODY, *entries, options=options)
+            assert "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(own, subtests):
+    cases = [
+        ("import nowhere_to_be_found", "line 1: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("x = 1\ndef f(:", "line 2: SyntaxError"),
+        ("x = 1\n\n1 / 0", "line 3: ZeroDivisionError"),
+        ("import sys\nsys.exit(3)", "line 2: SystemExit"),
+    ]
+    for body, message in cases:
+        with subtests.test(f"{body!r:.80}"), pytest.raises(UserError, match=message):
+            own(body, "FILE:f")
+
+
+def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(own, subtests):
+    for name, options, message in [
+        ("picky", None, r"needs 'difficulty', which is no column of the data set \(it has answer, id\)"),
+        ("closed", None, r"must end with \*\*kwargs"),
+        ("brevity", {"brevity": {"answer": 3}}, "'answer' is a column of the data set"),
+    ]:
+        with subtests.test(name), pytest.raises(UserError, match=message):
+            own(BODY, f"FILE:{name}", options=options).check_columns(["answer", "id"])
+
+
+def test_what_a_function_needs_may_come_from_its_options(own):
+    chosen = own(BODY, "FILE:picky", options={"picky": {"difficulty": [0.5]}})
+    chosen.check_columns(["answer", "id"])
+    assert call(chosen.functions[0], ["a"]) == [0.5]
+
+
+def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_it(tmp_path):
+    beside, here = tmp_path / "configs", tmp_path / "here"
+    for folder, value in ((beside, 1), (here, 2)):
+        folder.mkdir()
+        (folder / "r.py").write_text(f"def f(completions, **kwargs): return [{value}] * len(completions)")
+    first = choose_rewards(["r.py:f"], folders=[beside, here])
+    second = choose_rewards(["r.py:f"], folders=[here])
+    assert [call(chosen.functions[0], ["a"]) for chosen in (first, second)] == [[1], [2]]
+    assert first.hashes.keys() == {"r.py"} and first.hashes != second.hashes
+
+
+def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
+    (tmp_path / "neighbour_of_a_reward.py").write_text("VALUE = 7")
+    (tmp_path / "torch.py").write_text("1 / 0")
+    (tmp_path / "r.py").write_text(
+        "import torch\nfrom neighbour_of_a_reward import VALUE\ndef f(completions, **k): return [VALUE]"
+    )
+    assert call(choose_rewards([f"{tmp_path / 'r.py'}:f"]).functions[0], ["a"]) == [7]
+
+
+# ------------------------------------------------------------------------------------------- what a call may do
+
+
+def run(function: Any, count: int = 3, timeout: float | None = 5.0) -> tuple[list[float | None], list[RewardFailure]]:
+    failures: list[RewardFailure] = []
+    ids = {"id": [f"row/{n}" for n in range(count)]}
+    return call(safe_call(function, "mine", timeout, failures), [str(n) for n in range(count)], **ids), failures
+
+
+def giving(value: Any) -> Any:
+    return lambda **kwargs: value
+
+
+def test_numbers_and_none_are_rewards_in_every_form(subtests):
+    for returned in [
+        [1, None, 0.5],
+        (True, None, 0.5),
+        torch.tensor([1, 0.25, 0.5]),
+        [torch.tensor(1.0), None, torch.tensor(0.5)],
+    ]:
+        with subtests.test(f"{returned!r:.80}"):
+            found, failures = run(giving(returned))
+            assert failures == [] and found[0] == 1 and found[2] == 0.5 and found[1] in (None, 0.25)
+
+
+def test_nonsense_is_a_failure_with_row_and_reason(subtests):
+    cases = [
+        (None, "3 completions together, of row row/0 and others", "it returned None (NoneType), not a list"),
+        (0.5, "3 completions together", "it returned 0.5 (float), not a list with one reward per completion"),
+        ("abc", "3 completions together", "it returned 'abc' (str), not a list"),
+        ([1.0, 2.0], "3 completions together", "it returned 2 rewards for 3 completions"),
+        ([1.0, math.nan, 2.0], "row row/1", "it returned nan; return None for a completion that is not scored"),
+        ([1.0, 2.0, math.inf], "row row/2", "it returned inf"),
+        ([1.0, "2", 3.0], "row row/1", "it returned '2' (str), not a number or None"),
+        ([1.0, [2], 3.0], "row row/1", "it returned [2] (list), not a number"),
+    ]
+    for returned, row, reason in cases:
+        with subtests.test(f"{returned!r:.80}"):
+            found, [failure] = run(giving(returned))
+            assert len(found) == 3 and failure.function == "mine"
+            assert failure.row.startswith(row) and failure.reason.startswith(reason)
+
+
+def fails_on_one(completions: Any, **kwargs: Any) -> list[float]:
+    return [1 / (completion[0]["content"] != "1") for completion in completions]
+
+
+async def fails_on_one_async(completions: Any, **kwargs: Any) -> list[float]:
+    return fails_on_one(completions)
+
+
+def test_an_exception_names_the_row_that_fails_alone_and_the_line(subtests):
+    for function in [fails_on_one, fails_on_one_async]:
+        with subtests.test(f"{function!r:.80}"):
+            _, [failure] = run(function)
+            assert failure.row == "row row/1"
+            assert re.fullmatch(r"ZeroDivisionError: .* \(test_own_rewards.py, line \d+\)", failure.reason)
+
+
+def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing():
+    logged: list[int] = []
+
+    def function(completions: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+        log_metric("x", 1.0)
+        assert len(completions) == 1
+        return [1.0]
+
+    failures: list[RewardFailure] = []
+    arguments = {"completions": ["a", "b"], "log_metric": lambda *_: logged.append(1)}
+    safe_call(function, "mine", 5.0, failures)(**arguments)
+    assert failures[0].row == "2 completions together" and logged == [1]
+
+
+def edits_all_that_it_gets(prompts: Any, completions: Any, completion_ids: Any, answer: Any, **columns: Any) -> Any:
+    for completion in completions:
+        completion[-1]["content"] = completion[-1]["content"].strip()
+    prompts[0].clear()
+    prompts.clear()
+    completion_ids[0].append(7)
+    columns["choices"][0].reverse()
+    columns["trainer_state"].global_step = 0
+    answer[:] = ["?"] * len(answer)
+    return [0.0] * len(completions)
+
+
+async def edits_later(**arguments: Any) -> Any:
+    return edits_all_that_it_gets(**arguments)
+
+
+@pytest.mark.parametrize("function", [edits_all_that_it_gets, edits_later])
+def test_a_function_that_edits_its_arguments_edits_its_own(function):
+    """TRL gives every function the same lists, and makes the record from them."""
+    image = object()
+    given: dict[str, Any] = {
+        "prompts": [[{"role": "user", "content": [{"type": "image", "image": image}]}]],
+        "completions": [[{"role": "assistant", "content": " 5 "}]],
+        "completion_ids": [[1, 2]],
+        "answer": ["5"],
+        "choices": [["a", "b"]],
+        "trainer_state": TrainerState(global_step=3),
+    }
+    before = deepcopy({**given, "prompts": None})
+    failures: list[RewardFailure] = []
+    called = safe_call(function, "mine", 5.0, failures)(**given)
+    assert (asyncio.run(called) if asyncio.iscoroutine(called) else called) == [0.0] and failures == []
+    assert given["prompts"][0][0]["content"][0]["image"] is image
+    assert {**given, "prompts": None} == before
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
+def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
+    """The rollouts of a group have one image. Its pixels are copied for a function only when it draws."""
+    image = kept(Image.new(mode, (8, 8)))
+    given = {"completions": ["a", "b"], "images": [[image], [image]]}
+    shared: list[bool] = []
+    failures: list[RewardFailure] = []
+
+    def draws(images: Any, **rest: Any) -> list[float]:
+        (one,), (other,) = images
+        shared.append(one.im is image.im and other.tobytes() == image.tobytes())
+        ImageDraw.Draw(one).line((0, 0, 7, 7), fill=1)
+        one.putpixel((7, 0), 1)
+        one.paste(1, (4, 0, 8, 4))
+        return [float(one.tobytes() != image.tobytes()), float(other.tobytes() == image.tobytes())]
+
+    before = image.tobytes()
+    assert safe_call(draws, "mine", 5.0, failures)(**given) == [1.0, 1.0] and failures == []
+    assert image.tobytes() == before and shared == [True]
+
+
+def exits(**kwargs: Any) -> Any:
+    sys.exit(0)
+
+
+async def exits_later(**kwargs: Any) -> Any:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("function", [exits, exits_later])
+def test_a_function_that_calls_exit_does_not_end_the_run_as_if_all_was_well(function):
+    _, [failure] = run(function)
+    assert re.fullmatch(r"it called sys.exit\(0\) \(test_own_rewards.py, line \d+\)", failure.reason)
+    assert failure.row == "row row/0"
+
+
+def test_a_process_that_a_function_forks_ends_with_the_call():
+    code = """
+import os, sys
+from adora_vl.rewards.safe_call import safe_call
+def forks(completions, **kwargs):
+    os.fork()
+    return [1.0]
+found = safe_call(forks, "forks", 5.0, failures := [])(completions=["a"])
+ended, status = os.wait()
+print(found, failures, os.waitstatus_to_exitcode(status))
+def forks_well(completions, **kwargs):
+    if os.fork() == 0:
+        sys.exit(3)
+    return [os.waitstatus_to_exitcode(os.wait()[1])]
+print(safe_call(forks_well, "forks_well", 5.0, failures)(completions=["a"]), failures)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.stdout.splitlines() == ["[1.0] [] 1", "[3.0] []"]
+    assert done.stderr == (
+        "reward forks: it forked a process that did not end in it (os._exit); that process was ended\n"
+    )
+
+
+def test_a_function_that_hangs_is_stopped_even_where_it_catches_everything():
+    def sleeps(**kwargs: Any) -> list[float]:
+        while True:
+            with contextlib.suppress(Exception):
+                time.sleep(60)
+
+    def searches(**kwargs: Any) -> list[float]:
+        return [len(re.findall(r"(a+)+$", "a" * 64 + "b"))]
+
+    async def waits(**kwargs: Any) -> list[float]:
+        await asyncio.sleep(60)
+        return []
+
+    for function in (sleeps, searches, waits):
+        began = time.monotonic()
+        _, [failure] = run(function, timeout=0.2)
+        assert time.monotonic() - began < 10
+        assert failure.reason.startswith("it did not return within 0.2 s (adora_reward_timeout)")
+
+
+def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
+    before = signal.getitimer(signal.ITIMER_REAL)
+    run(lambda **kwargs: [1, 1, 1])
+    after = signal.getitimer(signal.ITIMER_REAL)
+    assert bool(before[0]) == bool(after[0]) and after[0] <= before[0]
+
+
+def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():
+    """An async function that blocks its loop: neither the loop's own deadline nor a signal reaches it."""
+    code = """
+import time
+from adora_vl.rewards import safe_call
+import asyncio
+safe_call.GRACE_S = 0.5
+async def blocks(**kwargs):
+    time.sleep(60)
+asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 1 and "in blocks" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------- how the run ends
+
+
+def saving(folder: Path, saved: list[Path]) -> Any:
+    """Stands for the trainer's saving of a checkpoint."""
+
+    def save() -> Path:
+        saved.append(folder)
+        return folder
+
+    return save
+
+
+def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_failed(tmp_path):
+    saved: list[Path] = []
+    guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)), {})
+    sound, failing = guard.around([lambda completions, **k: [1.0] * len(completions), fails_on_one], ["a", "mine"])
+    call(sound, ["0", "1"])
+    guard.check(2)
+    assert saved == []
+    call(failing, ["0", "1"])
+    with pytest.raises(RunError) as error:
+        guard.check(2)
+    text = str(error.value)
+    assert text.startswith("step 3: reward mine: completion 2 of 2: ZeroDivisionError: ") and "\n" not in text
+    assert text.endswith(f"go on with --resume_from_checkpoint {tmp_path}") and saved == [tmp_path]
+
+
+def test_the_checkpoint_has_no_figures_of_the_generation_that_failed():
+    """They will be logged when it is made again, and a mean over a log's steps would count them twice."""
+    figures, saved = {"reward": [0.5], "kl": [0.1]}, list[dict[str, list[float]]]()
+
+    def save() -> Path:
+        saved.append({name: values[:] for name, values in figures.items()})
+        return Path("checkpoint-1")
+
+    guard = RewardGuard(step_context(save_now=save), figures)
+    guard.begin()
+    figures["reward"].append(0.7)
+    figures["new"] = [1.0]
+    (failing,) = guard.around([fails_on_one], ["mine"])
+    call(failing, ["0", "1"])
+    with pytest.raises(RunError):
+        guard.check(1)
+    assert saved == [{"reward": [0.5], "kl": [0.1]}]
+
+
+def test_reward_models_and_the_time_of_presets_are_left_alone():
+    guard, model = RewardGuard(step_context(save_now=Path, adora_reward_timeout=0.2), {}), torch.nn.Linear(1, 1)
+    preset = choose_rewards(["accuracy"]).functions[0]
+    around = guard.around([model, preset], ["model", "accuracy_reward"])
+    assert around[0] is model
+    assert call(around[1], [r"\boxed{5}"], answer=["5"]) == [1.0]
+    call(around[1], ["5"])
+    with pytest.raises(UserError, match="step 1: .*no column 'answer'"):  # a mistake of the data stays one
+        guard.check(0)
+
+
+def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_failed(monkeypatch, tmp_path):
+    """Every rank asks, whether or not it has failed: the collective call is what keeps them together."""
+    elsewhere: list[RewardFailure] = []
+    monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: [*mine, *elsewhere])
+    saved: list[Path] = []
+    guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)), {})
+    guard.check(0)
+    elsewhere.append(RewardFailure("mine", "row row/7", "ZeroDivisionError: why"))
+    with pytest.raises(RunError, match="step 1: reward mine: row row/7: ZeroDivisionError: why. Nothing of this step"):
+        guard.check(0)
+    assert saved == [tmp_path]
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def test_explain_tries_a_reward_without_a_model(capsys):
+    words = [
+        "--reward",
+        f"{TEMPLATE}:brevity",
+        "accuracy",
+        "--gold",
+        "5",
+        "--response",
+        r"\boxed{5}",
+        "--reward-options",
+    ]
+    assert explain([*words, '{"brevity": {"target": 3}}']) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"reward     {TEMPLATE}:brevity 0.333333" in lines and "reward     accuracy 1" in lines
+    words = ["--reward", f"{TEMPLATE}:whole_number", "--response", "5", "--column", "answer=x"]
+    assert explain(words) == 0
+    assert capsys.readouterr().out == f"reward     {TEMPLATE}:whole_number None (not scored)\n"
+
+
+def test_explain_says_in_one_line_what_is_wrong(capsys, subtests):
+    cases = [
+        (["--response", "5"], "give --gold to see how the answer is graded, or --reward"),
+        (["--response", "5", "--reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
+        (["--response", "5", "--reward", f"{TEMPLATE}:whole_number"], "needs 'answer'"),
+        (["--response", "5", "--reward", f"{TEMPLATE}:brevity", "--column", "answer"], "--column: 'answer' is not"),
+    ]
+    for words, message in cases:
+        with subtests.test(f"{words!r:.80}"):
+            assert explain(words) == 2
+            error = capsys.readouterr().err
+            assert message in error and error.count("\n") == 1

@@ -1,0 +1,269 @@
+"""The reward presets, those for thinking included, called the way TRL's GRPO trainer calls them."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.data.prompts import RESPONSE_FORMATS, SYSTEM_PROMPT, asks_for_answer_tags
+from adora_vl.prepare import prepare
+from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
+from adora_vl.rewards.choose import reachable
+from adora_vl.rewards.completion import last_boxed, reflective_words
+from adora_vl.utils.errors import UserError
+from benchmarks.grading_corpus import cases
+from tests.support.tiny_run import arguments
+
+TEXTS = [r"so \boxed{5}", r"so \boxed{6}", r"so \boxed{\input{x}}", r"so 5", r"\boxed{5"]
+EXPECTED = {
+    "adora": [1.0, 0.1, 0.1, 0.0, 0.0],
+    "easyr1": [1.0, 0.1, 0.1, 0.0, 0.0],
+    "accuracy": [1.0, 0.0, 0.0, 0.0, 0.0],
+    "format": [1.0, 1.0, 1.0, 0.0, 0.0],
+}
+
+
+class Log:
+    """Stands for the trainer's two logging hooks."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = {}
+        self.metrics: dict[str, float] = {}
+
+    def extra(self, column: str, values: list[Any]) -> None:
+        self.columns.setdefault(column, []).extend(values)
+
+    def metric(self, name: str, value: float) -> None:
+        self.metrics[name] = value
+
+
+def conversational(texts: list[str]) -> list[list[dict[str, Any]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def trl_call(function: Any, completions: list[Any], **columns: Any) -> list[float]:
+    """The keyword arguments of `GRPOTrainer._calculate_rewards` in TRL 1.16."""
+    log = columns.pop("log", Log())
+    rewards: list[float] = function(
+        prompts=["?"] * len(completions),
+        completions=completions,
+        completion_ids=[[1]] * len(completions),
+        id=["row"] * len(completions),
+        images=[None] * len(completions),
+        trainer_state=None,
+        log_extra=log.extra,
+        log_metric=log.metric,
+        **columns,
+    )
+    return rewards
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_rewards_of_a_preset_in_every_form_of_completion(preset: str) -> None:
+    parts: list[Any] = [[{"role": "assistant", "content": [{"type": "text", "text": text}]}] for text in TEXTS]
+    forms: dict[str, list[Any]] = {"messages": conversational(TEXTS), "parts": parts, "strings": [*TEXTS]}
+    for form, completions in forms.items():
+        rewards = trl_call(reward_function(preset), completions, answer=["5"] * 5)
+        assert rewards == pytest.approx(EXPECTED[preset]), form
+
+
+def test_every_preset_is_covered_and_named_for_trl() -> None:
+    assert set(EXPECTED) == set(PRESETS)
+    assert [reward_function(preset).__name__ for preset in PRESETS] == [f"{preset}_reward" for preset in PRESETS]
+    assert not inspect.iscoroutinefunction(reward_function("adora"))  # TRL would run it elsewhere
+
+
+def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
+    for preset, expected in EXPECTED.items():
+        assert reachable([preset], [1.0]) == (min(expected), max(expected)), preset
+    assert reachable(["adora", "knights_logic_rl", "think_format"], [1.0, -1.0, 0.5]) == (-3.0, 4.5)
+    assert reachable(["adora", "my.py:f"], [1.0, 0.0]) == (0.0, 1.0)
+    assert reachable(["adora", "my.py:f"], [1.0, 0.1]) is None  # nobody knows
+    assert reachable(["judge"], [1.0]) is None
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"'adroa'.*adora, easyr1, accuracy.*did you mean 'adora'"):
+        reward_function("adroa")
+
+
+def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> None:
+    log = Log()
+    trl_call(reward_function("adora"), conversational(TEXTS), answer=["5"] * 5, log=log)
+    assert log.columns == {
+        "verdict": ["correct", "wrong", "unparseable", "unparseable", "unparseable"],
+        "extracted": ["5", "6", r"\input{x}", None, None],
+        "reason": ["same_number", "different_number", "not_read", "no_box", "no_box"],
+    }
+    times = {name: log.metrics.pop(name) for name in ("grading/ms_median", "grading/ms_p99")}
+    assert 0 < times["grading/ms_median"] <= times["grading/ms_p99"]
+    assert log.metrics == pytest.approx(
+        {
+            "grading/correct": 0.2,
+            "grading/wrong": 0.2,
+            "grading/unparseable": 0.6,
+            "grading/worked": 0.0,
+        }
+    )
+
+
+def test_an_answer_shows_a_working_or_is_bare() -> None:
+    log = Log()
+    texts = [
+        r"2 + 3 = 5. \boxed{5}",
+        r"guess \boxed{5}",
+        r"\boxed{x = 5}",
+        "2 + 3 = 5",
+        r"\boxed{4}. No: 2+3=5, \boxed{5}",
+    ]
+    trl_call(reward_function("adora"), conversational(texts), answer=["5"] * 5, log=log)
+    assert log.metrics["grading/worked"] == 0.6
+
+
+def test_expressions_are_compared_by_value() -> None:
+    texts = conversational([r"\boxed{3+x}", r"\boxed{2x}", r"\boxed{x+3}", r"\boxed{3}"])
+    assert trl_call(reward_function("accuracy"), texts, answer=["x + 3"] * 4) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_the_hooks_and_choices_may_be_missing() -> None:
+    assert reward_function("adora")(completions=TEXTS, answer=["5"] * 5) == EXPECTED["adora"]
+
+
+def test_choices_belong_to_their_own_row() -> None:
+    texts = [r"\boxed{B}", r"\boxed{B}", r"\boxed{B}", r"\boxed{13}"]
+    rewards = trl_call(
+        reward_function("accuracy"),
+        conversational(texts),
+        answer=["13", "13", "13", "B"],
+        choices=[["12", "13"], ["13", "12"], None, ["12", "13"]],
+    )
+    assert rewards == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_rounding_is_off_unless_asked_for() -> None:
+    texts = conversational([r"\boxed{8.66}"])
+    assert trl_call(reward_function("adora"), texts, answer=[r"5\sqrt{3}"]) == [0.1]
+    assert trl_call(reward_function("adora", rounding=True), texts, answer=[r"5\sqrt{3}"]) == [1.0]
+
+
+def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def counting(responses: list[str], golds: list[str], **options: Any) -> Any:
+        seen.extend(responses)
+        return grade_batch(responses, golds, **options)
+
+    monkeypatch.setattr("adora_vl.rewards.presets.grade_batch", counting)
+    log = Log()
+    functions = reward_functions(["accuracy", "format"])
+    rewards = [trl_call(one, conversational(TEXTS), answer=["5"] * 5, log=log) for one in functions]
+    assert rewards == [EXPECTED["accuracy"], EXPECTED["format"]]
+    assert seen == TEXTS
+    assert len(log.columns["verdict"]) == len(TEXTS)  # twice as many would shift TRL's table of completions
+    # the next step: the same texts with other golds are another batch
+    assert trl_call(functions[0], conversational(TEXTS), answer=["6"] * 5) == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_list_of_rewards_that_means_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="names no reward preset"):
+        reward_functions([])
+    with pytest.raises(UserError, match="'accuracy' is given twice"):
+        reward_functions(["accuracy", "accuracy"])
+
+
+def test_empty_completions_and_empty_batches_get_their_rewards() -> None:
+    log = Log()
+    assert trl_call(reward_function("adora"), [[], "", conversational([""])[0]], answer=["5"] * 3) == [0.0] * 3
+    assert trl_call(reward_function("adora"), [], answer=[], log=log) == []
+    assert log.metrics == {}
+
+
+UNGRADABLE: list[tuple[dict[str, Any], str]] = [  # the columns of two rows, and the error
+    ({}, "no column 'answer'"),
+    ({"answer": ["5"]}, "one value for each of the 2 completions"),
+    ({"answer": ["5", "5"], "choices": [None]}, "one value for each of the 2 completions"),
+    ({"answer": ["5", "1, 2, ..."]}, r"'1, 2, ...'.*open_list"),
+    ({"answer": ["5", None]}, r"None.*not_a_string"),
+    ({"answer": ["5", "C"], "choices": [None, ["1", "2"]]}, r"'C'.*letter_without_choice"),
+]
+
+
+def test_a_reference_that_cannot_be_graded_against_is_an_error_not_a_silent_zero(subtests: Any) -> None:
+    for columns, message in UNGRADABLE:
+        with subtests.test(message), pytest.raises(UserError, match=message):
+            trl_call(reward_function("adora"), [r"\boxed{5}", r"\boxed{5}"], **columns)
+
+
+BOX = "\\boxed{5}"
+FORMS = [  # the text, right as `think`, right as `think_answer`
+    (f"<think>2 + 3</think>{BOX}", True, False),
+    (f"<think>2 + 3</think>\n<answer>{BOX}</answer>\n", False, True),
+    (f"  <think>a\nb</think> so {BOX}", True, False),
+    (f"Hm. <think>a</think>{BOX}", False, False),
+    (f"<think></think>{BOX}", False, False),
+    ("<think>a</think>", False, False),
+    (f"<think>a{BOX}", False, False),
+    (f"<think>a</think></think>{BOX}", False, False),
+    (f"<think>a<think>b</think>{BOX}", False, False),
+    (f"<think>a</think><answer>{BOX}</answer> so", False, False),
+    (f"<think>a</think> so <answer>{BOX}</answer>", False, False),
+    ("<think>a</think><answer> </answer>", False, False),
+    (f"<think>a</think><answer>{BOX}</answer><answer>{BOX}</answer>", False, False),
+    (f"<answer>{BOX}</answer><think>a</think>", False, False),
+    ("", False, False),
+    ("<think>" * 100_000, False, False),
+]
+
+
+def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
+    functions = reward_functions(["think_format", "think_answer_format"])
+    assert [function.__name__ for function in functions] == ["think_format_reward", "think_answer_format_reward"]
+    for text, *expected in FORMS:
+        for completions in ([text], conversational([text])):
+            assert [trl_call(one, completions, answer=["5"])[0] for one in functions] == expected, text[:80]
+
+
+def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
+    assert set(RESPONSE_FORMATS) == {"boxed", "think", "think_answer"}
+    assert all("\\boxed{" in prompt for prompt in RESPONSE_FORMATS.values())
+    assert [name for name, prompt in RESPONSE_FORMATS.items() if asks_for_answer_tags(prompt)] == ["think_answer"]
+    assert asks_for_answer_tags(None, "{problem} Write <answer>5</answer>.") and not asks_for_answer_tags(None, None)
+    assert not asks_for_answer_tags(SYSTEM_PROMPT, "{problem}")
+
+
+def test_an_answer_in_its_tags_is_graded_as_one_in_a_box() -> None:
+    """All of the labelled corpus: in tags each answer has the verdict and the reason that it has in a box."""
+    boxes = [(case, last_boxed(case.response)) for case in cases() if case.kind != "attacks" and not case.rounding]
+    pairs = [(case, box) for case, box in boxes if box is not None and "\\boxed" not in box]
+    assert len(pairs) > 600
+    references, choices = [case.gold for case, _ in pairs], [case.choices for case, _ in pairs]
+    boxed = grade_batch([rf"\boxed{{{box}}}" for _, box in pairs], references, choices=choices)
+    tagged = [f"<think>so</think><answer>{box}</answer>" for _, box in pairs]
+    assert grade_batch(tagged, references, choices=choices, answer_tags=True) == boxed
+    assert {one.reason for one in grade_batch(tagged, references, choices=choices)} == {"no_box"}
+
+
+def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
+    tags, boxes = ["<answer>12</answer>", "<answer>13</answer>", "12"], [r"\boxed{12}", r"\boxed{13}", "12"]
+    for preset in PRESETS:
+        rewards = reward_function(preset)(completions=boxes, answer=["12"] * 3)
+        assert reward_function(preset, answer_tags=True)(completions=tags, answer=["12"] * 3) == rewards, preset
+        assert reward_function(preset)(completions=tags, answer=["12"] * 3) == [0.0] * 3, preset
+
+
+@pytest.mark.slow
+def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None:
+    for form, expected in (("think_answer", [1.0]), ("think", [0.0])):
+        words = arguments(tmp_path / form, adora_response_format=form, adora_reward="accuracy")
+        (function,) = prepare(words, to_train=False).rewards.functions
+        assert function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"]) == expected, form
+
+
+def test_words_of_reflection_are_counted_once_each_and_as_whole_words() -> None:
+    text = "Wait, I re-check it. Double-checked. However, waiting is no mistake; a waiter checks. Let me see: hold on."
+    expected = {"wait": 2, "check": 1, "recheck": 1, "double-check": 1, "however": 1, "mistake": 1, "let me see": 1}
+    assert reflective_words(text) == {**expected, "hold on": 1}
+    assert reflective_words(r"so \boxed{5}") == {}

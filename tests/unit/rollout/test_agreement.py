@@ -1,0 +1,188 @@
+"""Do engine and trainer agree: the bounds, prompts moved far back, and what ends a run before its first step."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.rollout import agreement
+from adora_vl.rollout.agreement import (
+    COLD,
+    POSITION,
+    PROMPTS,
+    ROWS,
+    EngineProbe,
+    Prompts,
+    Rollouts,
+    agreement_bound,
+    check_read_prompts,
+    distant_bound,
+    far_prompts,
+    head,
+    judge,
+)
+from adora_vl.rollout.importance import Drift
+from adora_vl.utils.checks import Check, Status, failed, passed
+from adora_vl.utils.errors import RolloutError
+from adora_vl.utils.seeding import kept_random_state
+
+TOKENIZER = load_processor(str(PRETRAINED)).tokenizer
+
+
+IMAGE = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
+WORDS = [token for token in range(len(TOKENIZER)) if token not in TOKENIZER.all_special_ids]
+
+
+def trainer(model: int = 10**6, engine: int = 10**6) -> Any:
+    config = SimpleNamespace(max_position_embeddings=model)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine)))
+    return SimpleNamespace(
+        _tokenizer=TOKENIZER, args=SimpleNamespace(seed=0), vllm_generation=SimpleNamespace(llm=llm),
+        model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)),
+    )  # fmt: skip
+
+
+def prompts(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
+    """Of each row its words, and for each of its images the number of image tokens, four patches a token."""
+    ids = [[token for size in sizes for token in [IMAGE] * size] + words for words, sizes in shapes]
+    width, grids = max(map(len, ids)), [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
+    kinds = torch.tensor([[0] * (width - len(row)) + [int(token == IMAGE) for token in row] for row in ids])
+    patches = sum(2 * 2 * size for _, sizes in shapes for size in sizes)
+    fields = {
+        "image_grid_thw": torch.tensor(grids),
+        "pixel_values": torch.arange(patches)[:, None].float(),
+        "mm_token_type_ids": kinds,
+    }
+    names = [str(number) for number in range(len(ids))]
+    return Prompts(names, ids, [[None] * len(sizes) for _, sizes in shapes], fields, [len(s) for _, s in shapes])
+
+
+ROW = st.tuples(
+    st.lists(st.sampled_from(WORDS), min_size=1, max_size=30), st.lists(st.integers(1, 9), min_size=1, max_size=3)
+)
+
+
+@settings(max_examples=25)
+@given(shapes=st.lists(ROW, min_size=1, max_size=5), tokens=st.integers(1, 40), longest=st.integers(130, 4000))
+def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
+    near = prompts(shapes)
+    far = far_prompts(trainer(engine=longest), near, tokens)
+    assert far is not None and far.num_images is not None
+    rows = len(shapes[:ROWS])
+    assert max(map(len, far.ids)) == min(POSITION, longest - tokens)
+    assert len({len(there) - len(here) for there, here in zip(far.ids, near.ids, strict=False)}) == 1
+    for (words, _), there, here in zip(shapes, far.ids, near.ids, strict=False):
+        assert there[-len(here) :] == here
+        assert set(there[: -len(here)]) <= set(words)
+    for ids, kinds in zip(far.ids, far.fields["mm_token_type_ids"], strict=True):
+        padded = [0] * (len(kinds) - len(ids)) + [int(token == IMAGE) for token in ids]
+        assert kinds.tolist() == padded
+    sizes = [size for _, row in shapes[:rows] for size in row]
+    assert far.fields["image_grid_thw"].prod(dim=-1).tolist() == [4 * size for size in sizes]
+    assert torch.equal(far.fields["pixel_values"], near.fields["pixel_values"][: 4 * sum(sizes)])
+    assert far.num_images == near.num_images[:rows] and len(far.names) == rows
+
+
+def test_where_model_or_engine_have_no_room_there_are_none():
+    for limits in ({"model": 40}, {"engine": 40}):
+        assert far_prompts(trainer(**limits), prompts([(WORDS[:30], [4])]), 8) is None
+        assert far_prompts(trainer(**limits), prompts([(WORDS[:20], [4])]), 8) is not None
+
+
+def test_prompts_without_images_keep_none():
+    plain = Prompts(["a", "b", "c"], [[20, 21], [22], [23]], None, {}, None)
+    far = far_prompts(trainer(engine=100), plain, 10)
+    assert far is not None and far.images is None and far.fields == {}
+    assert [len(row) for row in far.ids] == [90, 89]
+    assert head(plain, 1).ids == [[20, 21]]
+
+
+def test_an_engine_that_reads_another_prompt():
+    nothing = torch.zeros(1, 1)
+    sent = prompts([([2], [2])])
+    same = Rollouts([[IMAGE, IMAGE, 2]], [[3]], nothing, nothing)
+    twice = Rollouts([[*[IMAGE] * 4, 2]], [[3]], nothing, nothing)
+    assert check_read_prompts(sent, same, IMAGE).status is Status.PASSED
+    check = check_read_prompts(sent, twice, IMAGE)
+    assert check.status is Status.FAILED and check.name == PROMPTS
+    assert "5 tokens (4 of images), the trainer 3 (2 of images)" in check.detail and "expanded twice" in check.remedy
+
+
+def test_agreement_is_judged_by_the_mean():
+    for mean, status in ((1e-6, Status.PASSED), (0.02, Status.FAILED), (float("inf"), Status.FAILED)):
+        assert judge("agreement", Drift(mean, 9.0), 0.01, "remedy").status is status
+
+
+def test_the_bound_follows_the_coarser_dtype(subtests):
+    cases: list[Any] = [
+        ("float32", {}, 0.01),
+        ("bfloat16", {}, 0.3),
+        ("float32", {"bf16": True}, 0.3),
+        ("bfloat16", {"adora_max_drift": 0.1}, 0.1),
+        ("float32", {"adora_max_drift": None}, 0.01),
+        ("float32", {"top_p": 0.9}, 0.3),  # a filter changes the engine's numbers and not the trainer's
+    ]
+    for engine, keys, bound in cases:
+        with subtests.test(f"{engine} {keys!r:.80} {bound}"):
+            precision = {"bf16": False, "fp16": False, "adora_max_drift": 0.3}
+            sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+            args = SimpleNamespace(**{**precision, **sampling, **keys})
+            trainer = SimpleNamespace(
+                args=args,
+                model=SimpleNamespace(dtype=torch.float32),
+                vllm_generation=SimpleNamespace(settings=SimpleNamespace(dtype=engine)),
+            )
+            assert agreement_bound(trainer) == bound
+            assert distant_bound(trainer) == (bound / 10 if bound == 0.01 else bound), "of float32 alone"
+
+
+@pytest.fixture
+def about_to_train(monkeypatch):
+    """`SelfCheck` on a trainer whose examination gives the checks that a test asks for."""
+
+    def start(checks: list[Check], **trainer: object) -> None:
+        monkeypatch.setattr(agreement, "read_prompts", lambda trainer, rows: prompts([([20], [1])]))
+        monkeypatch.setattr(EngineProbe, "cold_on_all_ranks", lambda self: checks)
+        accelerator = SimpleNamespace(process_index=0, is_main_process=True)
+        facts = {"use_vllm": True, "vllm_mode": "colocate", "train_dataset": [{}, {}, {}], "accelerator": accelerator}
+        agreement.SelfCheck(SimpleNamespace(**{**facts, **trainer})).on_train_begin(None, None, None)
+
+    return start
+
+
+def test_training_starts_where_engine_and_trainer_agree(about_to_train, capsys):
+    about_to_train([passed(PROMPTS, "2 prompts"), passed(COLD, "1e-06 nats per token")])
+    assert capsys.readouterr().out == "Self-check: engine and trainer differ by 1e-06 nats per token\n"
+
+
+def test_training_is_refused_where_they_do_not(about_to_train):
+    with pytest.raises(RolloutError, match=r"agreement, cold: 3 nats per token\. Mend it\..*--adora_self_check false"):
+        about_to_train([passed(PROMPTS, "2 prompts"), failed(COLD, "3 nats per token", "mend it")])
+
+
+def test_without_an_engine_in_this_process_there_is_nothing_to_check(about_to_train, capsys, subtests):
+    cases: list[Any] = [{"use_vllm": False}, {"vllm_mode": "server"}]
+    for trainer in cases:
+        with subtests.test(f"{trainer!r:.80}"):
+            about_to_train([failed(COLD, "not looked at", "x")], **trainer)
+            assert capsys.readouterr().out == ""
+
+
+def test_nothing_drawn_inside_is_missing_outside():
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = draw()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    with kept_random_state():
+        draw()
+    assert draw() == expected

@@ -1,0 +1,333 @@
+"""What the engine is asked for, with which prompts and tokens, without starting one."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from torch import nn
+from transformers import GenerationConfig
+
+from adora_vl.data.dataloader import kept
+from adora_vl.rollout import engine_settings as sync
+from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest, Segments
+from adora_vl.rollout.engine_settings import EngineSettings
+from adora_vl.rollout.prompt_tokens import (
+    PromptMismatchError,
+    check_prompts,
+    collapse_image_runs,
+    mismatch_named,
+    never_sample,
+    never_sampled_ids,
+)
+from adora_vl.utils.errors import RolloutError
+from adora_vl.utils.launch import prepare_engine_environment
+
+prepare_engine_environment()
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.multimodal.hasher import MultiModalHasher  # noqa: E402
+from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids  # noqa: E402
+from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
+
+from adora_vl.rollout import llm as llm_module  # noqa: E402
+from adora_vl.rollout.llm import GroupingLLM, Request, asking_once, plan_requests, with_known_images  # noqa: E402
+
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+IMAGE, START, END = 90, 91, 92
+
+
+def test_log_probabilities_are_the_trainers_own_where_nothing_but_the_bans_changes_the_sampling(subtests):
+    cases: list[dict[str, Any]] = [{}, {"top_k": -1, "min_p": 0.0}]  # neutral, then what changes the sampling
+    cases += [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.05}]
+    for number, sampling in enumerate([*cases, {"_bans_only": False}]):
+        with subtests.test(str(sampling)):
+            engine = object.__new__(AdoraVLLMGeneration)
+            engine.__dict__.update({**NEUTRAL, "_bans_only": True, **sampling})
+            assert engine._logprobs_mode() == ("raw_logprobs" if number < 2 else "processed_logprobs")
+
+
+def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_string(monkeypatch, subtests):
+    monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
+    cases: list[Any] = [
+        ("colocate", None, False),
+        ("colocate", {"top_k": 3}, False),
+        ("colocate", {"stop": ["</answer>"]}, None),  # looked for in the text
+        ("colocate", {"detokenize": True}, True),
+        ("server", None, None),
+    ]
+    for mode, asked, detokenize in cases:
+        with subtests.test(f"{mode} {asked}"):
+            tokenizer = SimpleNamespace(get_vocab=lambda: {})
+            given = {"model": None, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
+            engine = AdoraVLLMGeneration(**given, mode=mode, generation_kwargs=asked, settings=EngineSettings())
+            assert engine.generation_kwargs.get("detokenize") is detokenize
+            SamplingParams(**engine.generation_kwargs)  # vLLM refuses strings to stop at without a text
+
+
+def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
+    cases = [(None, True, True), (None, False, False), (False, True, False), (True, False, True)]
+    for wanted, on_cpu, eager in cases:
+        with subtests.test(f"{wanted} {on_cpu}"):
+            monkeypatch.setattr(sync, "engine_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
+            monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
+            engine = object.__new__(AdoraVLLMGeneration)
+            model = SimpleNamespace(dtype=torch.float32)
+            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _bans_only=True, enable_sleep_mode=False)
+            engine.tensor_parallel_size = 1
+            engine.settings = EngineSettings(enforce_eager=wanted)
+            assert engine._build_llm(max_model_len=64)["enforce_eager"] is eager
+
+
+def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_grow(monkeypatch, subtests):
+    """vLLM's own would end the process."""
+    monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    for ranks, setting, off in [
+        (2, "expandable_segments:True", True),
+        (2, "", None),
+        (1, "expandable_segments:True", None),
+    ]:
+        with subtests.test(f"{ranks} {setting}"):
+            monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+            engine = object.__new__(AdoraVLLMGeneration)
+            model = SimpleNamespace(dtype=torch.float32)
+            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _bans_only=True, enable_sleep_mode=True)
+            engine.settings, engine.tensor_parallel_size = EngineSettings(), ranks
+            assert engine._build_llm(max_model_len=64).get("disable_custom_all_reduce") is off
+
+
+def test_the_doctor_samples_with_settings_of_its_own_and_the_run_gets_its_own_back():
+    engine = object.__new__(AdoraVLLMGeneration)
+    settings = {
+        "request": SamplingRequest(seed=(1, "train/0")),
+        "max_completion_length": 64,
+        "temperature": 0.7,
+        "generation_kwargs": {"a": 1},
+    }
+    engine.__dict__.update(settings)
+    with (
+        pytest.raises(RuntimeError),
+        engine.sampling(replace(engine.request, temperature=0.0, further={"allowed_token_ids": [3]})),
+    ):
+        check = replace(engine.request, seed=(2, "check"), max_tokens=1)
+        with engine.sampling(check):
+            inside = {name: getattr(engine, name) for name in settings}
+        assert engine.max_completion_length == 64 and engine.temperature == 0.0
+        raise RuntimeError
+    further = {"a": 1, "allowed_token_ids": [3]}
+    assert list(inside.values()) == [check, 1, 0.0, further]
+    assert {name: getattr(engine, name) for name in settings} == settings
+
+
+@dataclass
+class Parameters:
+    n: int = 1
+    seed: int | None = None
+
+    def clone(self) -> Parameters:
+        return copy.copy(self)
+
+
+@dataclass
+class Rollout:
+    index: int
+    text: str
+
+
+@dataclass
+class Output:
+    outputs: list[Rollout] = field(default_factory=list)
+
+
+def test_a_group_is_one_request_with_seeds_that_count_up():
+    image, other = Image.new("RGB", (8, 6)), Image.new("RGB", (8, 6))
+    rows = [{"prompt_token_ids": [1, 2], "multi_modal_data": {"image": image}} for _ in range(4)]
+    rows.append({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": other}})
+    assert plan_requests(rows, [0, 0, 1, 1, 1], True) == [Request(0, 2), Request(2, 2), Request(4, 1)]
+    assert len(plan_requests(rows, [0, 0, 1, 1, 1], False)) == 5
+
+    def generate(prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Output]:
+        # the rollouts of a request come in any order, and their seeds count up from its own
+        return [Output([Rollout(i, f"seed {p.seed + i}") for i in reversed(range(p.n))]) for p in sampling_params]
+
+    seeds = [10, 11, 50, 51, 52]
+    for together in (True, False):
+        asked = asking_once(generate, [0, 0, 1, 1, 1], seeds, together)
+        outputs = asked(rows, sampling_params=Parameters(), use_tqdm=False)
+        assert [[rollout.text for rollout in output.outputs] for output in outputs] == [[f"seed {s}"] for s in seeds]
+
+
+def test_the_engine_asks_once_per_prompt_only_while_it_is_told_to(monkeypatch):
+    asked: list[tuple[object, object]] = []
+
+    def generate(self, prompts, sampling_params, **kwargs):
+        asked.append((prompts, sampling_params))
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        return [SimpleNamespace(outputs=[SimpleNamespace(index=i, seed=p.seed) for i in range(p.n)]) for p in params]
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    llm = object.__new__(GroupingLLM)
+    rows, params = [{"prompt_token_ids": [1]}] * 4, SamplingParams()
+    with pytest.raises(RuntimeError), llm.grouped([0, 0, 1, 1], [5, 6, 8, 9], together=True):
+        outputs = llm.generate(rows, sampling_params=params, use_tqdm=False)
+        raise RuntimeError
+    assert len(outputs) == 4 and [(p.n, p.seed) for p in asked[0][1]] == [(2, 5), (2, 8)]
+    assert len(llm.generate(rows, sampling_params=params)) == 4 and asked[1] == (rows, params), "as vLLM's own"
+
+
+def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
+    """The second row ends by itself, the third one where the engine has no room, and the last two begin."""
+    reasons = ["length", "stop", "length", "length", "length"]
+    seen: list[Any] = []
+
+    def generate(self: Any, prompts: Any, sampling_params: Any, **_: Any) -> list[Any]:
+        seen.extend(zip([prompt["prompt_token_ids"] for prompt in prompts], sampling_params, strict=True))
+        left = iter(reasons)
+        return [
+            SimpleNamespace(
+                prompt_token_ids=[*prompt["prompt_token_ids"][:1], IMAGE, IMAGE, *prompt["prompt_token_ids"][2:]],
+                outputs=[
+                    SimpleNamespace(index=i, token_ids=[7] * p.max_tokens, logprobs=None, finish_reason=next(left))
+                    for i in range(p.n)
+                ],
+            )
+            for prompt, p in zip(prompts, sampling_params, strict=True)
+        ]
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    engine: Any = object.__new__(AdoraVLLMGeneration)
+    llm: Any = object.__new__(GroupingLLM)
+    llm.model_config = SimpleNamespace(max_model_len=20)
+    engine.__dict__.update(
+        NEUTRAL, mode="colocate", enable_sleep_mode=False, image_token_id=IMAGE, tensor_parallel_size=1, logprobs=0,
+        generation_kwargs={}, structured_outputs_regex=None, max_completion_length=99, llm=llm, _reasons=[],
+        accelerator=SimpleNamespace(process_index=0), model=nn.Linear(1, 1),
+    )  # fmt: skip
+    segments = Segments(
+        begun=[[5], [5, 6], [5] * 12, [], []], limits=[3, 3, 3, 4, 4], groups=[10, 11, 12, 1, 1],
+        seeds=[21, 22, 23, 31, 32],
+    )  # fmt: skip
+    engine.request = SamplingRequest(seed=(0, "train/3"), segments=segments)
+    prompts = [[START, IMAGE, IMAGE, END, 1]] * 5
+    _, tokens, *_ = engine.generate(prompts, None, 4)
+    assert [ids for ids, _ in seen] == [[START, IMAGE, END, 1, *begun] for begun in segments.begun[:4]]
+    assert [(p.n, p.max_tokens, p.seed) for _, p in seen] == [(1, 3, 21), (1, 3, 22), (1, 3, 23), (2, 4, 31)]
+    assert [len(row) for row in tokens] == [3, 3, 3, 4, 4]
+    assert segments.stopped == [True, False, False, True, True]
+
+
+def test_answers_that_are_there_are_returned_in_the_place_of_new_ones():
+    engine: Any = object.__new__(AdoraVLLMGeneration)
+    engine.mode, engine.image_token_id = "colocate", IMAGE
+    engine.request = SamplingRequest(answers=Answers([[1, 2], [3]], [[-0.5, None], [-1.0]], {}))
+    assert engine.generate([[9], [9]], None, 2) == (
+        [[9], [9]], [[1, 2], [3]], [[[-0.5], [None]], [[-1.0]]], None
+    )  # fmt: skip
+
+
+def test_the_ranks_of_a_divided_engine_ask_for_the_same_with_the_seeds_that_whole_engines_get():
+    """Ranks 2 and 3 of four, with two groups of four rollouts on each."""
+
+    def asked(rank: int, ranks: int) -> tuple[list[int], list[int]]:
+        seen: list[tuple[list[int], list[int]]] = []
+
+        def asking(groups: list[int], seeds: list[int], together: bool) -> Any:
+            seen.append((groups, seeds))
+            return nullcontext()
+
+        engine: Any = object.__new__(AdoraVLLMGeneration)
+        engine.tensor_parallel_size, engine.accelerator = ranks, SimpleNamespace(process_index=rank)
+        engine.request = SamplingRequest(seed=(0, "train/3"))
+        engine.llm = SimpleNamespace(grouped=asking, stays_awake=False)
+        with engine._asking_once(8, 4):
+            return seen[0]
+
+    whole = [asked(rank, 1) for rank in (2, 3)]
+    assert asked(2, 2) == asked(3, 2) == tuple(one + other for one, other in zip(*whole, strict=True))
+
+
+def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypatch):
+    def parsed(prompt):
+        items = MultiModalDataParser().parse_mm_data(prompt["multi_modal_data"])
+        uuids = parse_mm_uuids(prompt.get("multi_modal_uuids"))
+        return items["image"].get(0), ProcessorInputs([1], items, uuids).get_mm_hashes("model", "blake3")
+
+    image = kept(Image.new("RGB", (8, 6), (1, 2, 3)))
+    row = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
+    assert parsed(row)[0] is not image, "vLLM still copies: without this there is nothing to save"
+    monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)
+    taken, hashes = parsed(with_known_images(row))
+    assert taken is image and hashes == {"image": [image.digest]}
+    two = {"prompt_token_ids": [1], "multi_modal_data": {"image": [image, image]}}
+    assert parsed(with_known_images(two))[1] == {"image": [image.digest] * 2}
+
+
+def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
+    plain = Image.new("RGB", (8, 6))
+    rows: list[dict[str, Any]] = [
+        {"prompt_token_ids": [1]},
+        {"prompt_token_ids": [1], "multi_modal_data": {"image": plain}},
+    ]
+    rows.append({"prompt_token_ids": [1], "multi_modal_data": {"image": [kept(Image.new("RGB", (8, 6))), plain]}})
+    assert [with_known_images(row) for row in rows] == rows
+
+
+def test_other_pixels_another_mode_or_another_size_is_another_image():
+    images = [Image.new("RGB", (8, 6)), Image.new("RGB", (6, 8)), Image.new("L", (8, 18)), Image.new("RGB", (8, 6), 1)]
+    assert len({kept(image).digest for image in images}) == 4
+    assert kept(Image.new("RGB", (8, 6))).digest == kept(Image.new("RGB", (8, 6))).digest
+
+
+def test_each_run_of_image_tokens_becomes_one(subtests):
+    cases: list[tuple[list[int], list[int]]] = [
+        ([1, START, IMAGE, IMAGE, IMAGE, END, 2], [1, START, IMAGE, END, 2]),
+        ([START, IMAGE, IMAGE, END, START, IMAGE, END], [START, IMAGE, END, START, IMAGE, END]),  # two images
+        ([1, 1, 2, 2], [1, 1, 2, 2]),  # no image: other repetitions stay
+        ([IMAGE, IMAGE], [IMAGE]),
+        ([], []),
+    ]
+    for ids, collapsed in cases:
+        with subtests.test(f"{ids}"):
+            assert collapse_image_runs(ids, IMAGE) == collapsed
+
+
+def test_the_first_row_that_differs_is_named_with_the_token_counts_or_the_tokenizer():
+    check_prompts([[1, 2], [3]], [(1, 2), (3,)], IMAGE)
+    with pytest.raises(PromptMismatchError, match="trainer 1, engine 2.*min_pixels") as caught:
+        check_prompts([[1], [1, IMAGE], [IMAGE]], [[1], [1, IMAGE, IMAGE], [2]], IMAGE)
+    assert caught.value.row == 1
+    with pytest.raises(PromptMismatchError, match="the text differs.*tokenizer") as caught:
+        check_prompts([[1, IMAGE, 2]], [[1, IMAGE, 3]], IMAGE)
+    assert caught.value.row == 0
+    with pytest.raises(ValueError, match="shorter"):  # a missing row is not passed over
+        check_prompts([[1], [2]], [[1]], IMAGE)
+
+
+def test_a_mismatch_names_the_row_by_its_id_or_its_number():
+    for rows, name in (([{}, {"id": "train/7"}], "row train/7:"), ([{}, {}], "row #1 of this rank's batch:")):
+        with pytest.raises(RolloutError, match=f"^{name} .*tokenizer"), mismatch_named(rows):
+            check_prompts([[1], [2]], [[1], [3]], IMAGE)
+    with pytest.raises(RolloutError, match="^the engine stopped$"), mismatch_named([{"id": "train/7"}]):
+        raise RolloutError("the engine stopped")
+
+
+def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
+    names = ["a", "<|image_pad|>", "<|vision_start|>", "b", "<|video_pad|>", "<|vision_end|>"]
+    for known, banned in ((names, [1, 2, 4, 5]), (["a", "b"], [])):
+        tokenizer: Any = SimpleNamespace(get_vocab=lambda known=known: {name: at for at, name in enumerate(known)})
+        assert sorted(never_sampled_ids(tokenizer)) == banned
+    settings: dict[str, Any] = {"suppress_tokens": [7, 3]}
+    config = GenerationConfig()
+    never_sample([3, 1], settings, config)
+    assert settings["suppress_tokens"] == config.suppress_tokens == [1, 3, 7]
+    settings, config = {}, GenerationConfig()
+    never_sample([], settings, config)
+    assert settings == {} and config.suppress_tokens is None

@@ -1,0 +1,229 @@
+"""Several vLLM servers, played by stand-ins on loopback: who is asked what, who is left out, who gets which weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from torch import Tensor
+
+from adora_vl.builtin.processor import build_processor
+from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.models.families import freeze
+from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
+from adora_vl.rollout.engine_settings import EngineSettings
+from adora_vl.rollout.served import Served
+from adora_vl.rollout.servers import Servers, connect
+from adora_vl.rollout.weight_files import WeightFiles
+from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
+from benchmarks.stand_in_server import GENERATE, StandIn
+
+IMAGE = 290
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "logprobs": 0,
+    "max_completion_length": 8, "structured_outputs_regex": None, "generation_kwargs": {"logit_bias": {IMAGE: -100.0}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def stand_ins() -> Iterator[list[StandIn]]:
+    servers = [StandIn(), StandIn()]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def engine_of(stand_ins: list[StandIn], folder: Path, model: Any = None, patience_s: float = 0.0) -> Any:
+    """The engine of a run with these servers and weights by file."""
+    engine: Any = object.__new__(AdoraVLLMGeneration)
+    accelerator = Accelerator(cpu=True)
+    engine.__dict__.update(SAMPLING, mode="server", enable_sleep_mode=False, model=model, accelerator=accelerator)
+    engine.__dict__.update(_engine_is_complete=False, _timed_sync=nullcontext, image_token_id=IMAGE, tensors_sent=0)
+    engine.settings, engine.request = EngineSettings(weight_folder=str(folder)), SamplingRequest(seed=(3, "train/0"))
+    engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
+    engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
+    clients = connect([one.url for one in stand_ins], 0, 5.0, "raw_logprobs")
+    engine.served = Served(accelerator, engine._place_features, Servers(clients, patience_s), WeightFiles(folder))
+    return engine
+
+
+def rows(groups: int) -> tuple[list[list[int]], list[list[Image.Image] | None]]:
+    """Groups of two rows each; every second one has an image of two tokens."""
+    prompts, images = [], []
+    for group in range(groups):
+        picture = [Image.new("RGB", (28, 56), (group, 0, 0))] if group % 2 else None
+        prompts += [[group, *([IMAGE] * 2 if picture else []), 7]] * 2
+        images += [picture] * 2
+    return prompts, images
+
+
+def requests(server: StandIn) -> list[dict[str, Any]]:
+    return [body.get("sampling_params", body) for path, body in server.asked if path in GENERATE]
+
+
+def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, tmp_path):
+    engine = engine_of(stand_ins, tmp_path / "w")
+    prompts, images = rows(5)
+    ids, tokens, logps, _ = engine.generate(prompts, images, 2)
+    assert ids == prompts and [len(requests(one)) for one in stand_ins] == [3, 2]
+    assert {sent["n"] for one in stand_ins for sent in requests(one)} == {2}
+    assert len({tuple(row) for row in tokens}) == 10 and all(len(row) == 8 for row in logps)
+    alone = engine_of(stand_ins[:1], tmp_path / "w").generate(prompts, images, 2)
+    assert alone == (ids, tokens, logps, _), "whoever is asked, the seeds decide"
+    engine.request.grouped = False
+    assert engine.generate(prompts, images, 2)[1] == tokens and {one["n"] for one in requests(stand_ins[0])[-5:]} == {1}
+
+
+def spoilers() -> dict[str, Any]:
+    """Replies that no rollout can be made of."""
+
+    def without(key: str) -> Any:
+        return lambda reply: {"choices": [{**one, key: []} for one in reply["choices"]]}
+
+    return {
+        "too few": lambda reply: {"choices": reply["choices"][:1]},
+        "no tokens": without("token_ids"),
+        "no JSON of ours": lambda reply: {"detail": "what?"},
+    }
+
+
+def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(stand_ins, tmp_path, capsys, subtests):
+    prompts, images = rows(5)
+    expected = engine_of(stand_ins, tmp_path / "w").generate(prompts, images, 2)
+    for name, spoil in {"dead": None, **spoilers()}.items():
+        with subtests.test(name):
+            engine = engine_of(stand_ins, tmp_path / "w")
+            if spoil is None:
+                stand_ins[1].dead = True
+            else:
+                stand_ins[1].spoil = spoil
+            assert engine.generate(prompts, images, 2) == expected
+            said = capsys.readouterr().out.strip().splitlines()
+            assert len(said) == 1 and said[0].startswith(
+                f"Server {stand_ins[1].url} is left out (1 of 2 servers go on)"
+            )
+            assert [one.address for one in engine.served.servers.living] == [stand_ins[0].url]
+            stand_ins[1].dead, stand_ins[1].spoil = False, lambda reply: reply
+
+
+def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch):
+    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
+    for one in stand_ins:
+        one.dead = True
+    for ask in (lambda: engine.generate(*rows(2), 2), engine.sync_weights):
+        with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
+            ask()
+    other = Served(Accelerator(cpu=True), engine._place_features, None)  # another rank, which is told
+    told = [None, 0, "no vLLM server is left"]
+    hear = "adora_vl.rollout.served.broadcast_object_list"
+    monkeypatch.setattr(hear, lambda given, from_process: given.__setitem__(slice(None), told))
+    took_part = []
+    with pytest.raises(NoServerError, match="^no vLLM server is left$"):
+        other.first_rank(lambda servers: None, others=lambda: took_part.append(True))
+    assert took_part == [True]
+
+
+def nn_model() -> Any:
+    model = build_model(build_processor(["Find x."]).tokenizer)
+    freeze(model, ["vision_tower"])
+    return model
+
+
+def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can_change(stand_ins, tmp_path, capsys):
+    model = nn_model()
+    everything = sorted(name for name, _ in model.named_parameters())
+    trained = [name for name in everything if "visual" not in name or "merger" in name]
+    engine = engine_of(stand_ins, tmp_path / "w", model)
+    engine.sync_weights()
+    engine.sync_weights()
+    assert len(trained) < len(everything) and not (tmp_path / "w").exists()
+    assert [one.weights for one in stand_ins] == [[everything, trained]] * 2
+    assert engine.bytes_sent == sum(dict(model.named_parameters())[name].nbytes for name in trained)
+    stand_ins[0].start_again()  # between two syncs, so that nothing has failed
+    engine.sync_weights()
+    assert stand_ins[0].weights == [everything] and stand_ins[1].weights[2:] == [everything]
+    stand_ins[1].dead = True
+    engine.sync_weights()
+    assert stand_ins[0].weights == [everything, trained]
+    stand_ins[1].start_again()
+    engine.sync_weights()
+    assert stand_ins[1].weights == [everything] and "is back." in capsys.readouterr().out
+
+
+def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(stand_ins, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    files = WeightFiles(tmp_path / "file" / "w")
+    taken: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in ("a", "b", "c"):
+            taken.append(name)
+            yield name, torch.zeros(2)
+
+    one_line = "adora_weight_folder: .* cannot be written .*choose another"
+    with pytest.raises(UserError, match=one_line), files.written(tensors()):
+        raise AssertionError("nothing was written")
+    assert taken == ["a", "b", "c"], "other ranks gather every tensor"
+    monkeypatch.setattr("adora_vl.rollout.weight_files._FILE_BYTES", 8)
+    with WeightFiles(tmp_path / "w").written(tensors()) as folder:
+        assert len(list(folder.iterdir())) == 3 and [one.name for one in folder.parent.iterdir()] == [folder.name]
+    (tmp_path / "w" / ".adora-weights-000007.partial-0123456789abcdef").mkdir(parents=True)
+    (tmp_path / "w" / "weights-000001").mkdir()
+    (tmp_path / "w").chmod(0o700)
+    with WeightFiles(tmp_path / "w").written(tensors()):
+        pass
+    assert [one.name for one in (tmp_path / "w").iterdir()] == ["weights-000001"], "what a killed run has left is gone"
+    (tmp_path / "w" / "weights-000001").rmdir()
+    with WeightFiles(tmp_path / "w").written(tensors()):
+        pass
+    assert (tmp_path / "w").stat().st_mode & 0o777 == 0o700, "a folder that was there stays, with its owner's rights"
+
+
+def test_a_server_that_takes_connections_and_says_nothing_is_left_out(stand_ins, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("adora_vl.rollout.servers._LIVING_S", (5.0, 0.3))
+    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
+    told, woken = stand_ins[1].told, Event()
+    stand_ins[1].told = lambda path: told(path) if woken.wait(20) else None
+    engine.sync_weights()
+    woken.set()
+    assert [len(one.weights) for one in stand_ins] == [1, 0] and "is left out (1 of 2" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_does_not_wait_for_its_servers():
+    """As it would with the threads of an executor, which Python joins."""
+    script = """
+import time
+from threading import Thread
+from adora_vl.rollout.servers import _on_threads
+Thread(target=_on_threads, args=([lambda: time.sleep(600)] * 3, 2), daemon=True).start()
+time.sleep(0.2)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
+
+
+def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins, capsys):
+    with pytest.raises(EngineError, match=r"vllm_server_base_url: http://127.0.0.1:9 cannot be used"):
+        connect([stand_ins[0].url, "http://127.0.0.1:9"], 0, 0.0, "raw_logprobs")
+    connect([stand_ins[0].url], 0, 0.0, "processed_logprobs")
+    assert "started with --logprobs-mode raw_logprobs; processed_logprobs is the trainer's" in capsys.readouterr().out
+    stand_ins[0].told = lambda path: None if path == "/server_info" else {"data": [{"id": "m"}]}
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+        connect([stand_ins[0].url], 0, 0.0, "raw_logprobs")
+
+
+def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path):
+    engine = engine_of(stand_ins, tmp_path / "w")
+    stand_ins[0].answered = lambda path, body: None
+    with pytest.raises(RolloutError, match="refuses what it is asked: Request failed: 404"):
+        engine.generate([[1], [1]], None, 2)
+    assert len(engine.served.servers.living) == 2

@@ -1,0 +1,138 @@
+"""When the engine sleeps and is sent weights. No CPU engine can sleep, so vLLM's own calls are counted in its place."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from trl.generation import vllm_generation
+
+from adora_vl.doctor.engine import check_runner
+from adora_vl.rollout import engine as engine_module
+from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
+from adora_vl.rollout.weight_sync import runner_version, zero_positions
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.utils.launch import prepare_engine_environment
+
+prepare_engine_environment()
+
+from vllm import LLM  # noqa: E402
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
+from vllm.v1.worker.gpu.mm.rope import RopeState  # noqa: E402
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2  # noqa: E402
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E402
+from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
+
+from adora_vl.rollout.llm import GroupingLLM  # noqa: E402
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A colocated engine with sleep mode, asleep, which notes in `did` what is asked of vLLM."""
+    did: list[str] = []
+    answer = SimpleNamespace(token_ids=[7], logprobs=None, index=0)
+
+    def generate(self: Any, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        did.append("generate")
+        return [SimpleNamespace(prompt_token_ids=[1], outputs=[answer]) for _ in prompts]
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    monkeypatch.setattr(LLM, "sleep", lambda self, level: did.append("sleep"))
+    monkeypatch.setattr(LLM, "wake_up", lambda self, tags: did.append(f"wake {tags[0]}"))
+    monkeypatch.setattr(engine_module, "push_weights", lambda *_: len(did.__iadd__(["sync"])))
+    monkeypatch.setattr(engine_module, "zero_positions", lambda llm: did.append("zero positions"))
+    monkeypatch.setattr(engine_module, "reset_caches", lambda llm: None)
+    monkeypatch.setattr(vllm_generation, "empty_cache", lambda: None)
+    engine: Any = object.__new__(AdoraVLLMGeneration)
+    engine.__dict__.update(
+        mode="colocate", enable_sleep_mode=True, _engine_is_complete=False, _llm_weights_sleeping=True,
+        model=nn.Linear(1, 1),
+        _timed_sync=nullcontext, image_token_id=None, tensor_parallel_size=1, logprobs=0, generation_kwargs={},
+        structured_outputs_regex=None, temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
+        max_completion_length=4, request=SamplingRequest(), accelerator=SimpleNamespace(process_index=0),
+        llm=object.__new__(GroupingLLM), did=did,
+    )  # fmt: skip
+    return engine
+
+
+def trainer(engine: Any, **changed: Any) -> Any:
+    """What decides whether the engine stays awake, with dynamic sampling; `changed` in `facts`."""
+    facts = {"use_vllm": True, "tries": 2, "old_pass": False, "beta": 0.0, "extension": False} | changed
+    found: Any = object.__new__(type("Trainer", (AdoraGRPOTrainer,), {"_skips_old_pass": not facts["old_pass"]}))
+    found.__dict__.update(use_vllm=facts["use_vllm"], beta=facts["beta"], vllm_generation=engine)
+    found.extensions = [SimpleNamespace(needs_old_logps=facts["extension"])]
+    found.args = SimpleNamespace(adora_dynamic_sampling=facts["tries"])
+    return found
+
+
+def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
+    with trainer(engine)._engine_awake():
+        for _ in range(3):
+            engine.generate([[1], [1]], None, 2)
+    assert engine.did.count("sync") == 1 and engine.did.count("generate") == 3
+    assert engine.did[-1] == "sleep" and engine.did.count("sleep") == 1
+    engine.did.clear()
+    engine.generate([[1], [1]], None, 2)  # the next step's, without it
+    assert engine.did == ["wake weights", "zero positions", "sync", "wake kv_cache", "generate", "sleep"]
+
+
+def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
+    with pytest.raises(RuntimeError), trainer(engine)._engine_awake():
+        engine.generate([[1], [1]], None, 2)
+        raise RuntimeError
+    assert engine.did[-1] == "sleep" and engine._llm_weights_sleeping
+
+
+def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subtests):
+    """The pass needs the memory of the engine."""
+    for changed in ({"old_pass": True}, {"beta": 0.01}, {"extension": True}, {"tries": 0}):
+        with subtests.test(str(changed)):
+            engine.did.clear()
+            with trainer(engine, **changed)._engine_awake():
+                for _ in range(2):
+                    engine.generate([[1], [1]], None, 2)
+            assert engine.did.count("sync") == 2 and engine.did.count("sleep") == 2
+
+
+def test_without_sleep_mode_nothing_sleeps(engine):
+    engine.enable_sleep_mode = engine._llm_weights_sleeping = False
+    with trainer(engine)._engine_awake():
+        engine.generate([[1], [1]], None, 2)
+    assert engine.did == ["generate"]
+
+
+def around(runner: Any) -> Any:
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+    return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
+
+
+def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
+    """vLLM's own classes, of which no object can be made without a GPU: their memory is what a sleep leaves."""
+    runner, state, rope = object.__new__(RunnerV2), object.__new__(DefaultModelState), object.__new__(RopeState)
+    runner.model_state, state.rope_state, rope.positions = state, rope, torch.full((3, 9), 2**40)
+    zero_positions(around(runner))
+    assert not rope.positions.any()
+    state.rope_state = None  # a model that reads text only
+    zero_positions(around(runner))
+    zero_positions(around(object.__new__(CPUModelRunner)))
+
+
+def test_vllm_still_makes_those_positions_in_the_memory_that_sleeps():
+    """Else `zero_positions` has become superfluous, or has to look elsewhere."""
+    assert 'self._maybe_get_memory_pool_context(tag="weights")' in inspect.getsource(Worker.load_model)
+    assert "self.model_state = init_model_state(" in inspect.getsource(RunnerV2.load_model)
+    assert "self.rope_state = get_rope_state(" in inspect.getsource(DefaultModelState.__init__)
+    assert "self.positions = torch.zeros(" in inspect.getsource(RopeState.__init__)
+
+
+def test_the_model_runner_is_told_by_its_class():
+    assert runner_version(around(object.__new__(RunnerV2))) == "V2"
+    assert runner_version(around(object.__new__(CPUModelRunner))) == "V1"
+    for version, hint in [("V2", "V2, VLLM_USE_V2_MODEL_RUNNER=0 chooses V1"), ("V1", "V1")]:
+        engine = SimpleNamespace(vllm_generation=SimpleNamespace(model_runner=version))
+        assert check_runner(cast("Any", engine)).detail == hint

@@ -1,0 +1,99 @@
+"""An engine that sleeps is built without reading the checkpoint, and its first sync makes it the same engine.
+
+A CPU engine cannot sleep, and it repacks its layers. The tensors are streamed here as on a GPU, before that repacking.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from adora_vl.builtin.processor import build_processor
+from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.rollout.engine_settings import EngineSettings
+from adora_vl.rollout.weight_sync import push_weights
+from adora_vl.utils.errors import RolloutError
+from adora_vl.utils.launch import prepare_engine_environment
+
+prepare_engine_environment()
+
+from vllm import SamplingParams  # noqa: E402
+
+from adora_vl.rollout import llm as llm_module  # noqa: E402
+from adora_vl.rollout.llm import LATER, GroupingLLM, LoadLater  # noqa: E402
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": 4096,
+    "enable_chunked_prefill": False, "limit_mm_per_prompt": {"video": 0}, "gpu_memory_utilization": 0.1,
+}  # fmt: skip
+
+
+def around(model: Any) -> Any:
+    """What `push_weights` reaches into, with a GPU's runner around vLLM's model."""
+    runner = SimpleNamespace(device=torch.device("cuda"), model=model)
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+    return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
+
+
+def tensors(llm: Any) -> dict[str, torch.Tensor]:
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    return {
+        **{name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)},
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def answer(llm: Any) -> list[Any]:
+    """Tokens and log-probabilities of a greedy answer about an image."""
+    prompt = {"prompt": "<|vision_start|><|image_pad|><|vision_end|>Find x."}
+    picture = Image.new("RGB", (56, 84), (200, 30, 90))
+    greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    (output,) = llm.generate(
+        [{**prompt, "multi_modal_data": {"image": picture}}], sampling_params=greedy, use_tqdm=False
+    )
+    return [[(token, found.logprob) for token, found in step.items()] for step in output.outputs[0].logprobs]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_path, monkeypatch):
+    processor = build_processor(["Find x."])
+    policy = build_model(processor.tokenizer)
+    if tied:
+        policy.config.tie_word_embeddings = policy.config.text_config.tie_word_embeddings = True
+        policy.tie_weights()
+    policy.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    read = GroupingLLM(model=str(tmp_path), **OPTIONS)
+
+    fill, sync = LoadLater.load_weights, [(name, p.data) for name, p in policy.named_parameters()]
+
+    def fill_and_sync(self: Any, model: Any, config: Any) -> None:
+        fill(self, model, config)
+        for number in (0, len(sync) // 2, len(sync) - 1):
+            with pytest.raises(RolloutError, match="got no value in a sync of the whole model"):
+                push_weights(around(model), (one for one in sync if one is not sync[number]), everything=True)
+        fill(self, model, config)
+        assert push_weights(around(model), iter(sync), everything=True) == len(sync)
+
+    monkeypatch.setattr(LoadLater, "load_weights", fill_and_sync)
+    synced = GroupingLLM(model=str(tmp_path), load_format=LATER, **OPTIONS)
+    wanted, found = tensors(read), tensors(synced)
+    assert "visual.input_norm.weight" in wanted and wanted.keys() == found.keys()
+    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    assert answer(read) == answer(synced)
+
+
+def test_only_an_engine_that_sleeps_starts_without_weights(monkeypatch):
+    monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
+    for sleeps in (True, False):
+        engine: Any = object.__new__(AdoraVLLMGeneration)
+        model = SimpleNamespace(dtype=torch.float32)
+        engine.__dict__.update(model=model, image_token_id=None, _bans_only=True, enable_sleep_mode=sleeps)
+        engine.__dict__.update(temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)
+        engine.settings, engine.tensor_parallel_size = EngineSettings(), 1
+        assert engine._build_llm(max_model_len=64).get("load_format") == (LATER if sleeps else None)

@@ -1,0 +1,201 @@
+"""Weights on their way into an engine: one at a time, merged with an adapter, and kept when the trainer frees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from adora_vl.builtin import DEFAULT_FAMILY, TINY_FAMILIES
+from adora_vl.builtin.processor import build_processor
+from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.models.families import COMPONENTS, component_of, freeze
+from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.rollout.engine_settings import EngineSettings
+from adora_vl.rollout.weight_sync import can_merge, merged_parameters, push_weights, reset_caches
+from adora_vl.utils.errors import RolloutError
+
+NAMES = ["first", "second", "third"]
+
+
+class Runner:
+    """What vLLM's model runners do with tensors: the CPU's keeps them until a layer is complete, the GPU's copies."""
+
+    def __init__(self, device: str, events: list[str]) -> None:
+        self.device, self.events = torch.device(device), events
+        self.model = self
+        self.got: dict[str, Tensor] = {}
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights_iterator:
+            self.events.append(f"engine takes {name}")
+            self.got[name] = tensor
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> set[str]:
+        for name, tensor in weights:
+            self.events.append(f"engine takes {name}")
+            self.got[name] = tensor.clone()
+        return {name for name, _ in weights}
+
+
+def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(subtests):
+    for device in ("cpu", "cuda"):
+        with subtests.test(device):
+            events: list[str] = []
+
+            def gathered(events: list[str] = events) -> Iterator[tuple[str, Tensor]]:
+                for number, name in enumerate(NAMES):
+                    events.append(f"gather {name}")
+                    whole = torch.full((3,), float(number))
+                    yield name, whole
+                    whole.fill_(torch.nan)  # as ZeRO-3 frees what it has gathered
+
+            runner = Runner(device, events)
+            executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+            llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
+            assert push_weights(llm, gathered()) == len(NAMES)
+            assert events == [event for name in NAMES for event in (f"gather {name}", f"engine takes {name}")]
+            assert {name: tensor.tolist() for name, tensor in runner.got.items()} == {
+                name: [float(number)] * 3 for number, name in enumerate(NAMES)
+            }
+
+
+def test_an_engine_that_keeps_its_prefix_cache_is_an_error():
+    """It would answer with the keys and values of older weights."""
+    asked: list[str] = []
+    encoder = SimpleNamespace(reset_encoder_cache=lambda: asked.append("encoder"))
+    reset_caches(SimpleNamespace(reset_prefix_cache=lambda: True, llm_engine=encoder))
+    assert asked == ["encoder"]
+    with pytest.raises(RolloutError, match="did not reset its prefix cache"):
+        reset_caches(SimpleNamespace(reset_prefix_cache=lambda: False, llm_engine=encoder))
+
+
+def policy(dtype, family=DEFAULT_FAMILY, targets=("q_proj", "up_proj", "fc1"), **options):
+    model = build_model(build_processor(["Find x."]).tokenizer, family=family).to(dtype)
+    names = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    config = LoraConfig(r=4, target_modules=list(targets), **options)
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return model, names
+
+
+def sent(model, wanted=lambda name: True):
+    return {name: tensor.clone() for name, tensor in merged_parameters(model, lambda _: nullcontext(), wanted)}
+
+
+def test_after_the_first_sync_only_what_an_adapter_touches_goes():
+    model, original = policy(torch.float32, modules_to_save=["lm_head"])
+    names = [name for name, _ in merged_parameters(model, lambda _: nullcontext(), lambda _: True, changed_only=True)]
+    adapted = {name for name in original if name.endswith(("q_proj.weight", "up_proj.weight"))}
+    assert set(names) == adapted | {"lm_head.weight"}
+
+
+def test_it_is_what_peft_would_merge_under_the_models_own_names():
+    model, original = policy(torch.float32)
+    tensors = sent(model)
+    assert tensors.keys() == original.keys()
+    merged = dict(model.merge_and_unload().named_parameters())
+    for name, tensor in tensors.items():
+        # the same sums of four products, added once in float32
+        assert torch.allclose(tensor, merged[name], atol=1e-6), name
+    changed = {name for name in tensors if not torch.equal(tensors[name], original[name])}
+    assert changed == {name for name in original if name.endswith(("q_proj.weight", "up_proj.weight"))}
+
+
+def test_every_part_of_another_family_is_sent_merged(subtests):
+    """Their towers and mergers have other layers: `linear_fc1` and `linear_fc2`."""
+    for family in set(TINY_FAMILIES) - {DEFAULT_FAMILY}:
+        with subtests.test(family):
+            model, original = policy(torch.float32, family, targets=("q_proj", "down_proj", "linear_fc2"))
+            tensors = sent(model)
+            assert tensors.keys() == original.keys()
+            changed = {name for name in tensors if not torch.equal(tensors[name], original[name])}
+            ends = ("q_proj.weight", "down_proj.weight", "linear_fc2.weight")
+            assert changed == {name for name in original if name.endswith(ends)}
+            assert {component_of(name) for name in changed} == set(COMPONENTS)
+            merged = dict(model.merge_and_unload().named_parameters())
+            assert all(torch.allclose(tensors[name], merged[name], atol=1e-6) for name in changed)
+
+
+def test_twenty_syncs_leave_bfloat16_weights_as_they_were():
+    model, original = policy(torch.bfloat16)
+    first = sent(model)
+    for _ in range(20):
+        again = sent(model)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    base = {n.replace(".base_layer", "").removeprefix("base_model.model."): p for n, p in model.named_parameters()}
+    assert all(torch.equal(base[name], tensor) for name, tensor in original.items())
+    assert first["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_a_part_that_is_not_wanted_is_neither_merged_nor_sent():
+    model, original = policy(torch.float32)
+    tensors = sent(model, lambda name: "visual" not in name)
+    assert tensors.keys() == {name for name in original if "visual" not in name}
+
+
+def test_dora_is_left_to_peft():
+    assert can_merge(policy(torch.float32)[0]) and not can_merge(policy(torch.float32, use_dora=True)[0])
+
+
+def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change():
+    model, original = policy(torch.float32)
+    merged = sent(model)
+    engine: Any = object.__new__(AdoraVLLMGeneration)
+    engine.model, engine.mode, engine.enable_sleep_mode, engine._engine_is_complete = model, "colocate", False, False
+    engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
+    engine.settings = EngineSettings()
+    first = dict(engine._iter_named_params())
+    assert first.keys() == original.keys() and all(torch.equal(first[name], merged[name]) for name in merged)
+    engine._engine_is_complete = True
+    later = dict(engine._iter_named_params())
+    assert {component_of(name) for name in later} == {"language_model", "vision_tower"}, (
+        "no adapter is in the projector"
+    )
+    assert all(torch.equal(later[name], merged[name]) for name in later)
+    engine.enable_sleep_mode = True  # sleep has discarded the weights
+    assert dict(engine._iter_named_params()).keys() == original.keys()
+
+
+class Client:
+    """Stands for TRL's client of a server: keeps what a sync announces and what it then sends."""
+
+    def __init__(self) -> None:
+        self.syncs: list[tuple[list[str], list[str]]] = []
+
+    def update_named_params(self, announced: list[Any], tensors: Iterator[tuple[str, Tensor]]) -> None:
+        said = [f"{name} {dtype} {shape}" for name, dtype, shape in announced]
+        sent = [f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors]
+        self.syncs.append((said, sent))
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+
+def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
+    """vLLM sizes its buffers from the announcement, and rebuilds a layer of which it gets any part."""
+    frozen = build_model(build_processor(["Find x."]).tokenizer)
+    freeze(frozen, ["vision_tower"])
+    for kind, model in {"frozen": frozen, "LoRA": policy(torch.float32)[0]}.items():
+        with subtests.test(kind):
+            engine: Any = object.__new__(AdoraVLLMGeneration)
+            engine.__dict__.update(model=model, mode="server", enable_sleep_mode=False, _engine_is_complete=False)
+            engine.__dict__.update(_weight_metadata=None, _timed_sync=nullcontext, vllm_client=Client())
+            engine.settings, engine.served = EngineSettings(), SimpleNamespace(first_rank=lambda do: None)
+            engine.accelerator = SimpleNamespace(is_main_process=True)
+            engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
+            for _ in range(3):
+                engine.sync_weights()
+            (_, first), *later = engine.vllm_client.syncs
+            whole = [name for name, _ in frozen.named_parameters()]
+            assert [line.split()[0] for line in first] == whole
+            assert later == [(first, first)] * 2

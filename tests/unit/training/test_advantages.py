@@ -1,0 +1,161 @@
+"""The advantages of a generation: what grading hands over, and what table, log, record and loss get from them."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from adora_vl.advantage import Groups
+from adora_vl.advantage.adora import weigh_groups
+from adora_vl.record.metrics import weighed_figures
+from adora_vl.record.trackers import add_weighed
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.training.advantages import Advantages
+from adora_vl.training.scores import Rewards, Scores
+from tests.support.tiny_run import STEPS, train
+
+END, PAD = 2, 0
+
+
+def rewards(
+    values: list[list[float]], failed: dict[tuple[int, int], str] | None = None, generations: int = 4
+) -> Rewards:
+    """Of two functions at most, `accuracy` and `judge`, with weights of 1."""
+    all_BF = torch.tensor(values)
+    return Rewards.of(all_BF, failed or {}, torch.ones(all_BF.shape[1]), ["accuracy", "judge"], generations)
+
+
+def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
+    calls = []
+
+    def gather(tensor):
+        calls.append(tensor)
+        return tensor
+
+    accelerator = SimpleNamespace(device="cpu", gather=gather)
+    completions, texts = [[5, 6, END], [5, 6], [], [END, 5]], ["Wait, wait.", "no", "", "I verify"]
+    scores = Scores.gathered(rewards([[0.0]] * 4), completions, texts, {END, PAD}, accelerator)
+    assert scores.lengths_B.tolist() == [3, 2, 0, 2]
+    assert scores.unended_B.tolist() == [False, True, False, True]
+    assert scores.reflective_B.tolist() == [2, 0, 0, 1]
+    assert scores.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
+    assert len(calls) == 1, "lengths, ends and words are gathered together"
+
+
+def weighed() -> Advantages:
+    """Two groups of two: one with a right and a wrong answer, one that is wrong throughout."""
+    groups = Groups(
+        torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
+        torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
+        truncated_PG=torch.zeros(2, 2, dtype=torch.bool),
+        tokens_PG=torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
+        surprisal_PG=None,
+        correct_above=0.5,
+        step=0,
+    )
+    weighting = weigh_groups(replace(groups, truncated_PG=torch.zeros_like(groups.truncated_PG)))
+    raw_PG = torch.tensor([[0.7, -0.7], [0.0, 0.0]])
+    return Advantages(groups, weighting, raw_PG, raw_PG * weighting.weights_P[:, None], {"own": 3.0})
+
+
+def table(advantages: list[float], size: int) -> dict:
+    return {
+        "prompt": deque(["a problem"] * len(advantages), maxlen=size),
+        "advantages": deque(advantages, maxlen=size),
+        "extra": defaultdict(lambda: deque(maxlen=size)),
+    }
+
+
+def test_the_table_shows_the_advantages_of_the_loss_beside_trls():
+    of_the_loss, shown = weighed(), table([0.7, -0.7, 0.0, 0.0], 4)
+    add_weighed(shown, of_the_loss)
+    assert list(shown["advantages"]) == of_the_loss.advantages_PG.flatten().tolist()
+    assert torch.allclose(torch.tensor(shown["extra"]["advantage_raw"]), of_the_loss.raw_PG.flatten())
+    assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40]
+    assert list(shown["extra"]["adora_weight"]) == of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()
+
+
+def test_a_smaller_table_keeps_the_newest_rows():
+    shown = table([0.7, -0.7, 0.0, 0.0], 3)
+    add_weighed(shown, weighed())
+    assert list(shown["extra"]["adora_length"]) == [20, 30, 40]
+    assert torch.allclose(torch.tensor(shown["extra"]["advantage_raw"]), torch.tensor([-0.7, 0.0, 0.0]))
+
+
+def test_the_log_has_the_figures_of_adora_and_of_the_method():
+    lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
+    scores = Scores(
+        rewards([[0.0]] * 4), lengths_B, torch.zeros(4, dtype=torch.bool), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    )
+    figures = weighed_figures(weighed(), scores)
+    assert figures["adora/reflective_per_1000_tokens"] == 20.0
+    assert figures["adora/own"] == 3.0
+    assert figures["adora/pass_rate"] == 0.25
+    assert figures.pop("rewards/missing") == 0.0
+    assert all(name.startswith("adora/") for name in figures)
+
+
+# ------------------------------------------------------------------------- what is recorded is what is applied
+
+
+@dataclass(frozen=True)
+class Recorded:
+    rollouts: pd.DataFrame  # in the order in which they were sampled
+    of_the_loss: dict[tuple[int, int], float]  # advantage by step and number of the rollout in it
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    """The real training command, which notes the advantage of every row that the loss gets."""
+    of_the_loss: dict[tuple[int, int], float] = {}
+    stock = AdoraGRPOTrainer._compute_loss
+
+    def noted(self: AdoraGRPOTrainer, model: Any, inputs: Any) -> Any:
+        numbers, advantages = inputs["rollout_number"].tolist(), inputs["advantages"].tolist()
+        step = self.state.global_step + 1
+        of_the_loss.update({(step, number): advantage for number, advantage in zip(numbers, advantages, strict=True)})
+        return stock(self, model, inputs)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(AdoraGRPOTrainer, "_compute_loss", noted)
+        # so that groups with right and wrong answers are attenuated too
+        criteria = {"adora_criteria": "difficulty", "adora_tau": 0.25}
+        folder: Path = train(tmp_path_factory.mktemp("recorded") / "run", save_strategy="no", **criteria)
+    parts = sorted((folder / "rollouts").glob("*.parquet"))
+    rollouts = pd.concat([pd.read_parquet(part) for part in parts]).sort_values(["step", "group", "rollout"])
+    yield Recorded(rollouts.reset_index(drop=True), of_the_loss)
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_recorded_advantage_is_the_raw_one_times_the_recorded_weight(run):
+    rollouts = run.rollouts
+    mixed = rollouts.groupby(["step", "group"])["reward"].transform("nunique") > 1
+    product = rollouts["weight"].astype(float) * rollouts["advantage_raw"].astype(float)
+    gap = (rollouts["advantage"].astype(float) - product).abs()
+    assert (gap <= 1e-6 * product.abs())[mixed].all()  # one product in float32 is right to 6e-8 of itself
+    assert (rollouts["advantage"][~mixed] == 0).all(), "a group of equal rewards teaches nothing"
+    assert set(rollouts["weight"].astype(float).round(4)) == {0.1, 1.0}, "the run has to have weights of both kinds"
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_recorded_advantage_is_the_one_that_the_loss_got(run):
+    rollouts = run.rollouts
+    assert set(rollouts["step"]) == set(range(1, STEPS + 1))
+    numbers = rollouts.groupby("step").cumcount()
+    recorded = {
+        (step, number): advantage
+        for step, number, advantage in zip(rollouts["step"], numbers, rollouts["advantage"], strict=True)
+    }
+    assert run.of_the_loss and run.of_the_loss.keys() <= recorded.keys()
+    assert {place: recorded[place] for place in run.of_the_loss} == run.of_the_loss
+    assert all(recorded[place] == 0 for place in recorded.keys() - run.of_the_loss.keys())

@@ -1,0 +1,315 @@
+"""What goes wrong while a run is on: skipped and counted, or one line that says where and how to go on."""
+
+from __future__ import annotations
+
+import errno
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import PIL.Image
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List, Value
+from transformers import TrainerControl
+from trl import GRPOTrainer
+
+from adora_vl import train
+from adora_vl.checkpoint.store import STAGING, checkpoints
+from adora_vl.checkpoint.writer import CheckpointWriter
+from adora_vl.data.images import png_bytes
+from adora_vl.data.loading import mark_unreadable, unreadable_rows
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.training.guards import DriftGuard, RatioGuard, RowGuard, ServerGuard, errors_with_step, largest_ratio
+from adora_vl.training.optimizer_steps import DeepSpeedSteps, SkipBadSteps
+from adora_vl.types import Batch
+from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, RunError, UserError, engine_call
+from adora_vl.utils.files import disk_is_full
+from tests.support.step_context import step_context
+from tests.unit.utils.test_half_written import disk_of
+
+
+@pytest.fixture
+def training():
+    """A model of two numbers, Adam, and the guard, with `step(gradient)`."""
+    weights = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.AdamW([weights], lr=0.1)
+    logged: list[float] = []
+
+    def log(name: str, value: float) -> None:
+        logged.append(value)
+
+    context = step_context(log, adora_max_bad_steps=2, adora_max_ratio=1000.0)
+    ratios = RatioGuard(context)
+    guard, control = SkipBadSteps(context, ratios, None), TrainerControl()
+
+    def step(*gradient: float, ratio: float | None = None) -> list[float]:
+        ratios.exploded = ratio
+        weights.grad = torch.tensor(gradient)
+        guard.on_pre_optimizer_step(None, None, control, optimizer=optimizer)
+        optimizer.step()
+        return weights.tolist()
+
+    return SimpleNamespace(step=step, guard=guard, control=control, logged=logged, optimizer=optimizer, weights=weights)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(training, bad):
+    before = training.step(1.0, 1.0)
+    moments = {k: v.clone() for k, v in training.optimizer.state[training.weights].items()}
+    assert training.step(bad, 1.0) == before
+    assert all(torch.equal(training.optimizer.state[training.weights][k], v) for k, v in moments.items())
+    assert training.step(1.0, 1.0) != before
+    assert training.logged == [0.0, 1.0, 0.0] and training.guard.reason is None
+
+
+def test_bad_steps_in_a_row_save_and_stop(training):
+    training.step(1.0, 1.0)
+    training.step(float("nan"), 1.0)
+    assert not training.control.should_training_stop
+    training.step(float("nan"), 1.0)
+    assert "2 steps in a row" in training.guard.reason
+    assert training.control.should_save and training.control.should_training_stop
+
+
+def test_the_reason_of_a_stop_names_a_ratio_that_exploded(training):
+    training.step(float("nan"), 1.0, ratio=5e4)
+    training.step(float("nan"), 1.0, ratio=7e4)
+    assert "2 steps in a row were skipped: the largest importance ratio of the last is 7e+04" in training.guard.reason
+    assert "adora_max_ratio: 1000.0" in training.guard.reason
+
+
+def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False):
+    """The guard of a run under DeepSpeed after two steps of this norm, and its control."""
+    engine = SimpleNamespace(get_global_grad_norm=lambda: norm)
+    steps = DeepSpeedSteps(lambda: engine, SimpleNamespace(optimizer_step_was_skipped=skipped))
+    context = step_context(adora_max_bad_steps=patience, fp16=fp16)
+    guard, control = SkipBadSteps(context, RatioGuard(context), steps), TrainerControl()
+    for step in (7, 8):
+        guard.on_step_end(None, SimpleNamespace(global_step=step), control)
+    return guard, control
+
+
+def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_checkpoint():
+    guard, control = deepspeed(math.inf, skipped=True)
+    assert "2 steps in a row" in guard.reason and control.should_save and control.should_training_stop
+    assert deepspeed(math.inf, skipped=True, patience=3)[0].reason is None
+    assert deepspeed(math.inf, skipped=True, fp16=True)[0].reason is None  # it looks for its loss scale
+    assert deepspeed(0.3, skipped=False)[0].in_a_row == 0
+
+
+def test_what_deepspeed_has_applied_is_not_saved():
+    guard, control = deepspeed(math.nan, skipped=False)
+    assert "are not finite and DeepSpeed has applied them" in guard.reason
+    assert control.should_training_stop and not control.should_save
+
+
+def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
+    cases = [
+        ([0.0, 2.0, 9.0], "token", math.exp(2)),  # the last place is padding
+        ([0.0, 2.0, 9.0], "sequence", math.exp(1)),
+        ([-3.0, -2.0, 9.0], "token", 1.0),
+        ([0.0, math.nan, 0.0], "token", math.nan),
+        ([0.0, 0.0, math.nan], "token", 1.0),
+        ([0.0, 200.0, 0.0], "token", math.inf),
+    ]
+    for log_ratios, level, expected in cases:
+        with subtests.test(f"{log_ratios} {level}"):
+            found = largest_ratio(torch.tensor([log_ratios]), torch.tensor([[1, 1, 0]]), level).item()
+            assert found == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
+    old_BC, mask_BC = torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]])
+    logps_BC = torch.tensor([[0.0, math.log(4)], [-1.0, 9.0]])  # the 9 is padding
+    for bound, exploded in ((5.0, None), (3.0, 4.0), (None, None)):
+        with subtests.test(f"bound {bound}"):
+            log: dict[str, float] = {}
+            guard = RatioGuard(step_context(log, adora_max_ratio=bound))
+            micro: Batch = {"old_per_token_logps": old_BC, "completion_mask": mask_BC}
+            loss = guard.loss(torch.tensor(2.0), logps_BC, micro).item()
+            assert log == {"adora/ratio_max": pytest.approx(4)}
+            assert loss == pytest.approx(2.0 if exploded is None else math.nan, nan_ok=True)
+            assert guard.take() == (None if exploded is None else pytest.approx(exploded)) and guard.take() is None
+    guard = RatioGuard(step_context(adora_max_ratio=1.0))
+    assert guard.loss(torch.tensor(2.0), logps_BC, {"completion_mask": mask_BC}) == 2, "no old policy, no ratio"
+
+
+def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp_path):
+    batch: Batch = {
+        "completion_mask": torch.tensor([[1, 1], [1, 0]]),
+        "old_per_token_logps": torch.tensor([[-1.0, -2.0], [-3.0, 50.0]]),
+        "sampling_per_token_logps": torch.tensor([[-1.5, -2.5], [-3.5, 0.0]]),
+    }
+    log: dict[str, float] = {}
+    DriftGuard(step_context(log, adora_max_drift=0.6)).check_batch(batch, 4)
+    assert log == {"adora/drift": pytest.approx(0.5)}, "in nats per token, without the padding"
+    strict = DriftGuard(step_context(adora_max_drift=0.4, save_now=lambda: tmp_path))
+    with pytest.raises(RolloutError, match=rf"step 5\b.*{tmp_path}"):
+        strict.check_batch(batch, 4)
+    own_pass_BC = batch.pop("old_per_token_logps") - 9.0
+    strict.check_batch(batch, 4)  # nothing to compare yet
+    with pytest.raises(RolloutError):
+        strict.check_batch(batch, 4, own_pass_BC)
+
+
+def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
+    """Earlier weights sampled the first token of the first row, and all of the second. They are far from the policy."""
+    batch: Batch = {
+        "completion_mask": torch.ones(2, 3),
+        "old_per_token_logps": torch.zeros(2, 3),
+        "sampling_per_token_logps": torch.tensor([[9.0, 0.1, 0.1], [9.0, 9.0, 9.0]]),
+        "stale_tokens": torch.tensor([1, 3]),
+    }
+    log: dict[str, float] = {}
+    guard = DriftGuard(step_context(log, adora_max_drift=0.2))
+    guard.check_batch(batch, 4)
+    assert log == {"adora/drift": pytest.approx(0.1)}
+    batch["stale_tokens"] = torch.tensor([3, 3])
+    guard.check_batch(batch, 4)  # nothing to compare
+    with pytest.raises(RolloutError):
+        DriftGuard(step_context(adora_max_drift=0.2, save_now=lambda: tmp_path)).check_batch(
+            {**batch, "stale_tokens": torch.tensor([0, 3])}, 4
+        )
+
+
+def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path):
+    guard = ServerGuard(step_context(save_now=lambda: tmp_path))
+    line = rf"^step 1: no server, and go on with --resume_from_checkpoint {tmp_path}$"
+    with pytest.raises(RunError, match=line), guard.watching():
+        raise NoServerError("no server")
+
+
+def failing(error: Exception, **place):
+    writer = CheckpointWriter(Path("runs/x"), None, None)
+    writer.saved_at, writer.began_at = place.get("saved_at"), place.get("began_at")
+    with pytest.raises(RunError) as caught, errors_with_step(lambda: 6, writer.where_to_go_on):
+        raise error
+    return caught.value
+
+
+def test_an_error_of_the_engine_says_step_cause_and_what_a_new_start_goes_on_from():
+    with pytest.raises(EngineError) as engine, engine_call("generate"):
+        raise ValueError("the core died\nat once")
+    error = failing(engine.value, saved_at=5)
+    assert str(error) == (
+        "step 7: the engine failed in generate (ValueError: the core died); the same command goes on from checkpoint-5"
+    )
+    assert isinstance(error.__cause__, ValueError)
+    assert str(failing(KeyError("x"), began_at="runs/a/checkpoint-4")) == (
+        "step 7: KeyError: 'x'; the same command goes on from runs/a/checkpoint-4"
+    )
+    assert "there is no checkpoint yet" in str(failing(MemoryError()))
+
+
+def test_what_we_raise_ourselves_is_not_wrapped_again(subtests):
+    for error in (RunError("x"), RolloutError("drift"), UserError("key")):
+        with subtests.test(type(error).__name__):
+            with pytest.raises(type(error)) as outer, engine_call("generate"):
+                raise error
+            assert outer.value is error
+
+
+def caused(error: Exception) -> Exception:
+    error.__cause__ = ZeroDivisionError("why")
+    return error
+
+
+def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, capsys, subtests):
+    cases: list[tuple[Exception, str, list[str]]] = [
+        (RunError("step 3: stop"), "0", ["error: step 3: stop"]),
+        (RunError("step 3: stop"), "1", []),
+        (RolloutError("step 3: drift"), "0", ["error: step 3: drift"]),
+        (caused(RunError("step 3: boom")), "1", ["ZeroDivisionError: why", "error (rank 1 of 2): step 3: boom"]),
+    ]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for error, rank, lines in cases:
+        with subtests.test(f"{error} on rank {rank}"):
+
+            def broken(arguments: Any, error: Exception = error) -> int:
+                raise error
+
+            monkeypatch.setattr(train, "train", broken)
+            monkeypatch.setenv("RANK", rank)
+            assert train.main([]) == 1
+            assert capsys.readouterr().err.splitlines() == lines
+
+
+def rows_with(*stored: dict) -> Dataset:
+    columns = {"id": [f"row/{n}" for n in range(len(stored))], "images": [[each] for each in stored]}
+    return Dataset.from_dict(columns, features=Features({"id": Value("string"), "images": List(Image())}))
+
+
+def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_path):
+    whole = png_bytes(PIL.Image.new("RGB", (8, 8), "red"))
+    gone = tmp_path / "gone.png"
+    gone.write_bytes(whole)
+    stored: list[dict[str, Any]] = [
+        {"bytes": whole},
+        {"bytes": whole[:50]},
+        {"bytes": b"no image"},
+        {"path": str(gone)},
+    ]
+    dataset = mark_unreadable(rows_with(*[{"bytes": None, "path": None, **each} for each in stored]))
+    assert isinstance(dataset, Dataset) and dataset["id"][:2] == ["row/0", "row/1"]
+    gone.unlink()
+    rows = dataset.__getitems__([0, 1, 2, 3, 3])  # as a data loader reads them
+    assert rows[0]["images"][0].getpixel((4, 4)) == (255, 0, 0)
+    names, reasons = zip(*unreadable_rows(rows), strict=True)
+    assert names == ("row/1", "row/2", "row/3")
+    assert "truncated" in reasons[0] and "cannot identify" in reasons[1] and "FileNotFoundError" in reasons[2]
+    guard = RowGuard(step_context(save_now=lambda: tmp_path))
+    guard.check(rows[:1], 6)
+    with pytest.raises(RunError, match=rf"^step 7: row row/1: .*truncated.*and 2 more rows.* {tmp_path}$"):
+        guard.check(rows, 6)
+
+
+def save_on_a_full_disk(folder: Path) -> None:
+    with disk_of(5000):
+        torch.save({"weights": torch.zeros(10_000)}, folder / "model.pt")
+
+
+def test_what_torch_says_of_a_full_disk_is_known_for_that(tmp_path):
+    with pytest.raises(RuntimeError) as error:
+        save_on_a_full_disk(tmp_path)
+    assert disk_is_full(error.value), str(error.value)
+    assert disk_is_full(OSError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert not disk_is_full(OSError(errno.EACCES, "Permission denied")) and not disk_is_full(RuntimeError("os error 2"))
+
+
+def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def training(*_: object) -> int:
+        with errors_with_step(lambda: 4, lambda: "the same command goes on from checkpoint-4"):
+            save_on_a_full_disk(tmp_path)
+        return 0
+
+    monkeypatch.setattr("adora_vl.train.look_first", lambda _: None)
+    monkeypatch.setattr("adora_vl.train.train", training)
+    assert train.main([]) == 1
+    assert capsys.readouterr().err == (
+        "error (rank 1 of 2): step 5: no space left on the disk; make room there, and the same command goes on from "
+        "checkpoint-4\n"
+    )
+
+
+def test_a_full_disk_while_saving_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(self, model, trial):
+        folder = Path(self._get_output_dir(trial=trial)) / "checkpoint-4"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(GRPOTrainer, "_save_checkpoint", full)
+    trainer = object.__new__(AdoraGRPOTrainer)
+    trainer.args, trainer.state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=4)
+    trainer.checkpoints = CheckpointWriter(tmp_path, None, None)
+    with pytest.raises(
+        RunError, match=r"checkpoint-4 could not be written .no space left on the disk of .*older checkpoints are as"
+    ) as error:
+        trainer._save_checkpoint(None, None)
+    assert error.value.__cause__ is None, "a cause would be printed as a traceback"
+    assert checkpoints(tmp_path) == [] and list((tmp_path / STAGING).iterdir()) == []

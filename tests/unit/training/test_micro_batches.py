@@ -1,0 +1,439 @@
+"""A generation becomes micro-batches: which rows each has, what a row takes with it, and what moves between ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adora_vl.config.batch_plan import unit_size
+from adora_vl.dedup.image_store import ImageBanks, ProcessedImage
+from adora_vl.record.recorder import RolloutNumbers
+from adora_vl.training.batch_rows import (
+    concat_rows,
+    join_images,
+    replace_groups,
+    split_images,
+    take_rows,
+    without_padding,
+)
+from adora_vl.training.dynamic_sampling import exchanges
+from adora_vl.training.micro_batches import (
+    MicroBatcher,
+    by_length,
+    chosen_units,
+    live_units,
+    planned,
+    split_evenly,
+    tokens_of_units,
+)
+from adora_vl.training.rebalance import Move, movable, plan_moves, rebalanced
+from adora_vl.types import Batch
+from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waited
+from tests.support.step_context import step_context
+
+CPU = torch.device("cpu")
+
+
+def image(key: str) -> ProcessedImage:
+    return ProcessedImage(key, torch.full((4, 3), ord(key), dtype=torch.uint8), torch.tensor([1, 2, 2]))
+
+
+def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> Batch:
+    """A rollout an image, prompts of two tokens."""
+    rows, bank = len(images), banks.new("train")
+    numbers = torch.arange(first, first + rows)
+    return {
+        "prompt_ids": torch.stack([numbers, numbers], dim=1),
+        "prompt_mask": torch.ones(rows, 2, dtype=torch.long),
+        "completion_ids": numbers[:, None].expand(rows, completion).clone(),
+        "completion_mask": torch.ones(rows, completion, dtype=torch.long),
+        "sampling_per_token_logps": -numbers[:, None].expand(rows, completion).float(),
+        "advantages": numbers.float(),
+        "rollout_number": numbers,
+        "pixel_values": torch.cat([bank.references(image(key), torch.Tensor.float, CPU) for key in images]),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
+        "num_images": [1] * rows,
+        "num_items_in_batch": torch.tensor(100.0),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- units and their rows
+
+
+@pytest.mark.parametrize(("rows", "generations", "unit"), [(128, 8, 8), (8, 8, 8), (4, 8, 4), (12, 8, 4), (6, 4, 2)])
+def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
+    assert unit_size(rows, generations) == unit
+
+
+def test_units_without_any_advantage_are_dead():
+    assert live_units(torch.tensor([0.0, 0, 1, -1, 0, 0]), 2) == [False, True, False]
+    assert live_units(torch.tensor([[0.0, 0], [0, 2]]), 1) == [False, True]
+
+
+def test_dead_units_fill_up_what_other_ranks_have_alive():
+    live, tokens = [True, False, False, True, False], [9, 7, 8, 9, 5]
+    assert chosen_units(live, 0, tokens) == [0, 3]
+    assert chosen_units(live, 4, tokens) == [0, 1, 3, 4], "with those that cost the least"
+    assert chosen_units([False] * 3, 1, [2, 2, 2]) == [0]
+
+
+@given(st.integers(1, 8), st.integers(0, 30))
+def test_units_are_dealt_evenly_and_none_is_lost(micro_batches, more):
+    units = list(range(micro_batches + more))
+    parts = split_evenly(units, micro_batches)
+    assert [unit for part in parts for unit in part] == units
+    sizes = {len(part) for part in parts}
+    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+
+
+def test_micro_batches_are_full_and_the_empty_ones_come_first():
+    assert planned(range(5), 1, 4, 2) == [[], [0, 1], [2, 3], [4]]
+    assert planned(range(8), 1, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert planned(range(3), 2, 2, 2) == [[], [0, 1], [], [2]], "a chunk is an optimizer step here"
+    assert planned([7], 1, 3, 1) == [[], [], [7]]
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 80))
+def test_every_chunk_ends_with_work_and_no_micro_batch_is_too_large(chunks, chunk, full, more):
+    units = list(range(min(chunks + more, chunks * chunk * full)))
+    plan = planned(units, chunks, chunk, full)
+    assert len(plan) == chunks * chunk and sorted(unit for part in plan for unit in part) == units
+    assert all(plan[chunk - 1 :: chunk]) and max(map(len, plan)) <= full
+
+
+def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
+    """Prompts of two and three tokens; four rollouts of 1, 4, 2 and 2 tokens."""
+    prompts, answers = torch.tensor([2, 2, 3, 3]), torch.tensor([1, 4, 2, 2])
+    rows: Batch = {
+        "prompt_mask": (torch.arange(3) >= 3 - prompts[:, None]).long(),
+        "completion_mask": (torch.arange(4) < answers[:, None]).long(),
+    }
+    assert tokens_of_units(rows, 2, shares_prompt=True) == [2 + 5, 3 + 4]
+    assert tokens_of_units(rows, 2, shares_prompt=False) == [4 + 5, 6 + 4]
+
+
+def test_the_longest_units_come_first():
+    assert by_length([0, 1, 2], [9, 5, 9], 1, "") == [0, 2, 1]
+    assert by_length([0, 2], [1, 5, 2], 1, "") == [2, 0]
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(chunks, each, rng):
+    """Whatever their lengths. A step gets units of all lengths, and others at another place in the run."""
+    count, orders = chunks * each, []
+    for _ in range(3):
+        tokens = rng.sample(range(1000), count)
+        longest_first = sorted(range(count), key=lambda number: -tokens[number])
+        units = by_length(range(count), tokens, chunks, "seed/12")
+        assert sorted(units) == list(range(count))
+        orders.append([longest_first.index(number) for number in units])
+    assert orders[0] == orders[1] == orders[2]
+    assert all(part == sorted(part) for part in split_evenly(orders[0], chunks)), "the longest of a step first"
+
+
+def test_the_steps_on_a_generation_see_units_of_all_lengths():
+    found = {tuple(by_length(range(8), range(8), 4, f"0/{step}")) for step in range(20)}
+    assert len(found) > 10 and {order[0] for order in found} > {6, 7}
+
+
+def batch():
+    prompt = torch.tensor([[0, 0, 7, 8], [0, 5, 6, 7], [0, 0, 0, 9]])
+    completion = torch.tensor([[1, 2, 0, 0], [1, 0, 0, 0], [1, 2, 3, 4]])
+    return {
+        "prompt_ids": prompt,
+        "prompt_mask": (prompt > 0).long(),
+        "completion_ids": completion,
+        "completion_mask": (completion > 0).long(),
+        "mm_token_type_ids": torch.arange(24).view(3, 8),
+        "sampling_per_token_logps": -completion.float(),
+        "advantages": torch.tensor([1.0, -1, 0]),
+        "pixel_values": torch.arange(8)[:, None],
+        "num_images": [1, 1, 1],
+        "num_items_in_batch": torch.tensor(7),
+    }
+
+
+def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
+    cut = without_padding({**take_rows(batch(), [1, 0]), "pixel_values": torch.arange(8)[:, None]})
+    assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
+    assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
+    assert cut["mm_token_type_ids"].tolist() == [[9, 10, 11, 12, 13], [1, 2, 3, 4, 5]]
+    assert cut["sampling_per_token_logps"].shape == (2, 2)
+    assert cut["advantages"].tolist() == [-1, 1] and cut["num_images"] == [1, 1] and cut["num_items_in_batch"] == 7
+    assert len(cut["pixel_values"]) == 8
+    whole = batch()
+    assert without_padding(whole)["completion_ids"].shape == (3, 4)
+
+
+def test_a_batch_of_empty_completions_keeps_a_column():
+    empty = batch()
+    empty["completion_mask"] = torch.zeros_like(empty["completion_mask"])
+    assert without_padding(empty)["completion_ids"].shape == (3, 1)
+
+
+def test_dead_groups_are_replaced_by_live_ones_of_a_further_batch():
+    assert exchanges([True, False, False], [False, True, False]) == [(1, 1)]
+    own, further = batch(), batch()
+    grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2]])
+    own |= {"image_grid_thw": grids, "pixel_values": torch.arange(8)[:, None]}
+    further |= {"image_grid_thw": grids, "pixel_values": torch.arange(100, 108)[:, None]}
+    further["completion_ids"] = torch.tensor([[3], [4], [5]])
+    further["completion_mask"] = torch.ones(3, 1, dtype=torch.long)
+    further["sampling_per_token_logps"] = torch.tensor([[-3.0], [-4], [-5]])
+    further["mm_token_type_ids"] = torch.arange(15).view(3, 5)
+    whole = replace_groups(own, further, [(2, 1)], 1, pad_id=77)
+    assert whole["prompt_ids"].tolist() == [[0, 0, 7, 8], [0, 5, 6, 7], [0, 5, 6, 7]]
+    assert whole["completion_ids"].tolist()[2] == [4, 77, 77, 77]
+    assert whole["completion_mask"].tolist()[2] == [1, 0, 0, 0]
+    assert whole["sampling_per_token_logps"].tolist()[2] == [-4, 0, 0, 0]
+    assert whole["mm_token_type_ids"].tolist()[2] == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert whole["pixel_values"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 102, 103, 104, 105]
+    assert whole["image_grid_thw"].tolist() == [[1, 1, 2], [1, 2, 2], [1, 2, 2]]
+    assert whole["advantages"].tolist() == [1, -1, -1]
+
+
+RATIOS_JOINED = [([[2.0, 3]], [[4.0]], [[2, 3], [4, 1]]), ([[2.0]], [[4.0]], [[2], [4]])]
+
+
+@pytest.mark.parametrize(("own", "further", "expected"), RATIOS_JOINED)
+def test_a_ratio_is_padded_with_what_changes_nothing(own, further, expected):
+    """TRL's VESPO takes its logarithm without a mask. A ratio of whole rollouts has one column."""
+
+    def part(ratio, length):
+        rows = {name: value[:1] for name, value in batch().items() if name in ("prompt_ids", "prompt_mask")}
+        rows |= {name: batch()[name][:1, :length] for name in ("completion_ids", "completion_mask")}
+        return rows | {"importance_sampling_ratio": torch.tensor(ratio)}
+
+    assert concat_rows(part(own, 2), part(further, 1), 77)["importance_sampling_ratio"].tolist() == expected
+
+
+# ---------------------------------------------------------------------------------------------- a whole generation
+
+
+def batcher(*, banks: ImageBanks, log: dict[str, float] | None = None, every_row_counts: bool = False, **keys: Any):
+    """Of a run of one process with groups of two; four rollouts in a micro-batch, four micro-batches in a step."""
+    own = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    context = step_context(log, **{**own, "steps_per_generation": 4, **keys})
+    return MicroBatcher(context, banks, every_row_counts=every_row_counts)
+
+
+def sixteen(banks: ImageBanks, live: str) -> Batch:
+    """Eight groups of two rollouts; those of the letters in `live` have signal. Each rollout is one token longer."""
+    rows = rank_batch(banks, "".join(2 * letter for letter in "abcdefgh"), 16, 0)
+    rows["completion_mask"] = (torch.arange(16) <= torch.arange(16)[:, None]).long()
+    signs = torch.tensor([[1.0, -1.0] if letter in live else [0.0, 0.0] for letter in "abcdefgh"])
+    rows["advantages"] = signs.flatten() * torch.arange(1, 17)
+    return rows
+
+
+def rows_of(micro_batches: list[Batch]) -> list[list[int]]:
+    return [micro["rollout_number"].tolist() if micro else [] for micro in micro_batches]
+
+
+def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all_that_is_theirs():
+    banks, log = ImageBanks(), dict[str, float]()
+    micro_batches = batcher(banks=banks, log=log).split(sixteen(banks, "bdeg"), "0/0")
+    assert rows_of(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
+    assert log == {"adora/skipped_groups": 0.5}
+    for micro in micro_batches[2:]:
+        numbers = micro["rollout_number"]
+        assert micro["advantages"].tolist() == [(n + 1) * (-1) ** n for n in numbers.tolist()]
+        assert micro["completion_mask"].sum(dim=1).tolist() == (numbers + 1).tolist()
+        assert micro["completion_ids"].size(1) == int(numbers.max()) + 1, "padding of the whole generation is cut"
+        assert torch.equal(micro["completion_ids"][:, 0], numbers) and torch.equal(micro["prompt_ids"][:, 0], numbers)
+        starts = micro["pixel_values"].view(4, -1)[:, 0].tolist()
+        letters = [chr(int(banks.of(start).pixels([start])[0][0, 0])) for start in starts]
+        assert letters == ["abcdefgh"[number // 2] for number in numbers.tolist()]
+
+
+def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one():
+    """TRL takes a mean over the rows of a micro-batch; the share puts back how many there are."""
+    banks = ImageBanks()
+    one = batcher(banks=banks, loss_type="grpo")
+    micro_batches = one.split(sixteen(banks, "abc"), "0/0")
+    assert [len(rows) for rows in rows_of(micro_batches)] == [0, 0, 4, 2]
+    loss = torch.tensor(3.0)
+    assert [float(one.scaled(loss, micro)) for micro in micro_batches[2:]] == [3.0, 1.5]
+    assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, micro_batches[3])) == 3.0, "DAPO divides by tokens"
+
+
+def test_places_without_rollouts_do_not_count():
+    """With unfinished rollouts a generation has fewer groups: their mean is that of a run that has no other places."""
+    banks, loss = ImageBanks(), torch.tensor(3.0)
+    fewer = join_images(take_rows(split_images(sixteen(banks, "abcdef")), range(12)))
+    one = batcher(banks=banks, loss_type="grpo")
+    micro_batches = one.split(fewer, "0/0")
+    assert [len(rows) for rows in rows_of(micro_batches)] == [0, 4, 4, 4]
+    assert sum(float(one.scaled(loss, micro)) for micro in micro_batches if micro) / 4 == pytest.approx(3.0)
+    assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, micro_batches[3])) == 3.0
+
+
+def test_every_group_is_learned_from_where_the_loss_has_another_term_or_the_key_says_so(subtests):
+    cases: dict[str, dict[str, Any]] = {
+        "a penalty": {"every_row_counts": True},
+        "key": {"adora_skip_zero_signal": False},
+    }
+    for name, keys in cases.items():
+        with subtests.test(name):
+            banks = ImageBanks()
+            found = rows_of(batcher(banks=banks, **keys).split(sixteen(banks, "a"), "0/0"))
+            assert sorted(row for rows in found for row in rows) == list(range(16))
+
+
+def test_a_generation_without_any_signal_still_makes_a_step():
+    banks = ImageBanks()
+    assert [len(rows) for rows in rows_of(batcher(banks=banks).split(sixteen(banks, ""), "0/0"))] == [0, 0, 0, 2]
+
+
+def test_with_several_optimizer_steps_each_has_its_share_of_the_groups():
+    banks = ImageBanks()
+    found = rows_of(batcher(banks=banks, gradient_accumulation_steps=2).split(sixteen(banks, "abcd"), "0/0"))
+    assert [len(rows) for rows in found] == [0, 4, 0, 4] and sorted(found[1] + found[3]) == list(range(8))
+
+
+# ---------------------------------------------------------------------------------------------- between ranks
+
+
+def alike(*counts):
+    """Units of equal length, so many on each rank."""
+    return [dict.fromkeys(range(count), 10) for count in counts]
+
+
+def pairs(moves):
+    return [(source, target) for source, _, target in moves]
+
+
+def test_moves_by_hand():
+    assert pairs(plan_moves(alike(0, 4))) == [(1, 0), (1, 0)]
+    assert plan_moves(alike(1, 2, 2)) == [], "no rank takes longer for it"
+    assert sorted(pairs(plan_moves(alike(3, 0, 0)))) == [(0, 1), (0, 2)]
+    assert pairs(plan_moves(alike(4, 3, 3, 0))) == [(0, 3)], "no more than is needed"
+    assert len(plan_moves(alike(0, 6), least=4)) == 2 and plan_moves(alike(0, 4), least=4) == []
+    assert plan_moves(alike(0, 0)) == []
+
+
+def test_a_long_unit_moves_to_where_it_meets_another_long_one():
+    assert plan_moves([{0: 90, 1: 100}, {0: 10, 1: 11}]) == [Move(0, 0, 1), Move(1, 0, 0)]
+    assert plan_moves([{0: 90, 1: 10}, {0: 100, 1: 11}]) == [], "in order of length they meet as they are"
+    assert plan_moves([{3: 100, 5: 30}, {1: 90, 4: 25}]) == [], "about as long is enough"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
+    """8 ranks, 16 groups of 8 on each, and where groups cannot move."""
+    assert simulate(case, moved, trials=20) <= 1.16
+    assert simulate(case, ordered, trials=20) <= 1.36
+    assert simulate(case, shuffled, trials=20) >= 1.45
+    assert waited([[4, 2], [3, 3]]) == pytest.approx(7 / 6), "by hand"
+
+
+@given(st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=6), st.integers(1, 6))
+def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, least):
+    own = [dict(enumerate(tokens)) for tokens in ranks]
+    moves = plan_moves(own, least)
+    after = [{(rank, number): count for number, count in units.items()} for rank, units in enumerate(own)]
+    for source, number, target in moves:
+        after[target][source, number] = after[source].pop((source, number))
+        assert source != target
+    assert sum(map(len, after)) == sum(map(len, own))
+    assert max(map(len, after)) <= max(least, -(-sum(map(len, own)) // len(own)))
+    if len({len(units) for units in own}) == 1 and len(own[0]) >= least:
+        assert len({len(units) for units in after}) == 1, "so that no group counts twice where all groups count"
+
+
+@pytest.fixture
+def two_ranks():
+    """Rank 0 has nothing alive, rank 1 two units of two rollouts."""
+    banks = [ImageBanks(), ImageBanks()]
+    batches = [rank_batch(banks[0], "abab", 2, 0), rank_batch(banks[1], "ccad", 3, 10)]
+    packed_rows: list = []
+
+    def carry(plan, sending, rank):
+        packed_rows.extend(copy.deepcopy(sending))
+        return packed_rows if rank == 0 else []
+
+    plan = plan_moves(alike(0, 2))
+    giver = rebalanced(batches[1], [True, True], 2, plan, 1, banks[1], 99, carry)
+    taker = rebalanced(batches[0], [False, False], 2, plan, 0, banks[0], 99, carry)
+    return giver, taker, banks
+
+
+def test_the_giver_learns_nothing_from_what_it_gave(two_ranks):
+    (batch, live), _, _ = two_ranks
+    assert live == [True, False] and batch["advantages"].tolist() == [10, 11, 0, 0]
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5), st.sampled_from([1, 2, 3, 6]))
+def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
+    """The plan, what is sent, and the choice of units together, for whatever has signal."""
+    lengths = [{number: 10 + number for number, alive in enumerate(live) if alive} for live in ranks]
+    plan, banks = plan_moves(lengths, least), [ImageBanks() for _ in ranks]
+    packed_rows: list[Any] = []
+    batches = [rank_batch(bank, "abcdef", 1, 100 * (rank + 1)) for rank, bank in enumerate(banks)]
+    for batch, live in zip(batches, ranks, strict=True):
+        batch["advantages"] = batch["advantages"] * torch.tensor(live)
+
+    def keep(plan, sending, rank):
+        targets = [move.target for move in plan if move.source == rank]
+        packed_rows.extend(zip(targets, sending, strict=True))
+        return []
+
+    for rank, own in enumerate(ranks):  # what each sends, since a rank may both give and take
+        rebalanced(batches[rank], own, 1, plan, rank, copy.deepcopy(banks[rank]), 99, keep)
+
+    def carry(plan, sending, rank):
+        return [packed for target, packed in packed_rows if target == rank]
+
+    after = {r: rebalanced(batches[r], ranks[r], 1, plan, r, banks[r], 99, carry) for r in range(len(ranks))}
+    wanted = max(least, *(sum(live) for _, live in after.values()))
+    learned = []
+    for batch, live in after.values():
+        chosen = chosen_units(live, wanted, [1] * len(live))
+        assert len(chosen) == wanted
+        learned += [value for value in batch["advantages"][chosen].tolist() if value]
+    assert sorted(learned) == sorted(value for batch in batches for value in batch["advantages"].tolist() if value)
+
+
+def test_all_that_is_a_row_s_goes_with_it(two_ranks):
+    _, (batch, live), _ = two_ranks
+    assert live == [False, False, True]
+    assert batch["prompt_ids"][:, 0].tolist() == [0, 1, 2, 3, 12, 13]
+    assert batch["completion_ids"][0].tolist() == [0, 0, 99] and batch["completion_ids"][4].tolist() == [12] * 3
+    assert batch["completion_mask"].sum(dim=1).tolist() == [2, 2, 2, 2, 3, 3]
+    assert batch["advantages"].tolist() == [0, 1, 2, 3, 12, 13]
+    assert batch["rollout_number"].tolist() == [0, 1, 2, 3, 12, 13]
+    assert batch["num_images"] == [1] * 6 and len(batch["image_grid_thw"]) == 6
+    assert batch["num_items_in_batch"] == 100
+
+
+def test_an_image_that_is_there_is_not_held_twice_and_a_new_one_is(two_ranks):
+    _, (batch, _), banks = two_ranks
+    bank = banks[0].of(0)
+    assert len(bank) == 3, "a, b and the new d"
+    starts = batch["pixel_values"][::4, 0].tolist()
+    seen = [chr(int(bank.pixels([start])[0][0, 0])) for start in starts]
+    assert seen == ["a", "b", "a", "b", "a", "d"]
+
+
+def test_drift_measured_elsewhere_comes_home():
+    home, other = RolloutNumbers(0, 2), RolloutNumbers(1, 2)
+    own, foreign = home.numbers(2, CPU), other.numbers(2, CPU)
+    assert not set(own.tolist()) & set(foreign.tolist())
+    other.measured(torch.stack([foreign[1], own[0]]), torch.tensor([0.5, 0.25]))
+    found = [*home.take_of_others(), *other.take_of_others()]
+    home.add_remote(found)
+    other.add_remote(found)
+    assert home.take()[0] == 0.25 and math.isnan(other.take()[0])
+    assert home.take() == [] and other.take_of_others() == []
+
+
+def test_pixels_that_are_not_referred_to_stay_where_they_are():
+    assert movable({"prompt_ids": 0, "advantages": 0}) == ("advantages", "prompt_ids")
+    assert movable({"pixel_values": torch.zeros(1, 1, dtype=torch.long)}) == ("pixel_values",)
+    assert movable({"pixel_values": torch.zeros(1, 3)}) == ()

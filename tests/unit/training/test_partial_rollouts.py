@@ -1,0 +1,317 @@
+"""Partial rollouts with a stand-in for the engine whose answers have drawn lengths: nothing is lost, and in order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Barrier, Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerState
+
+from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.rollout.engine import SamplingRequest
+from adora_vl.training.generation import Generation
+from adora_vl.training.partial_rollouts import (
+    PartialRollouts,
+    automatic_budget,
+    groups_to_begin,
+    groups_to_complete,
+)
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.seeding import rollout_seed
+from tests.support.step_context import step_context
+
+PLACES, SIZE, LONGEST = 6, 4, 400  # groups of a rank and generation, rollouts of a group, tokens
+
+
+class Alone:
+    """One process."""
+
+    process_index, num_processes, device = 0, 1, torch.device("cpu")
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class Together(Alone):
+    """One of several processes, which are threads here."""
+
+    def __init__(self, rank: int, parts: list[Any], meeting: Barrier) -> None:
+        self.process_index, self.num_processes = rank, len(parts)
+        self._parts, self._meeting = parts, meeting
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._parts[self.process_index] = tensor
+        self._meeting.wait()
+        gathered = torch.cat(self._parts)
+        self._meeting.wait()
+        return gathered
+
+
+def drawn(seed: int) -> int:
+    """The whole length of the answer that begins with this seed: a long tail, and some that run to the limit."""
+    rng = random.Random(seed)
+    return LONGEST if rng.random() < 0.02 else min(LONGEST, max(3, int(60 * rng.lognormvariate(0, 0.7))))
+
+
+class Engine:
+    """An answer's first token is its seed, and each further one the weights that sample it, as its log-probability.
+    One that runs to the limit would never end by itself.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.asked: list[Any] = []  # the segments of every call
+        self.steps = 0
+
+    def sample(self, rows: list[Any], request: SamplingRequest) -> tuple[list[list[int]], list[list[float | None]]]:
+        segments = request.segments
+        assert segments is not None and segments.seeds is not None
+        self.asked.append(segments)
+        tokens = []
+        for begun, limit, seed in zip(segments.begun, segments.limits, segments.seeds, strict=True):
+            whole = drawn(begun[0] if begun else seed)
+            left = whole - len(begun) if whole < LONGEST else 10 * LONGEST
+            new = [seed, *[self.step] * (min(limit, left) - 1)]
+            tokens.append(new)
+            segments.stopped.append(left > limit)
+        self.steps += max(map(len, tokens), default=0)
+        return tokens, [[-float(self.step)] * len(new) for new in tokens]
+
+
+class Run:
+    """A training of so many generations, one optimizer step each, without a policy."""
+
+    def __init__(self, generations: int, accelerator: Any = None, **keys: Any) -> None:
+        self.engine, self.state, self.log = Engine(), TrainerState(max_steps=generations), {}  # type: ignore[var-annotated]
+        keys = {"adora_rollout_budget": 60, "use_vllm": True, **keys}
+        context = step_context(
+            self.log, accelerator=accelerator or Alone(), state=self.state, num_generations=SIZE,
+            per_device_train_batch_size=PLACES * SIZE, steps_per_generation=1, gradient_accumulation_steps=1,
+            max_completion_length=LONGEST, **keys,
+        )  # fmt: skip
+        self.rank = context.accelerator.process_index
+        rows = [{"id": f"{self.rank}/{number}"} for number in range(generations * PLACES)]
+        engine: Any = SimpleNamespace(staying_awake=nullcontext)
+        self.partial = PartialRollouts(context, self.engine.sample, lambda: engine, rows)
+        self.learned: list[Generation] = []
+        self.figures: list[dict[str, float]] = []
+
+    def sampled(self) -> Generation:
+        """The next generation, sampled, graded and weighed."""
+        step = self.engine.step = self.state.global_step
+        rows: list[Any] = [
+            {"id": f"{self.rank}/{number}", ROW_NUMBER: number}
+            for number in range(step * PLACES, (step + 1) * PLACES)
+            for _ in range(SIZE)
+        ]
+        generation = Generation(rows, "train", step, f"{step}/0", 0, SIZE, SamplingRequest(seed=(7, f"train/{step}/0")))
+        self.partial.before_sampling(generation)
+        lengths = torch.tensor([len(tokens) for tokens in generation.sampling.answers.tokens])
+        generation.scores = SimpleNamespace(lengths_B=lengths)  # type: ignore[assignment]
+        self.partial.after_weighing(generation)
+        return generation
+
+    def go_on(self, until: int | None = None) -> Run:
+        while self.state.global_step < (until or self.state.max_steps):
+            self.learned.append(self.sampled())
+            self.figures.append(dict(self.log))
+            self.state.global_step += 1
+        return self
+
+    @property
+    def answers(self) -> list[tuple[str, list[int]]]:
+        """Of every rollout that was learned from, its problem and its tokens, in their order."""
+        return [
+            (row["id"], tokens)
+            for generation in self.learned
+            for row, tokens in zip(generation.rows, generation.sampling.answers.tokens, strict=True)
+        ]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Groups of each generation."""
+        return [len(generation.rows) // SIZE for generation in self.learned]
+
+
+def whole_lengths(problem: str) -> list[int]:
+    """Those of the group that begins with this row, as any run draws them."""
+    generation, place = divmod(int(problem.split("/")[1]), PLACES)
+    return [drawn(rollout_seed(7, f"train/{generation}/0", place, member)) for member in range(SIZE)]
+
+
+@pytest.mark.parametrize("budget", [20, 60, 150, "auto"])
+def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
+    """So the lengths learned from have the distribution of whole rollouts, whatever the budget."""
+    run = Run(40, adora_rollout_budget=budget).go_on()
+    problems = [problem for problem, _ in run.answers[::SIZE]]
+    assert len(set(problems)) == len(problems) and not run.partial.waiting.groups
+    assert [len(tokens) for _, tokens in run.answers] == [n for problem in problems for n in whole_lengths(problem)]
+    numbers = sorted(int(problem.split("/")[1]) for problem in problems)
+    begun_late = [number for number in range(40 * PLACES) if number not in numbers]
+    assert all(number >= 35 * PLACES for number in begun_late), "only at the end does a problem not begin"
+    assert max(run.sizes) == PLACES and min(run.sizes) >= PLACES // 2
+    assert run.sizes[15:] == [PLACES] * 25, "after a while there is no place without a group"
+
+
+def test_a_budget_shortens_generations():
+    """Else nothing is gained: the engine makes as many steps as its longest answer has tokens."""
+    steps_per_rollout = []
+    for budget in (120, LONGEST):
+        run = Run(30, adora_rollout_budget=budget).go_on()
+        steps_per_rollout.append(run.engine.steps / len(run.answers))
+    assert steps_per_rollout[0] < 0.6 * steps_per_rollout[1]
+
+
+def test_a_budget_that_no_answer_reaches_changes_nothing():
+    run = Run(5, adora_rollout_budget=LONGEST).go_on()
+    assert run.sizes == [PLACES] * 5
+    assert [problem for problem, _ in run.answers[::SIZE]] == [f"0/{number}" for number in range(5 * PLACES)]
+    for generation, segments in zip(run.learned, run.engine.asked, strict=True):
+        seeds = [rollout_seed(7, generation.where, *divmod(row, SIZE)) for row in range(PLACES * SIZE)]
+        assert segments.seeds == seeds and segments.groups == [row // SIZE for row in range(PLACES * SIZE)]
+
+
+def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
+    run, mixed = Run(20).go_on(), 0
+    for generation in run.learned:
+        answers = generation.sampling.answers
+        assert answers is not None
+        for number, (tokens, logps) in enumerate(zip(answers.tokens, answers.logps, strict=True)):
+            assert all(-logp == token for token, logp in zip(tokens, logps, strict=True) if token < 1000)
+            stale = sum(-logp != generation.step for logp in logps if logp is not None)
+            assert stale == answers.columns["stale_tokens"][number]
+            assert len({*logps}) <= answers.columns["segments"][number]
+            assert len({*logps}) <= answers.columns["age"][number] + 1
+            mixed += 0 < stale < len(tokens)
+    assert mixed > 20
+
+
+def test_a_segment_has_random_numbers_of_its_own():
+    seeds = [seed for segments in Run(20).go_on().engine.asked for seed in segments.seeds]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_those_that_go_on_come_first_and_share_no_request():
+    for segments in Run(10).go_on().engine.asked:
+        begun = [bool(tokens) for tokens in segments.begun]
+        assert begun == sorted(begun, reverse=True)
+        alone = [group for group, had in zip(segments.groups, begun, strict=True) if had]
+        assert len(set(alone)) == len(alone) and not {*alone} & {*segments.groups[len(alone) :]}
+
+
+def test_no_answer_is_older_than_it_may_be():
+    for bound in (1, 2):
+        run = Run(40, adora_rollout_budget=20, adora_max_staleness=bound).go_on()
+        segments = [n for generation in run.learned for n in generation.sampling.answers.columns["segments"]]
+        assert bound + 1 <= max(segments) <= bound + 2
+
+
+def test_the_figures_of_a_generation():
+    run = Run(20).go_on()
+    for generation, figures in zip(run.learned, run.figures, strict=True):
+        ages = generation.sampling.answers.columns["age"]
+        assert figures["adora/staleness"] == pytest.approx(sum(ages) / len(ages), rel=1e-6)
+        assert figures["adora/staleness_max"] == max(ages) and figures["adora/rollout_budget"] == 60
+    assert run.figures[5]["adora/unfinished"] > 0 and run.figures[-1]["adora/unfinished"] == 0
+
+
+def test_how_many_begin_and_have_to_be_complete():
+    assert [groups_to_begin(waiting, 8, left) for waiting, left in ((0, 9), (3, 9), (3, 1), (8, 1), (12, 2))] == [
+        8, 8, 5, 0, 4
+    ]  # fmt: skip
+    assert [groups_to_complete(groups, 8, left, 2) for groups, left in ((8, 9), (8, 1), (11, 2), (16, 2), (1, 9))] == [
+        2, 8, 3, 8, 1
+    ]  # fmt: skip
+
+
+def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
+    assert automatic_budget([], 7) is None and automatic_budget([[0, 0]], 7) == 7
+    assert automatic_budget([list(range(1, 51)), list(range(51, 101))], 7) == 90
+    run = Run(20, adora_rollout_budget="auto").go_on()
+    assert run.figures[0]["adora/rollout_budget"] == LONGEST, "of the first generation nothing is known yet"
+    lengths = [[len(tokens) for tokens in g.sampling.answers.tokens] for g in run.learned[11:15]]
+    assert run.figures[15]["adora/rollout_budget"] == automatic_budget(lengths, LONGEST // 5)
+
+
+# ------------------------------------------------------------------------------------- processes
+
+
+def on_two(part: Callable[[int, Any], Any]) -> list[Any]:
+    """What `part(rank, accelerator)` returns on two processes that run at once."""
+    parts, meeting, found = [None, None], Barrier(2, timeout=60), [None, None]
+
+    def work(rank: int) -> None:
+        found[rank] = part(rank, Together(rank, parts, meeting))
+
+    threads = [Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_processes_learn_from_equally_many_groups():
+    """Else they would wait for each other forever, or take others' rewards for their own."""
+    first, second = on_two(lambda rank, accelerator: Run(30, accelerator).go_on())
+    assert first.sizes == second.sizes and first.figures == second.figures
+    assert first.engine.asked[3].seeds != second.engine.asked[3].seeds
+    for run in (first, second):
+        assert not run.partial.waiting.groups and run.sizes[15:] == [PLACES] * 15
+        problems = [problem for problem, _ in run.answers[::SIZE]]
+        assert len(set(problems)) == len(problems)
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+
+def resumed(whole: Run, folder: Path, step: int, **keys: Any) -> Run:
+    """A new run that goes on from the checkpoint in `folder`."""
+    run = Run(whole.state.max_steps, **keys)
+    run.state.global_step = step
+    run.partial.load(folder)
+    return run
+
+
+@pytest.mark.parametrize("budget", [60, "auto"])
+def test_a_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path, budget):
+    run = Run(12, adora_rollout_budget=budget).go_on(until=5)
+    assert run.partial.waiting.groups
+    run.partial.save(tmp_path)
+    again = resumed(run, tmp_path, 5, adora_rollout_budget=budget).go_on()
+    run.go_on()
+    assert [g.sampling.answers for g in again.learned] == [g.sampling.answers for g in run.learned[5:]]
+    assert again.figures == run.figures[5:]
+
+
+def test_where_grading_fails_the_same_generation_is_sampled_again(tmp_path):
+    """A checkpoint that is written then is one of before the generation, also of what waits."""
+    run = Run(12).go_on(until=5)
+    failed = run.sampled()
+    run.partial.save(tmp_path)
+    again = resumed(run, tmp_path, 5).go_on(until=6)
+    assert again.learned[0].sampling.answers == failed.sampling.answers
+
+
+def test_another_number_of_processes_cannot_go_on(tmp_path):
+    run = Run(12).go_on(until=5)
+    run.partial.save(tmp_path)
+
+    def load(rank: int, accelerator: Any) -> str:
+        with pytest.raises(UserError) as refused:
+            Run(12, accelerator).partial.load(tmp_path)
+        return str(refused.value)
+
+    for line in on_two(load):
+        assert "has unfinished rollouts (adora_rollout_budget) of 1 processes, now 2" in line and "\n" not in line
+
+
+def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path):
+    assert resumed(Run(3), tmp_path, 0).go_on().sizes[-1] == PLACES

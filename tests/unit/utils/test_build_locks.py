@@ -1,0 +1,127 @@
+"""A build that was killed does not stop every later run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from adora_vl.utils.launch import (
+    PATIENCE_S,
+    builds_folder,
+    is_left_behind,
+    prepare_engine_environment,
+    release_killed_builds,
+)
+
+LONG_AGO = time.time() - 2 * PATIENCE_S
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The lock of a build that was killed long ago, where torch would leave it."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    build = tmp_path / "shm_comm"
+    build.mkdir()
+    for file in (build / "build.ninja", build / "lock"):
+        file.touch()
+        os.utime(file, (LONG_AGO, LONG_AGO))
+    os.utime(build, (LONG_AGO, LONG_AGO))
+    return build / "lock"
+
+
+def test_torch_waits_for_the_lock_of_a_killed_build(lock: Path):
+    """What this is for: torch's own wait has no end. Remove this module when it has one."""
+    from torch.utils.file_baton import FileBaton
+
+    baton = FileBaton(str(lock))
+    assert not baton.try_acquire(), "torch takes the lock by itself now"
+    waiting = threading.Thread(target=baton.wait, daemon=True)
+    waiting.start()
+    waiting.join(timeout=1)
+    assert waiting.is_alive()
+    lock.unlink()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+
+
+def test_the_folder_is_the_one_in_which_torch_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from torch.utils.cpp_extension import _get_build_directory
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    build = Path(_get_build_directory("an_operator", verbose=False))
+    assert build.parent.parent == builds_folder()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
+    assert Path(_get_build_directory("an_operator", verbose=False)).parent == builds_folder()
+
+
+def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(lock: Path, capfd: pytest.CaptureFixture[str]):
+    release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
+    assert not lock.exists() and lock.with_name("build.ninja").exists()
+    assert capfd.readouterr().err == f"removed {lock}: the build that it guarded was killed\n"
+
+
+def test_the_lock_of_a_build_that_goes_on_stays(lock: Path):
+    """However long one file takes to compile: ninja works in the folder."""
+    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as builder:
+        assert is_left_behind(lock) is False
+        release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
+        builder.kill()
+    assert lock.exists()
+    assert is_left_behind(lock) is True
+
+
+@pytest.mark.parametrize("written", ["lock", "operator.o"])
+def test_a_build_elsewhere_is_waited_for_while_it_writes(lock: Path, capfd: pytest.CaptureFixture[str], written: str):
+    """A lock without a builder here may be another machine's, which shares the home folder."""
+    new = lock.with_name(written)
+    new.touch()
+    os.utime(new)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        for file in (new, lock, lock.parent):
+            os.utime(file, (LONG_AGO, LONG_AGO))
+
+    release_killed_builds(sleep=sleep)
+    assert len(waits) == 1 and not lock.exists()
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("waiting up to 180 s for a build of shm_comm") and f"rm {lock}" in first
+    assert second.startswith("removed")
+
+
+def test_a_lock_that_its_owner_gives_back_is_waited_for(lock: Path):
+    os.utime(lock)
+    release_killed_builds(sleep=lambda _: lock.unlink())
+    assert not lock.exists()
+
+
+def test_the_other_ranks_leave_the_removal_to_the_first(lock: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    """A lock that vanished before the first rank holds its own would tell them that the build is done."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        assert lock.exists()
+        if len(waits) == 3:
+            lock.unlink()
+
+    release_killed_builds(sleep=sleep)
+    assert len(waits) == 3 and not capfd.readouterr().err
+
+
+def test_only_a_run_with_deepspeed_looks(lock: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
+    for under_deepspeed, stays in ((None, True), ("false", True), ("true", False)):
+        if under_deepspeed:
+            monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", under_deepspeed)
+        prepare_engine_environment()
+        assert lock.exists() is stays

@@ -1,0 +1,63 @@
+"""Torch's blocks of GPU memory can grow in a run, unless the user has asked for something else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from adora_vl.utils.launch import segments_expand
+
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+PREPARE = """
+    import sys
+    from adora_vl.config.early_check import early_check
+    from adora_vl.prepare import prepare
+    from adora_vl.utils import launch
+    before = launch.use_expandable_segments
+    def seen():
+        assert "torch" not in sys.modules, "torch may have read its environment"
+        before()
+    prepare.__globals__["use_expandable_segments"] = seen
+    try:
+        prepare(["--model_name_or_path", "tiny", "--no_such_key", "1"])
+    except Exception as error:
+        assert "no_such_key" in str(error), error
+"""
+FROM_PYTHON = """
+    import sys
+    import adora_vl
+    assert "torch" not in sys.modules
+    adora_vl.AdoraGRPOConfig
+"""
+SHOW = """
+    import torch
+    print("torch has", torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+OURS, THEIRS = "expandable_segments:True", "max_split_size_mb:64"
+
+
+@pytest.mark.parametrize(
+    ("way", "given", "wanted"),
+    [(PREPARE, {}, OURS), (PREPARE, {NAMES[0]: THEIRS}, THEIRS), (FROM_PYTHON, {}, OURS)],
+    ids=["command", "command, set by the user", "Python"],
+)
+def test_torch_reads_it_unless_the_user_has_set_another(way, given, wanted):
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES} | given
+    script = textwrap.dedent(way) + textwrap.dedent(SHOW)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == f"torch has {wanted}"
+
+
+def test_what_the_environment_says_of_it():
+    assert segments_expand({NAMES[1]: "max_split_size_mb:64, expandable_segments: True"})
+    assert not segments_expand({}) and not segments_expand({NAMES[0]: "expandable_segments:False"})
+    assert not segments_expand({NAMES[0]: "max_split_size_mb:64", NAMES[1]: "expandable_segments:True"}), (
+        "torch's order"
+    )

@@ -1,0 +1,207 @@
+"""Every place of data preparation and evaluation that writes: the disk gives up half-way, and nothing is lost or left.
+
+The disk is the real one: the kernel refuses every byte of a file after the first N (RLIMIT_FSIZE), for whichever
+library writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from adora_vl.data.dataset import load_split
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import replace_file
+from data_prep.cli import main as data_prep
+from eval.command import main as evaluate
+from eval.geometry3k import BENCHMARK
+from eval.inference.predictions import PredictionLog, read_predictions, sort_rows
+from tests.unit.data_prep.data_prep_support import drawing, encoded, problem_folder
+
+Write = Callable[[Path], int | None]
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """Inside, no file gets longer than `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file with its bytes and every folder below `folder`, hidden ones too."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
+    }
+
+
+def row(pid: str) -> dict[str, str]:
+    return {"pid": pid, "answer": "5", "response": "so \\boxed{5} " + "because " * 20}
+
+
+def draw(folder: Path) -> int:
+    words = ["--rows", "3", "--test-rows", "0", "--output", str(folder / "out"), "--overwrite"]
+    return data_prep(["synthetic", *words])
+
+
+def clean(folder: Path) -> int:
+    words = ["--source", "intergps", "--input", str(folder / "raw"), "--output", str(folder / "out"), "--overwrite"]
+    return data_prep(["geometry3k", *words])
+
+
+def look(folder: Path) -> int:
+    return data_prep(["inspect", str(folder / "data"), "--html", str(folder / "page.html")])
+
+
+def score(folder: Path) -> int:
+    return evaluate(BENCHMARK, ["score", "--predictions", str(folder / "p.jsonl"), "--output", str(folder / "s.json")])
+
+
+def append(folder: Path) -> None:
+    with PredictionLog(folder / "p.jsonl") as log:
+        log.append([row("3"), row("4")])
+
+
+def sort(folder: Path) -> None:
+    sort_rows(folder / "p.jsonl", [("2", 0), ("1", 0)])
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Something old at every name that is written, and what is needed to write it again."""
+    folder = tmp_path_factory.mktemp("prepared")
+    problem_folder(folder / "raw", number=1)
+    # What cannot be used goes into the quarantine with its bytes: that is a write too.
+    problem_folder(folder / "raw", number=2, image=encoded(drawing(2, 300))[:-9])
+    (folder / "p.jsonl").write_text("".join(json.dumps(row(pid)) + "\n" for pid in "12"))
+    assert data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "out")]) == 0
+    assert data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "data")]) == 0
+    assert look(folder) == score(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def place(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "place"))
+
+
+@pytest.mark.parametrize("write", [draw, clean, look, score, append, sort], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("size", [0, 700])
+def test_what_was_there_stays_and_nothing_is_left_over(
+    write: Write, size: int, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(place)
+    size = max(size, len(before["p.jsonl"] or b"") + 50) if write is append else size
+    size = min(size, 300) if write is sort else size
+    with disk_of(size):
+        try:
+            code = write(place)
+            said = capsys.readouterr().err
+        except UserError as error:
+            code, said = 2, f"error: {error}\n"
+    assert code == 2
+    errors = [line for line in said.splitlines() if "%|" not in line]
+    assert len(errors) == 1 and errors[0].startswith("error: ") and "cannot be written" in errors[0], said
+    assert contents(place) == before
+
+
+def test_a_full_disk_takes_no_answer_that_was_there(tmp_path: Path) -> None:
+    """The rows of a batch that did not fit are asked again; those before them, and the file, are whole."""
+    path = tmp_path / "p.jsonl"
+    with PredictionLog(path) as log:
+        log.append([row("1"), row("2")])
+        with disk_of(path.stat().st_size + 30), pytest.raises(UserError, match="cannot be written"):
+            log.append([row("3")])
+        log.append([row("4")])
+    assert [found["pid"] for found in read_predictions(path)] == ["1", "2", "4"]
+
+
+def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training and evaluation read a prepared folder through it."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    before = contents(prepared)
+    with (
+        disk_of(200),
+        pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there") as caught,
+    ):
+        load_split(prepared / "data", "train")
+    assert len(str(caught.value).splitlines()) == 1 and contents(prepared) == before
+    assert load_split(prepared / "data", "train").num_rows == 2
+
+
+def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is whole, so that its columns and the number of its rows can be read."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    shutil.copytree(prepared / "data", tmp_path / "data")
+    (file,) = (tmp_path / "data" / "data").glob("train-*.parquet")
+    content = bytearray(file.read_bytes())
+    content[4:400] = bytes(396)
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"^dataset: .* cannot be read \(.*\); prepare it again") as caught:
+        load_split(tmp_path / "data", "train")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_a_file_that_cannot_take_its_place_is_taken_away(
+    old: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    if old is not None:
+        path.write_bytes(old)
+    before = contents(tmp_path)
+
+    def refuse(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(path, "new")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("output", ["file", "file/below", "", "x" * 300], ids=["file", "below a file", "empty", "long"])
+def test_an_output_that_cannot_be_is_one_line(output: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "file").write_text("mine")
+    before = contents(place)
+    at = str(place / output) if output else ""
+    commands = [
+        lambda: data_prep(["synthetic", "--rows", "1", "--test-rows", "0", "--output", at]),
+        lambda: data_prep(["geometry3k", "--source", "intergps", "--input", str(place / "raw"), "--output", at]),
+        lambda: evaluate(BENCHMARK, ["score", "--predictions", str(place / "p.jsonl"), "--output", at]),
+        lambda: evaluate(BENCHMARK, ["run", "--model", "tiny", "--data", str(place / "data"), "--output", at]),
+    ]
+    for command in commands:
+        capsys.readouterr()
+        assert command() == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "output" in said, said
+        assert contents(place) == before
+
+
+def test_a_score_replaces_nothing_but_a_score(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["score", "--predictions", str(place / "p.jsonl"), "--output"]
+    (place / "notes.json").write_text('{"years": "of work"}')
+    before = contents(place)
+    for name in ("notes.json", "p.jsonl"):
+        assert evaluate(BENCHMARK, [*words, str(place / name)]) == 2
+        assert contents(place) == before
+    capsys.readouterr()
+    assert evaluate(BENCHMARK, [*words, str(place / "new")]) == 0
+    assert json.loads((place / "new" / "score.json").read_text())["total"] == 2
+    assert evaluate(BENCHMARK, [*words, str(place / "new" / "other.json")]) == 0
+    assert sorted(path.name for path in (place / "new").iterdir()) == ["other.json", "score.json"]

@@ -1,0 +1,231 @@
+"""A hub that cannot be reached, hangs or is broken costs seconds and is asked once, whatever the library would do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+from huggingface_hub import constants, get_session
+
+from adora_vl.config.command_line import parse
+from adora_vl.data.prompts import conversation_with_images
+from adora_vl.models import load
+from adora_vl.models.load import PRETRAINED
+from adora_vl.planning.dry_run import _rendered, dry_run
+from adora_vl.planning.plan import _processor
+from adora_vl.prepare import _overlong_prompts, prepare
+from adora_vl.train import build_trainer
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.utils import hub
+from adora_vl.utils.errors import UserError
+from data_prep.cli import main as data_prep
+from eval.command import main as evaluate
+from eval.inference.engines import AnswerEngineSettings, build_engine
+from eval.mathvista import BENCHMARK as MATHVISTA
+from tests.support.tiny_run import arguments
+
+CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere", "--dataset_name", "nowhere"]
+Answer = Callable[[socket.socket], None]
+dripped: list[int] = []  # an entry for each byte
+
+
+def hangs(connection: socket.socket) -> None:
+    connection.recv(1)
+    while connection.recv(4096):
+        pass
+
+
+def drips(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(b"H")
+            dripped.append(1)
+            time.sleep(0.02)
+
+
+def closes(connection: socket.socket) -> None:
+    connection.close()
+
+
+def is_broken(connection: socket.socket) -> None:
+    connection.recv(4096)
+    connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    connection.close()
+
+
+def works(connection: socket.socket) -> None:
+    connection.recv(4096)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    connection.close()
+
+
+@contextlib.contextmanager
+def serving(answer: Answer) -> Iterator[tuple[str, list[object]]]:
+    """A server on loopback: its address, and a list that gets an entry for each connection."""
+    asked: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    asked.append(connection)
+                    threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", asked
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Makes an address the hub of a process that starts, and the waiting time a second instead of five."""
+
+    def use(address: str) -> None:
+        hub.no_hub.cache_clear()
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]  # the address of a file is made at import
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{{files}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+
+    monkeypatch.setattr(hub, "_HUB_SECONDS", 1.0)
+    get_session()  # the first one reads certificates, which takes a busy machine long
+    yield use
+    hub.no_hub.cache_clear()
+
+
+def test_a_hub_that_does_not_work_is_asked_once(endpoint: Callable[[str], None]) -> None:
+    for answer in (hangs, drips, closes, is_broken):
+        dripped.clear()
+        with serving(answer) as (address, asked):
+            endpoint(address)
+            for _ in range(3):
+                with pytest.raises(UserError, match="^model_name_or_path: 'nobody/nothing' is neither a model folder"):
+                    load.load_config("nobody/nothing")
+            assert len(asked) <= 1, answer
+            assert len(dripped) < 500, "an HTTP client's time limit is for each byte"  # 50 in the second that is given
+
+
+def test_a_hub_that_works_is_used(endpoint: Callable[[str], None]) -> None:
+    with serving(works) as (address, _):
+        endpoint(address)
+        assert not hub.no_hub() and not hub.only_here("nobody/nothing") and not hub.notes_on("nobody/nothing")
+
+
+def test_a_folder_and_an_offline_machine_ask_nobody(
+    endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    with serving(works) as (address, asked):
+        endpoint(address)
+        assert hub.only_here(str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert hub.only_here("nobody/nothing") and not asked
+
+
+def test_a_dry_run_of_a_model_on_a_hub_that_hangs(endpoint: Callable[[str], None], capsys: object) -> None:
+    """One question for config, processor and tokenizer together; what ships here stands in for the config."""
+    with serving(hangs) as (address, asked):
+        endpoint(address)
+        assert dry_run([*CPU, "--dry-run", "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"]) in (0, 1)
+        assert len(asked) <= 1
+
+
+@pytest.fixture
+def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The tiny model as the hub's library keeps a model that it has loaded before."""
+    home, commit = tmp_path / "hub" / "models--somebody--tiny", "0" * 40
+    shutil.copytree(PRETRAINED, home / "snapshots" / commit)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home.parent))
+    return "somebody/tiny"
+
+
+def test_the_revision_that_is_named_is_the_one_that_is_loaded(cached_model: str) -> None:
+    """Config and processor: an older commit has two layers more and another chat template."""
+    home = Path(constants.HF_HUB_CACHE) / "models--somebody--tiny"
+    older = shutil.copytree(home / "snapshots" / ("0" * 40), home / "snapshots" / ("1" * 40))
+    (home / "refs" / "v1").write_text("1" * 40)
+    (older / "chat_template.jinja").write_text("older")
+    config = json.loads((older / "config.json").read_text())
+    config["vision_config"]["depth"] += 2
+    (older / "config.json").write_text(json.dumps(config))
+    newest, named = (load.load_config(cached_model, revision) for revision in (None, "v1"))
+    assert named.vision_config.depth == newest.vision_config.depth + 2
+    assert load.load_processor(cached_model, "v1").chat_template == "older"
+    assert load.load_processor(cached_model).chat_template != "older"
+
+
+def test_everyone_who_loads_a_processor_asks_for_the_revision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer, the check of the prompts' lengths before a run, and the dry run."""
+    asked: list[str | None] = []
+
+    def asks(name: str, revision: str | None = None) -> None:
+        asked.append(revision)
+        raise OSError("not loaded here")
+
+    for module in ("models.load", "trainer", "planning.plan", "planning.dry_run"):
+        monkeypatch.setattr(f"adora_vl.{module}.load_processor", asks)
+    words = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", str(PRETRAINED), "--model_revision", "v1"]
+    script, config, model = parse(words)
+    config.model_init_kwargs = {"revision": "v1"}
+    with pytest.raises(OSError, match="not loaded here"):
+        AdoraGRPOTrainer(str(PRETRAINED), args=config)
+    with pytest.raises(OSError, match="not loaded here"):
+        _overlong_prompts(script, config, model, load.load_config(str(PRETRAINED)))
+    plan: Any = SimpleNamespace(model=model)
+    assert _processor("tiny", "v1", []) is None and "Say so." in _rendered(plan, conversation_with_images("Say so.", 0))
+    assert asked == ["v1"] * 4
+
+
+@pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
+def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
+    answer: Answer,
+    endpoint: Callable[[str], None],
+    cached_model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
+    with serving(answer) as (address, asked):
+        endpoint(address)
+        run = prepare(arguments(tmp_path / "run", model_name_or_path=cached_model))
+        assert f"{cached_model}: {address} does not answer; its copy on this machine is used" in capsys.readouterr().out
+        trainer = build_trainer(run)
+        assert trainer.model.config._name_or_path == cached_model and os.environ["HF_HUB_OFFLINE"] == "1"
+        build_engine(AnswerEngineSettings(cached_model, "transformers"))
+        assert len(asked) <= 1
+
+
+@pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
+def test_data_of_a_hub_that_does_not_work_is_one_line(
+    answer: Answer, endpoint: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command that reads a data set of the hub says that the hub does not answer."""
+    output = ["--output", str(tmp_path / "out")]
+    own = ["convert", "--input", "somebody/problems", "--columns", "problem=question", "answer=label", *output]
+    commands: list[Callable[[], int]] = [
+        lambda: data_prep(["geometry3k", "--source", "hub", *output]),
+        lambda: data_prep(own),
+        lambda: evaluate(MATHVISTA, ["infer", "--model", str(PRETRAINED), "--data", "somebody/mathvista", *output]),
+    ]
+    with serving(answer) as (address, asked):
+        for command in commands:
+            endpoint(address)
+            assert command() == 2
+            said = capsys.readouterr().err
+            assert said.startswith("error: ") and said.count("\n") == 1 and f"{address} does not answer" in said
+            assert len(asked) <= 1 and not (tmp_path / "out").exists()
+            asked.clear()

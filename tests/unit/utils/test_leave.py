@@ -1,0 +1,44 @@
+"""A run ends without the interpreter's finalization, in which a thread of gloo may abort it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_SCRIPT = """
+import atexit, os, sys, threading, time
+import {library}
+from adora_vl.utils.launch import leave
+
+class SeesFinalization:
+    def __init__(self): self.write = os.write
+    def __del__(self): self.write(1, b"finalized\\n")
+
+def work():
+    time.sleep(0.2)
+    print("thread ended")
+
+kept = SeesFinalization()
+atexit.register(lambda: print("exit function ran"))
+threading.Thread(target=work).start()
+print("last words", end="\\n")
+{ending}(3)
+"""
+
+
+def said_by(ending: str, library: str = "torch") -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT.format(ending=ending, library=library)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_everything_of_an_exit_but_finalization_happens():
+    usual = said_by("sys.exit")
+    assert usual == (3, ["last words", "thread ended", "exit function ran", "finalized"])
+    assert said_by("leave") == (3, usual[1][:-1])
+    assert said_by("leave", library="json") == usual, "without torch, as where only the help was asked for"

@@ -1,0 +1,337 @@
+"""Served models: as the engine of an evaluation, and as a judge that rewards. The key is shown nowhere."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from adora_vl.data.dataset import write_split
+from adora_vl.rewards import choose_rewards, try_rewards
+from adora_vl.rewards.judge import KEY_VARIABLE, score_in
+from adora_vl.rewards.safe_call import RewardFailure, safe_call
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url
+from data_prep.synthetic.generate import generate
+from eval.command import main
+from eval.compare import main as compare
+from eval.geometry3k import BENCHMARK
+from tests.support.endpoint_server import Answer, Reply, Server, completion
+
+Serve = Callable[[Answer], Server]
+KEY = "sk-a-secret-of-somebody"
+
+
+def client(server: Server, **options: Any) -> ChatClient:
+    more = {name: options.pop(name) for name in ("cache", "budget") if name in options}
+    return ChatClient(Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **more)
+
+
+def in_turn(*replies: Reply) -> Answer:
+    """What a server says to the first call, the second, ..."""
+    return lambda body, call: replies[call - 1]
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_waits_grow_and_what_the_server_asks_for_is_waited(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)  # the servers of other tests sleep, too
+    monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
+    server = serve(lambda body, call: (503, b"") if call < 4 else completion("hi"))
+    assert client(server, wait_s=1.0).chat(HELLO).text == "hi"
+    assert waits == [1.0, 2.0, 4.0]
+
+
+def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(serve: Serve) -> None:
+    server = serve(lambda body, call: (500, b"") if call == 1 else completion("hi"))
+    asking = client(server, budget=2)
+    assert asking.chat(HELLO).text == "hi"
+    with pytest.raises(EndpointError, match="the budget of 2 calls is used up"):
+        asking.chat(HELLO)
+    assert len(server.requests) == 2
+
+
+def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    for status in (400, 401, 302):
+        server = serve(in_turn((status, f"no model for {KEY}\nat all".encode())))
+        with pytest.raises(EndpointError) as error:
+            client(server).chat(HELLO)
+        assert [request["key"] for request in server.requests] == [f"Bearer {KEY}"]
+        assert KEY not in str(error.value) and f"HTTP {status}" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError) as refused:
+        check_url("base_url", f"http://me:{KEY}@localhost:8000/v1")
+    assert KEY not in str(refused.value)
+
+
+HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n"
+
+
+@pytest.fixture
+def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
+    """Starts a server that sends `at_once`, and then of `slowly` a byte every 50 ms, until the other side goes."""
+    listeners: list[socket.socket] = []
+
+    def start(at_once: bytes, slowly: bytes) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def serve() -> None:
+            with suppress(OSError), closing(listener.accept()[0]) as connection:
+                connection.recv(65536)
+                connection.sendall(at_once)
+                for byte in slowly:
+                    time.sleep(0.05)
+                    connection.sendall(bytes([byte]))
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):  # what is left unread would reset the connection
+                    pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+
+    yield start
+    for listener in listeners:
+        listener.close()
+
+
+def test_the_time_out_bounds_the_whole_call(dribble: Callable[[bytes, bytes], str]) -> None:
+    """A byte every 50 ms never meets a time-out of the socket's own: the whole reply would take 5 s and more."""
+    body = completion("hi" + 100 * " ")[1]
+    for at_once, slowly in ((HEAD, body), (b"", HEAD + body), (b"HTTP/1.0 400 no\r\n\r\n", body)):
+        began = time.monotonic()
+        with pytest.raises(EndpointError, match=r"TimeoutError|HTTP 400 \("):
+            ChatClient(Endpoint(dribble(at_once, slowly), "m", timeout_s=0.4, attempts=1)).chat(HELLO)
+        assert 0.3 < time.monotonic() - began < 2
+    slow_but_in_time = ChatClient(Endpoint(dribble(HEAD + body[:-4], body[-4:]), "m", timeout_s=20, attempts=1))
+    assert slow_but_in_time.chat(HELLO).text.strip() == "hi"
+
+
+def test_a_reply_without_end_is_a_failure_and_is_not_held(
+    serve: Serve, dribble: Callable[[bytes, bytes], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adora_vl.utils.openai_client._LARGEST_REPLY", 2**20)
+    url = dribble(HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000)
+    began = time.monotonic()
+    with pytest.raises(EndpointError, match=r"the reply is larger than 1 MiB \(attempt 1\)"):
+        ChatClient(Endpoint(url, "m", timeout_s=20, attempts=4, wait_s=0.001)).chat(HELLO)
+    assert time.monotonic() - began < 5, "it goes when the limit is reached, not at the end"
+    assert len(client(serve(lambda body, call: completion("a" * 2**19))).chat(HELLO).text) == 2**19
+
+
+def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve: Serve) -> None:
+    nothing = json.dumps({"choices": [{"message": {"content": None}, "finish_reason": "length"}]}).encode()
+    server = serve(lambda body, call: (200, nothing) if call < 3 else completion(""))
+    with pytest.raises(EndpointError, match=r"the reply has no text \(its finish_reason is 'length'\) \(attempt 2\)"):
+        client(server, attempts=2).chat(HELLO)
+    assert client(server).chat(HELLO).text == "", "a model may say nothing, and that is an answer"
+
+
+def test_what_is_no_http_address_is_refused() -> None:
+    for url in ("file:///etc/passwd", "localhost:8000", "http://", "ftp://x/y"):
+        with pytest.raises(UserError, match="is no http address"):
+            check_url("base_url", url)
+
+
+# ------------------------------------------------------------------------------------------------- the engine
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_split(generate(6, seed=3, split="test"), folder, "test")
+    return folder
+
+
+def infer(data: Path, output: Path, url: str, *words: str, verb: str = "run") -> int:
+    options = ["--data", str(data), "--output", str(output), "--engine", "openai", "--base-url", url, "--model", "m"]
+    return main(BENCHMARK, [verb, *options, *words])
+
+
+def picture(body: dict[str, Any]) -> Image.Image:
+    """The image of a request."""
+    (part,) = [part for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
+    return Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
+
+
+def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
+    data: Path, tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused: list[str] = []
+
+    def answer(body: dict[str, Any], call: int) -> Reply:
+        text = body["messages"][-1]["content"][-1]["text"]
+        if not refused or (text in refused[:1] and len(refused) < 2):
+            refused.append(text)
+            return 400, b"this one I cannot"
+        return completion(r"\boxed{5}", finish_reason="length", usage={"completion_tokens": 7, "prompt_tokens": 9})
+
+    server = serve(answer)
+    assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 2
+    error = capsys.readouterr().err.splitlines()
+    assert error[-1] == (
+        "error: base_url: 1 answer of 6 could not be had; start the same command again, which asks for those alone"
+    )
+    assert any(line == "warning: 1 call failed, the first: HTTP 400: this one I cannot (attempt 1)" for line in error)
+    rows = [json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()]
+    assert len(rows) == 5 and {(row["n_tokens"], row["finish_reason"]) for row in rows} == {(7, "length")}
+    assert picture(server.requests[0]).size == tuple(rows[0]["image_size"])
+    assert server.requests[0]["messages"][0]["role"] == "system" and server.requests[0]["temperature"] == 0
+    before = len(server.requests)
+    refused += ["", ""]
+    assert infer(data, tmp_path / "a", server.url) == 0
+    assert len(server.requests) == before + 1
+    score = json.loads((tmp_path / "a" / "score.json").read_text())
+    assert score["coverage"] == {"answers": 6, "asked": 6, "in_data": 6}
+    pids = [json.loads(line)["pid"] for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()]
+    other = serve(lambda body, call: completion(r"\boxed{6}"))
+    assert infer(data, tmp_path / "b", other.url) == 0
+    assert pids == [json.loads(line)["pid"] for line in (tmp_path / "b" / "predictions.jsonl").read_text().splitlines()]
+    capsys.readouterr()
+    assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "common problems" in capsys.readouterr().out
+
+
+def test_a_server_that_gives_nothing_ends_the_run_at_once(
+    data: Path, tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(lambda body, call: (404, b"the model `m` does not exist"))
+    assert infer(data, tmp_path / "a", server.url, "--batch-size", "2", "--concurrency", "1") == 2
+    assert len(server.requests) == 2
+    assert "gave none of 2 answers: HTTP 404: the model `m` does not exist" in capsys.readouterr().err
+
+
+WRONG_OPTIONS = {
+    "--engine openai": "--base-url is missing",
+    "--engine openai --base-url localhost:8000": "is no http address",
+    "--engine transformers --base-url http://x/v1": "only --engine openai asks a server",
+    "--engine openai --base-url http://x/v1 --max-pixels 100352": "max_pixels: the server of",
+    "--engine openai --base-url http://x/v1 --dtype float32": "dtype: the server of",
+}
+
+
+def test_options_that_do_not_fit_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["run", "--model", "tiny", "--data", str(data), "--output", str(tmp_path)]
+    for words, message in WRONG_OPTIONS.items():
+        assert main(BENCHMARK, [*command, *words.split()]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+
+
+# ------------------------------------------------------------------------------------------ the judge as a reward
+
+ASKED = ["five", "six", "seven"]
+
+
+def judge(tmp_path: Path, url: str, **options: Any) -> Any:
+    given = {"base_url": url, "model": "j", "wait": 0.001, "attempts": 2} | options
+    return choose_rewards(["judge"], {"judge": given}, output_dir=tmp_path).functions[0]
+
+
+def rewards(function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None) -> list[float | None]:
+    """As the trainer calls it."""
+    completions = [[{"role": "assistant", "content": f"It is {word}."}] for word in ASKED]
+    failures: list[RewardFailure] = []
+    found: list[float | None] = safe_call(function, "judge", None, failures, unscored)(
+        prompts=[[{"role": "user", "content": "?"}]] * 3, completions=completions, answer=["5"] * 3,
+        log_metric=metrics.__setitem__,
+    )  # fmt: skip
+    for failure in failures:
+        assert failure.mistake
+        raise UserError(failure.reason)
+    return found
+
+
+def reads(body: dict[str, Any], _: int) -> Reply:
+    text = body["messages"][1]["content"]
+    if "seven" in text:
+        return 500, b""
+    return completion(f"Hm. <score>{1 if 'five' in text else 0.25}</score>")
+
+
+def test_a_failed_call_is_not_scored_counted_and_never_a_zero(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    server, metrics = serve(reads), dict[str, float]()
+    function = judge(tmp_path, server.url)
+    unscored: dict[int, str] = {}
+    assert rewards(function, metrics, unscored) == [1.0, 0.25, None]
+    assert unscored == {2: "EndpointError: HTTP 500 (attempt 2)"}
+    assert metrics == {"judge/failed": pytest.approx(1 / 3), "judge/cached": 0.0}
+    assert len(server.requests) == 4  # the failed one twice
+    rewards(function, metrics)
+    assert len(server.requests) == 6 and metrics["judge/cached"] == pytest.approx(2 / 3)
+    assert capsys.readouterr().err.count("warning: the judge failed, the first time: HTTP 500 (attempt 2)") == 1
+    cache = (tmp_path / "judge_cache.jsonl").read_text()
+    assert len(cache.splitlines()) == 2 and KEY not in cache
+    again = judge(tmp_path, server.url)  # as a resumed run has it
+    assert rewards(again, metrics)[:2] == [1.0, 0.25] and len(server.requests) == 8
+
+
+def test_a_budget_leaves_the_rest_unscored(tmp_path: Path, serve: Serve) -> None:
+    server = serve(lambda body, call: completion("<score>1</score>"))
+    found = rewards(judge(tmp_path, server.url, budget=2, concurrency=1), {})
+    assert found == [1.0, 1.0, None] and len(server.requests) == 2
+
+
+def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path: Path, serve: Serve) -> None:
+    """The key may have ended since the run began. No later call would be answered, so none is made."""
+    for code in (401, 403):
+        replies: list[Reply] = [completion("<score>1</score>"), (code, b"ended")]
+        server = serve(in_turn(*replies))
+        expected = re.escape(
+            f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' (HTTP {code}: "
+            f"ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
+        )
+        with pytest.raises(UserError, match=f"^{expected}$"):
+            rewards(judge(tmp_path / str(code), server.url, concurrency=1), {})
+        assert len(server.requests) == 2, "neither tried again, nor asked for the third answer"
+
+
+def test_what_is_no_score_is_a_failure() -> None:
+    for text in ("1", "<score>", "<score>yes</score>", "<score>1.5</score>", "<score>nan</score>"):
+        with pytest.raises(EndpointError):
+            score_in(text)
+
+
+def test_the_judge_is_tried_before_the_run(tmp_path: Path, serve: Serve) -> None:
+    server = serve(lambda body, call: (401, b"no key"))
+    options = {"judge": {"base_url": server.url, "model": "j"}}
+    chosen = choose_rewards(["accuracy", "judge"], options, output_dir=tmp_path)
+    message = f"{re.escape(server.url)} with the model 'j' gave no answer: HTTP 401: no key .*{KEY_VARIABLE}"
+    with pytest.raises(UserError, match=message):
+        try_rewards(chosen, [], None, None)
+    assert not list(tmp_path.iterdir())
+
+
+WHERE = {"base_url": "http://x/v1", "model": "j"}
+WRONG_JUDGES: list[tuple[Any, str]] = [
+    (None, "judge: base_url is missing"),
+    ({"base_url": "http://x/v1"}, "judge: model is missing"),
+    ({**WHERE, "base_url": "x"}, "is no http address"),
+    ({**WHERE, "modle": 1}, "unknown option 'modle'; did you mean 'model'"),
+    ({**WHERE, "budget": 1.5}, "budget: 1.5 is not a whole number"),
+    ({**WHERE, "attempts": 0}, "attempts: 0 is not a whole number of at"),
+    ({**WHERE, "timeout": "a"}, "timeout: 'a' is not a number"),
+]
+
+
+def test_options_of_a_judge_that_do_not_fit_are_one_line() -> None:
+    for options, message in WRONG_JUDGES:
+        with pytest.raises(UserError, match=message):
+            choose_rewards(["judge"], options and {"judge": options})

@@ -1,0 +1,64 @@
+"""What libraries say while a run loads is in a file, and not lost where loading fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CODE = """
+import logging, os, sys
+from pathlib import Path
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.startup_log import StartupLog
+logging.basicConfig()
+print("ours before")
+log = StartupLog(Path(sys.argv[1]), first=True)
+with log:
+    print("theirs, printed")
+    logging.warning("theirs, logged")
+    os.write(2, b"theirs, of compiled code\\n")
+    for number in range(30):
+        print(f"line {number}", file=sys.stderr)
+    {inside}
+print("ours after")
+logging.warning("logged after")
+"""
+THEIRS = {"theirs, printed", "WARNING:root:theirs, logged", "theirs, of compiled code"}
+
+
+def loading(log: Path, inside: str) -> tuple[str, list[str]]:
+    """The outputs of a process that loads something: the first, and the lines of the second."""
+    words = [sys.executable, "-c", CODE.replace("{inside}", inside), str(log)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout, done.stderr.splitlines()
+
+
+def test_the_screen_has_our_lines_and_the_file_has_theirs(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("of an earlier start\n")
+    said, errors = loading(log, "pass")
+    assert said == "ours before\nours after\n" and errors == ["WARNING:root:logged after"]
+    lines = log.read_text().splitlines()
+    assert set(lines) >= THEIRS and "line 29" in lines and "of an earlier start" not in lines
+
+
+def test_the_last_of_theirs_stand_on_the_screen_where_loading_fails(tmp_path):
+    said, errors = loading(tmp_path / "log", "raise RuntimeError('no engine')")
+    assert said == "ours before\n"
+    assert errors[0].startswith("The last of what the libraries have said (") and str(tmp_path / "log") in errors[0]
+    assert errors[1:21] == [f"line {number}" for number in range(10, 30)] and errors[-1] == "RuntimeError: no engine"
+
+
+@pytest.mark.parametrize("inside", ["raise UserError('a wrong key')", "log.release(); raise RuntimeError('later')"])
+def test_a_mistake_and_an_error_after_the_start_stand_alone(inside, tmp_path):
+    _, errors = loading(tmp_path / "log", inside)
+    assert errors[0] == "Traceback (most recent call last):" and not any("line 2" in line for line in errors[-1:])
+
+
+def test_a_file_that_cannot_be_opened_leaves_everything_on_the_screen(tmp_path):
+    said, errors = loading(tmp_path / "nowhere" / "log", "pass")
+    assert "theirs, printed" in said and "theirs, of compiled code" in errors

@@ -1,0 +1,331 @@
+"""Files and folders that are replaced as a whole: a full disk, a crash or a kill leaves the old one and nothing else.
+
+The disk is the real one, as in test_half_written.py, which has data preparation and evaluation.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from adora_vl.checkpoint.resume import lock_output_dir
+from adora_vl.checkpoint.store import clear_staging
+from adora_vl.data.dataset import split_files
+from adora_vl.utils.errors import RunError, UserError
+from adora_vl.utils.files import make_folder, recover_folder, replace_file, replacing_folder
+from tests.unit.utils.test_half_written import contents, disk_of
+
+ROOT = Path(__file__).parents[3]
+WRITES = {"write_text", "write_bytes", "save_pretrained", "ParquetWriter", "copy2", "copyfile", "copytree"}
+# Who may write without `adora_vl.utils.files`, and why.
+OTHERWISE = {
+    "adora_vl/utils/files.py": "it is what the others use",
+    "adora_vl/checkpoint/universal.py": "inside `replacing_folder`",
+    "adora_vl/record/metrics.py": "appends",
+    "adora_vl/export.py": "inside `replacing_folder`",
+    "adora_vl/builtin/small_model.py": "inside `replacing_folder`",
+    "adora_vl/data/dataset.py": "inside `complete_or_absent`",
+    "data_prep/quarantine.py": "inside `complete_or_absent`",
+    "eval/inference/predictions.py": "appends",
+    "adora_vl/utils/openai_client.py": "appends",
+    "data_prep/filter.py": "inside `complete_or_absent`",
+}
+
+
+def writes_by_itself(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    words = [*call.args, *[key.value for key in call.keywords]]
+    modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+    opens = name == "open" and any(set(mode) & set("wax") for mode in modes)
+    return opens or name in WRITES
+
+
+def test_whole_files_are_written_in_one_way() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("adora_vl", "data_prep", "eval")
+        for path in (ROOT / top).rglob("*.py")
+        if any(isinstance(node, ast.Call) and writes_by_itself(node) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert found == OTHERWISE.keys()
+
+
+def manifest(folder: Path) -> None:
+    from adora_vl.record.manifest import write_manifest
+
+    write_manifest({"status": "finished", "notes": "x" * 2000}, folder)
+
+
+def stopped(folder: Path) -> None:
+    from adora_vl.checkpoint.stop import mark_stopped
+
+    mark_stopped(folder, 4)
+
+
+def page(folder: Path) -> None:
+    from adora_vl.report.page import GENERATOR, write_page
+
+    write_page(GENERATOR + "x" * 2000, folder / "report.html")
+
+
+def metrics(folder: Path) -> None:
+    from adora_vl.record.metrics import MetricsFile
+
+    state: Any = SimpleNamespace(is_world_process_zero=True, global_step=9, log_history=[])
+    state.log_history = [{"step": step, "loss": 1.0} for step in range(1, 10)]
+    MetricsFile().on_train_begin(SimpleNamespace(output_dir=str(folder)), state, None)
+
+
+def rollouts(folder: Path) -> None:
+    import pyarrow as pa
+
+    from adora_vl.record.rollouts import write_part
+
+    write_part(folder, pa.table({"step": list(range(500))}), 1, 1)
+
+
+def diagram(folder: Path) -> None:
+    from adora_vl.record.rollouts import Diagrams
+
+    Diagrams(folder, 1e9).keep("row", [Image.effect_noise((60, 60), 90)])
+
+
+def card(folder: Path) -> None:
+    from transformers import TrainerState
+
+    from adora_vl.record.card import CardWriter
+
+    writer = CardWriter()
+    writer.text = lambda *_: "x" * 2000
+    writer.write(folder, TrainerState())
+
+
+class Saves:
+    """A model, or a processor: writes `name` in two files, the second of which does not fit."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def merge_and_unload(self) -> Saves:
+        return self
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / f"{self.name}.json").write_text("{}")
+        (folder / f"{self.name}.bin").write_text("x" * 2000)
+
+
+def merged(folder: Path) -> None:
+    from accelerate import Accelerator
+
+    from adora_vl import export as module
+
+    with mock.patch("accelerate.utils.is_peft_model", lambda model: True):
+        assert module.save_merged(Saves("config"), Saves("processor"), folder / "merged", Accelerator(cpu=True))
+
+
+def tiny(folder: Path) -> None:
+    from adora_vl.builtin.small_model import save_built
+
+    save_built(folder / "tiny", Saves("config"), Saves("processor"), {})
+
+
+def plan(folder: Path) -> None:
+    from adora_vl.planning.dry_run import _write
+
+    _write("--json", folder / "plan.json", "x" * 2000)
+
+
+def finished_again(folder: Path) -> None:
+    from adora_vl.export import copy_model
+
+    copy_model(folder / "checkpoint", folder)
+
+
+WRITERS = [manifest, stopped, page, metrics, rollouts, diagram, card, merged, tiny, plan, finished_again]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Something old at every name that is written."""
+    from adora_vl.report.page import GENERATOR
+
+    for folder in ("merged", "tiny", "checkpoint"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text('"old"')
+    (tmp_path / "report.html").write_text(GENERATOR)
+    for name in ("manifest.json", "stopped.json", "metrics.jsonl", "README.md", "plan.json", "model.safetensors"):
+        (tmp_path / name).write_text('"old"')
+    (tmp_path / "checkpoint" / "model.safetensors").write_text("new" * 1000)
+    (tmp_path / "rollouts-00000001-00000001.parquet").write_text("old")
+    return tmp_path
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("size", [0, 60])
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(
+    write: Callable[[Path], None], size: int, place: Path
+) -> None:
+    before = contents(place)
+    with disk_of(0 if write is stopped else size), pytest.raises((OSError, RunError, UserError)):
+        write(place)
+    after = contents(place)
+    if write is finished_again:
+        after["config.json"] = before["config.json"] = b""  # a file that is whole by itself
+    assert after == before
+    write(place)
+    assert contents(place) != before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_folder_that_cannot_take_its_place_is_taken_away(
+    error: type[BaseException], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one is back, whichever of the two renames fails."""
+    before = contents(place)
+    real = Path.rename
+    for fails in ("merged", "new"):
+
+        def rename(self: Path, target: Path, fails: str = fails) -> Path:
+            if self.name == fails:
+                raise error
+            return real(self, target)
+
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(Path, "rename", rename)
+            merged(place)
+        assert contents(place) == before
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from adora_vl.utils.files import replacing, replacing_folder
+folder = Path(sys.argv[1])
+with replacing(folder / "manifest.json") as file, replacing_folder(folder / "merged") as staged:
+    file.write(b"half"); file.flush()
+    (staged / "config.json").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_start_removes_what_a_killed_run_has_left(place: Path) -> None:
+    before = contents(place)
+    (place / ".mine.partial").write_text("the user's")
+    (place / ".mine.partial-download").write_text("the user's")
+    subprocess.run([sys.executable, "-c", KILLED, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False)
+    assert len(contents(place)) > len(before) + 1
+    clear_staging(place)
+    assert contents(place) == {**before, ".mine.partial": b"the user's", ".mine.partial-download": b"the user's"}
+
+
+BETWEEN = """
+import os, signal, sys
+from pathlib import Path
+from adora_vl.utils.files import replacing_folder
+rename = Path.rename
+def dying(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = dying
+with replacing_folder(Path(sys.argv[1]) / "merged") as staged:
+    (staged / "config.json").write_text("new")
+"""
+
+
+def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(place: Path) -> None:
+    """With the next start of the run, and with the next writing of the folder."""
+    before = contents(place)
+    for recover in (clear_staging, lambda folder: recover_folder(folder / "merged")):
+        subprocess.run([sys.executable, "-c", BETWEEN, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False)
+        assert not (place / "merged").exists()
+        recover(place)
+        assert contents(place) == before
+
+
+def test_what_is_no_file_is_written_to_as_it_is(tmp_path: Path) -> None:
+    """`--json /dev/stdout`, or a named pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    replace_file(pipe, "heard")
+    assert os.read(reader, 100) == b"heard" and pipe.is_fifo()
+    os.close(reader)
+    code = (
+        "from pathlib import Path; from adora_vl.utils import files; files.replace_file(Path('/dev/stdout'), 'heard')"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout == "heard" and Path("/dev/stdout").is_symlink()
+
+
+@pytest.mark.parametrize("holds", ["a file", "other things"])
+def test_the_tiny_model_is_built_over_nothing_else(
+    holds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, `--output ~` deleted the home when the model was built."""
+    from adora_vl.builtin.__main__ import main
+
+    output = tmp_path / "mine"
+    if holds == "a file":
+        output.write_text("mine")
+    else:
+        output.mkdir()
+        (output / "thesis.txt").write_text("mine")
+    before = contents(tmp_path)
+    assert main(["--output", str(output), "--steps", "1"]) == 2
+    assert capsys.readouterr().err.startswith("error: output: ")
+    assert contents(tmp_path) == before
+    if output.is_dir():
+        shutil.rmtree(output)
+        with replacing_folder(output) as staged:
+            (staged / "build.json").write_text(json.dumps({}))
+        assert [path.name for path in output.iterdir()] == ["build.json"]
+
+
+def test_a_link_to_nothing_says_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("gone")
+    said = "'.*/link' is a link to 'gone', which is not there; make that, or remove the link$"
+    for place in (tmp_path / "link", tmp_path / "link" / "below"):
+        with pytest.raises(UserError, match=f"^output: {said}"):
+            make_folder("output", place)
+        with pytest.raises(UserError, match=f"^output_dir: {said}"):
+            lock_output_dir(place)
+        with pytest.raises(UserError, match=f"^dataset: {said}"):
+            split_files(place)
+    assert list(tmp_path.iterdir()) == [tmp_path / "link"]
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_others_may_read_saved_weights_as_the_umask_says(tmp_path: Path) -> None:
+    for umask, wanted in ((0o022, 0o644), (0o027, 0o640), (0o077, 0o600)):
+        before = os.umask(umask)
+        try:
+            with replacing_folder(tmp_path / "model") as made:
+                save_file({"a": torch.zeros(2)}, made / "model.safetensors")
+                (made / "config.json").write_text("{}")
+        finally:
+            os.umask(before)
+        found = {path.name: mode_of(path) for path in (tmp_path / "model").iterdir()}
+        assert found == {"model.safetensors": wanted, "config.json": wanted}
+
+
+@pytest.mark.slow
+def test_a_run_leaves_no_weights_that_its_owner_alone_may_read(adora_run: Path) -> None:
+    weights = list(adora_run.rglob("*.safetensors"))
+    assert len(weights) > 1 and {mode_of(path) for path in weights} == {mode_of(adora_run / "config.json")}
