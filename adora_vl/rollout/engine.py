@@ -149,7 +149,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.served.files = WeightFiles(folder)
 
     def _build_llm(self, **kwargs: Any) -> Any:
-        from adora_vl.rollout.llm import LATER, GroupingLLM  # imports vLLM, which only a colocated engine needs
+        # It imports vLLM, which only a colocated engine needs.
+        from adora_vl.rollout.llm import LATER, GroupingLLM, own_shared_memory
 
         settings = self.settings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
@@ -169,7 +170,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             kwargs["limit_mm_per_prompt"] = {"video": 0}  # otherwise vLLM reserves memory for a video
             if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
-        return GroupingLLM(**kwargs)
+        divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
+        with own_shared_memory() if divided_on_cpu else nullcontext():
+            return GroupingLLM(**kwargs)
 
     def _logprobs_mode(self) -> str:
         """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the trainer applies only

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from vllm import LLM
 from vllm.config import ModelConfig
+from vllm.distributed.device_communicators import cpu_communicator
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.multimodal.media import MediaWithBytes
 
 from adora_vl.data.dataloader import KeptImage
+from adora_vl.utils import compat
 
 LATER = "adora_later"
 
@@ -34,6 +38,31 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
         super().load_weights(model, model_config)
         for name, buffer in model.named_buffers():
             buffer.copy_(computed[name])
+
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def own_shared_memory() -> Iterator[None]:
+    """Inside the block a CPU engine that is divided over processes meets in shared memory with a name of this run.
+
+    Its launcher's process gives the name, so all ranks have the same. After the block all of them have mapped it, and
+    the name is removed: what is mapped stays until the last process ends, however it ends.
+    """
+    ours = f"adora-{os.getppid()}"
+    shared = cpu_communicator._CPUSHMDistributed
+    stock = shared.make_group_name
+
+    def make_group_name(communicator: Any) -> str:
+        return f"/{ours}-{stock(communicator).replace('/', '')}"
+
+    try:
+        with compat.SHARED_MEMORY.replaced_by(staticmethod(make_group_name), on=shared):
+            yield
+    finally:
+        for file in _SHARED_MEMORY.glob(f"{ours}-*"):
+            file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Patch:
         After it, an attribute that `on` has only from its class is deleted from `on`, so that it is not saved with it.
         """
         own = self.name in vars(on)
-        original = getattr(on, self.name)
+        original = vars(on)[self.name] if own else getattr(on, self.name)  # a static method as such
         setattr(on, self.name, value)
         try:
             yield
@@ -132,6 +132,13 @@ TEXT_ATTENTION = Patch(
     upstream="The attention of a shared prompt is registered on top of the model's own, whatever that is, and has to "
     "be chosen for a model that is loaded already. set_attn_implementation checks names against those that it knows.",
     until="set_attn_implementation takes every registered name.",
+)
+SHARED_MEMORY = Patch(
+    owner="vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed",
+    name="make_group_name",
+    upstream="Under a launcher every engine that is divided on a CPU gives its shared memory the same name, and removes "
+    "it only at a regular exit of each process: a second run beside it, or after one that was killed, cannot start.",
+    until="The name has something of the run in it, and vLLM removes it when all ranks have joined.",
 )
 SHARDED_BUILD = Patch(
     owner="transformers.integrations.deepspeed",

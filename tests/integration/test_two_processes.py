@@ -210,6 +210,7 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path):
     seen = []
+    shared = [set(Path("/dev/shm").glob("*cpushm*"))]
     for config, parts in (("cpu", 1), ("cpu_zero3", 2)):
         out = tmp_path / config
         launch(
@@ -225,3 +226,5 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
         assert first["step"] == 1 and first["adora/drift"] < 1e-5
     assert seen[0] == seen[1] and len(seen[0]) == 32
     assert len(set(seen[0].values())) > 16, "the rollouts of a problem differ"
+    shared.append(set(Path("/dev/shm").glob("*cpushm*")))
+    assert shared[0] == shared[1], "what a run leaves there keeps the next from starting"
