@@ -40,7 +40,7 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
             buffer.copy_(computed[name])
 
 
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows names that shm_open was given
 
 
 @contextmanager

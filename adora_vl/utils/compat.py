@@ -136,7 +136,7 @@ TEXT_ATTENTION = Patch(
 SHARED_MEMORY = Patch(
     owner="vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed",
     name="make_group_name",
-    upstream="Under a launcher every engine that is divided on a CPU gives its shared memory the same name, and removes "
+    upstream="Under a launcher every engine that a CPU divides gives its shared memory the same name, and removes "
     "it only at a regular exit of each process: a second run beside it, or after one that was killed, cannot start.",
     until="The name has something of the run in it, and vLLM removes it when all ranks have joined.",
 )
