@@ -374,8 +374,8 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
     adora_weight_folder: str | None = field(
         default=None,
         metadata={
-            "help": "With adora_weight_transfer: file, a folder of the run's own that trainer and servers see, such as "
-            "one in /dev/shm; null: .weights in output_dir."
+            "help": "With adora_weight_transfer: file, a folder that trainer and servers see, such as one in "
+            "/dev/shm; null: .weights in output_dir."
         },
     )
     adora_freeze_vision_tower: bool = field(default=False, metadata={"help": "Do not train the vision tower."})

@@ -146,7 +146,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             clients = connect([one.strip() for one in addresses], self.group_port, patience_s, mode)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
             self.served.servers = Servers(clients, patience_s)
-            self.served.files = WeightFiles(folder)
+            self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
 
     def _build_llm(self, **kwargs: Any) -> Any:
         # It imports vLLM, which only a colocated engine needs.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,18 +18,23 @@ from adora_vl.utils.files import replacing_folder, unwritable
 
 KEY = "adora_weight_folder"
 _FILE_BYTES = 2 * 2**30  # what is held in memory at a time
-_OURS = re.compile(r"\.?adora-weights-\d{6}(\.partial-[0-9a-f]{16})?")
 
 
 class WeightFiles:
-    """Folders `adora-weights-N`, each there whole or not at all, and only while it is read.
+    """Folders `adora-weights-RUN-N`, each there whole or not at all, and only while it is read.
 
-    One process writes. Servers read a folder as they read a checkpoint, so any network and any number of them will do.
+    One process of a run writes. Other runs may have their weights in the same folder, which stay. Servers read a folder
+    as they read a checkpoint, so any network and any number of them will do.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: made when it is written to. What a run that was killed has left there is removed now."""
+    def __init__(self, folder: Path, output_dir: Path) -> None:
+        """`folder`: made when it is written to. What this run, known by its `output_dir`, has left there when it was
+        killed is removed now.
+        """
         self.folder = folder.absolute()
+        run = f"{socket.gethostname()}:{output_dir.resolve()}"  # two machines may each have a disk with such a path
+        self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
+        self._own = re.compile(rf"\.?{self._name}-\d{{6}}(\.partial-[0-9a-f]{{16}})?")
         self._was_there = self.folder.exists()  # with the rights that its owner gave it, so it stays
         self._written = 0
         self._clear()
@@ -40,7 +47,7 @@ class WeightFiles:
         disk refuses them.
         """
         self._written += 1
-        path = self.folder / f"adora-weights-{self._written:06}"  # a new name, which no cache of a shared disk has seen
+        path = self.folder / f"{self._name}-{self._written:06}"  # a new name, which no cache of a shared disk has seen
         rest = iter(tensors)
         try:
             with replacing_folder(path, durable=False) as new:
@@ -59,10 +66,11 @@ class WeightFiles:
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():
-            if _OURS.fullmatch(path.name):
+            if self._own.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-        if not self._was_there and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        if not self._was_there:
+            with suppress(OSError):  # another run has weights in it
+                self.folder.rmdir()
 
 
 def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:

@@ -53,7 +53,8 @@ def engine_of(stand_ins: list[StandIn], folder: Path, model: Any = None, patienc
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
     clients = connect([one.url for one in stand_ins], 0, 5.0, "raw_logprobs")
-    engine.served = Served(accelerator, engine._place_features, Servers(clients, patience_s), WeightFiles(folder))
+    servers, files = Servers(clients, patience_s), WeightFiles(folder, folder)
+    engine.served = Served(accelerator, engine._place_features, servers, files)
     return engine
 
 
@@ -162,7 +163,7 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
 
 def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(stand_ins, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    files = WeightFiles(tmp_path / "file" / "w")
+    files = WeightFiles(tmp_path / "file" / "w", tmp_path)
     taken: list[str] = []
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -175,18 +176,29 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(s
         raise AssertionError("nothing was written")
     assert taken == ["a", "b", "c"], "other ranks gather every tensor"
     monkeypatch.setattr("adora_vl.rollout.weight_files._FILE_BYTES", 8)
-    with WeightFiles(tmp_path / "w").written(tensors()) as folder:
-        assert len(list(folder.iterdir())) == 3 and [one.name for one in folder.parent.iterdir()] == [folder.name]
-    (tmp_path / "w" / ".adora-weights-000007.partial-0123456789abcdef").mkdir(parents=True)
-    (tmp_path / "w" / "weights-000001").mkdir()
-    (tmp_path / "w").chmod(0o700)
-    with WeightFiles(tmp_path / "w").written(tensors()):
+    shared = tmp_path / "w"
+    with WeightFiles(shared, tmp_path).written(tensors()) as folder:
+        assert len(list(folder.iterdir())) == 3 and [one.name for one in shared.iterdir()] == [folder.name]
+    (shared / f".{folder.name}.partial-0123456789abcdef").mkdir(parents=True)
+    (shared / "weights-000001").mkdir()
+    shared.chmod(0o700)
+    with WeightFiles(shared, tmp_path).written(tensors()):
         pass
-    assert [one.name for one in (tmp_path / "w").iterdir()] == ["weights-000001"], "what a killed run has left is gone"
-    (tmp_path / "w" / "weights-000001").rmdir()
-    with WeightFiles(tmp_path / "w").written(tensors()):
+    assert [one.name for one in shared.iterdir()] == ["weights-000001"], "what a killed run has left is gone"
+    (shared / "weights-000001").rmdir()
+    with WeightFiles(shared, tmp_path).written(tensors()):
         pass
-    assert (tmp_path / "w").stat().st_mode & 0o777 == 0o700, "a folder that was there stays, with its owner's rights"
+    assert shared.stat().st_mode & 0o777 == 0o700, "a folder that was there stays, with its owner's rights"
+
+
+def test_two_runs_share_one_folder_of_weights(tmp_path):
+    shared = tmp_path / "w"
+    with WeightFiles(shared, tmp_path / "one").written([("a", torch.zeros(2))]) as one:
+        with WeightFiles(shared, tmp_path / "other").written([("b", torch.ones(2))]) as other:
+            assert {path.name for path in shared.iterdir()} == {one.name, other.name}
+            WeightFiles(shared, tmp_path / "one")  # as where the first run was killed here and goes on
+            assert other.is_dir() and not one.exists()
+        assert shared.is_dir() and not other.exists()
 
 
 def test_a_server_that_takes_connections_and_says_nothing_is_left_out(stand_ins, tmp_path, monkeypatch, capsys):
