@@ -6,14 +6,13 @@ import json
 import math
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import MISSING, Field, asdict, fields, replace
+from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from adora_vl.builtin.assets import data_folders, resolve_model
-from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.checks import is_curve, schedule_of
 from adora_vl.config.command_line import given_keys
 from adora_vl.data.dataset import example_row
@@ -21,8 +20,6 @@ from adora_vl.data.prompt_lengths import LengthCheck
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, template
 from adora_vl.models.load import load_processor
 from adora_vl.planning.memory import (
-    Sharing,
-    cache_bytes_per_token,
     checkpoint_bytes,
     fits,
     largest_batch,
@@ -32,15 +29,15 @@ from adora_vl.planning.memory import (
     replay_bytes,
     run_bytes,
 )
+from adora_vl.planning.memory_report import memory_lines
 from adora_vl.planning.options import DryRunOptions, take_options
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.utils.cli import amount, quantile
+from adora_vl.utils.cli import amount, quantile, section
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
 from adora_vl.utils.launch import prepare_engine_environment
 from data_prep.survey import shown_lines
 
-_ROOMY = 0.25  # of the card: below it the parts of the memory are not listed (--json has them)
 _ANY_LENGTH = 1000  # where the number of updates is not known; without a warmup in steps the curve is the same
 
 
@@ -90,182 +87,6 @@ def _rendered(plan: Plan, messages: list[Message]) -> str:
         return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except (OSError, ValueError):
         return as_text(messages)
-
-
-def section(title: str, lines: Sequence[str]) -> list[str]:
-    """The lines below their underlined title."""
-    return ["", title, "-" * len(title), *lines]
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
-
-
-def _number(count: int) -> str:
-    return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
-
-
-def memory_lines(plan: Plan) -> list[str]:
-    """Predicted memory by component and phase, and the verdict."""
-    setup, card = plan.setup, plan.card
-    prediction = predict(setup, card)
-    names = list(prediction.phases)
-    parts = list(dict.fromkeys(part for phase in prediction.phases.values() for part in phase))
-    lines = [
-        f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
-        f"{setup.sharding.describe()}.",
-        f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + {setup.batch.completion_tokens}) "
-        f"tokens, {setup.batch.image_tokens} of each an image.",
-    ]
-    if prediction.peak < _ROOMY * card:  # nobody asks which part takes how much
-        return section(f"Memory, predicted, on {plan.card_name}", [*lines, *verdict_lines(plan)])
-    lines += ["", f"{'GiB per card':24}" + "".join(f"{name:>24}" for name in names)]
-    for part in parts:
-        cells = [_gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-" for name in names]
-        lines.append(f"{part:24}" + "".join(f"{cell:>24}" for cell in cells))
-    sums = [_gib(sum(prediction.phases[name].values())) for name in names]
-    lines.append(f"{'together':24}" + "".join(f"{cell:>24}" for cell in sums))
-    if prediction.states.host_optimizer:
-        host = prediction.states.host_optimizer * setup.sharding.local_processes
-        whose = "all processes on one host" if setup.sharding.machines == 1 else "the processes of one machine"
-        lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {whose}.")
-    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), _honesty(setup.accelerator)]
-    return section(f"Memory, predicted, on {plan.card_name}", lines)
-
-
-def sharing_lines(plan: Plan) -> list[str]:
-    """What the rollouts of a group share in a micro-batch, and how much that saves."""
-    setup, phase = plan.setup, "forward and backward"
-    batch, group = setup.micro_batch, setup.generations
-    if not (setup.sharing.vision or setup.sharing.prompts):
-        return []
-    ours, alone = (
-        sum(predict(one, plan.card).phases[phase].values()) for one in (setup, replace(setup, sharing=Sharing()))
-    )
-    shared = ["the image"] if batch.image_tokens and setup.sharing.images and batch.unit > 1 else []
-    shared += ["the prompt"] if batch.packed else []
-    lines = []
-    if shared:
-        lines = [
-            f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. With one for each "
-            f"{phase} would take {alone / GIB:.3g} GiB instead of {ours / GIB:.3g}."
-        ]
-    unit = unit_size(batch.sequences, group)
-    if unit < group:
-        lines.append(
-            f"per_device_train_batch_size: {batch.sequences} splits a group into {group // unit} parts, and each "
-            f"computes image and prompt anew; a multiple of num_generations: {group} does not."
-        )
-    return lines
-
-
-def _honesty(accelerator: bool) -> str:
-    if accelerator:
-        return (
-            "These are formulas, checked against torch's accounting on a CPU; no GPU has confirmed them yet. CUDA's "
-            "context, fragmentation and the engine's workspace are assumptions: docs/hardware.md."
-        )
-    return "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
-
-
-def engine_lines(plan: Plan) -> list[str]:
-    """How many rollouts the engine has room for."""
-    engine, setup = predict(plan.setup, plan.card).engine, plan.setup
-    if engine is None or setup.engine is None or not setup.accelerator:
-        return []
-    per_token = cache_bytes_per_token(setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel)
-    return [
-        f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of {setup.engine.max_sequences} rollouts "
-        f"{engine.concurrent} run at once if all reach {setup.engine.max_length} tokens, more if they end earlier.",
-        *share_lines(plan, engine.concurrent),
-    ]
-
-
-def share_lines(plan: Plan, concurrent: int) -> list[str]:
-    """The share of the GPU with which more rollouts than `concurrent` would run at once, or the run would fit."""
-    engine, share = plan.setup.engine, proposed_utilization(plan.setup, plan.card)
-    if engine is None or share is None:
-        return []
-    proposed = predict(replace(plan.setup, engine=replace(engine, utilization=share)), plan.card)
-    more = proposed.engine.concurrent if proposed.engine else 0
-    if more <= concurrent and fits(plan.setup, plan.card):
-        return []
-    return [
-        f"vllm_gpu_memory_utilization: {share:g} instead of {engine.utilization:g} lets {more} run at once, and leaves "
-        f"{1 - proposed.peak / plan.card:.0%} of the card free."
-    ]
-
-
-def verdict_lines(plan: Plan) -> list[str]:
-    """Whether it fits, and what would."""
-    setup, card = plan.setup, plan.card
-    prediction = predict(setup, card)
-    good = fits(setup, card)
-    peak, share = prediction.peak / GIB, prediction.peak / card
-    taken = f"{peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB"
-    if good and plan.refusing:
-        lines = [f"The memory would suffice ({taken}), but the run does not start: some prompts are too long (above)."]
-    elif good:
-        lines = [f"It fits: {taken}."]
-    elif prediction.peak > card:
-        parts = prediction.phases[prediction.peak_phase]
-        largest = max(parts, key=lambda name: parts[name])
-        lines = [
-            f"It does NOT fit: {prediction.peak_phase} would take {peak:.3g} GiB of {card / GIB:.3g}; the largest part "
-            f"is {largest} ({parts[largest] / GIB:.3g} GiB). {remedy(plan)}"
-        ]
-    else:
-        lines = [
-            "It does NOT fit: the engine's share has no room for one rollout of full length; raise "
-            "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
-        ]
-    batch = largest_batch(setup, card)
-    most = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
-    lines.append(
-        f"Largest per_device_train_batch_size that fits, of those that keep groups of {setup.generations} whole or "
-        f"split them evenly: {most} (keep its product with gradient_accumulation_steps and processes)."
-    )
-    return [*lines, largest_image_line(plan)] if setup.shape.vision is not None else lines
-
-
-def largest_image_line(plan: Plan) -> str:
-    """The largest `max_pixels`, or what leaves no room for any image."""
-    if plan.limit is not None and plan.image_room < 1:
-        return (
-            f"No max_pixels leaves room for a whole answer: text of up to {plan.lengths.longest_text} tokens and "
-            f"max_completion_length: {plan.limit.completion} together exceed {plan.limit.name}."
-        )
-    tokens = largest_image_tokens(plan.setup, plan.card, plan.image_room)
-    pixels = tokens * plan.setup.shape.image_token_pixels
-    return f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)." if tokens else "No max_pixels fits."
-
-
-def remedy(plan: Plan) -> str:
-    """What to change first, for the settings at hand."""
-    setup = plan.setup
-    wishes = []
-    share = proposed_utilization(setup, plan.card)
-    if share is not None:  # with which it fits; how many rollouts run at once then, `share_lines` says
-        wishes.append(f"vllm_gpu_memory_utilization: {share:g}")
-    if setup.engine and not setup.engine.sleep and setup.accelerator:
-        wishes.append("vllm_enable_sleep_mode: true")
-    if not setup.checkpointing:
-        wishes.append("gradient_checkpointing: true")
-    if setup.sharding.processes > 1 and setup.sharding.stage != 3:
-        wishes.append("ZeRO-3 (configs/accelerate/zero3.yaml)")
-    elif setup.sharding.stage == 3 and not setup.sharding.offload_optimizer:
-        wishes.append("the optimizer in host memory (configs/accelerate/zero3_offload.yaml)")
-    if setup.reference and not setup.shape.adapters:
-        wishes.append("beta: 0.0 (no reference model)")
-    if not setup.shape.adapters and setup.sharding.stage is None:
-        wishes.append("use_peft: true")
-    if setup.engine and share is None:
-        wishes.append("a lower vllm_gpu_memory_utilization")
-    if setup.sharding.stage == 3:
-        wishes.append("more machines (--machines N; docs/hardware.md)")
-    if predict(setup, plan.card).peak_phase == "forward and backward":
-        wishes.append("a smaller per_device_train_batch_size or max_pixels")
-    return f"Try, in this order: {'; '.join(wishes)}."
 
 
 def default_of(field: Field[Any]) -> Any:

@@ -7,14 +7,24 @@ from dataclasses import dataclass, replace
 
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.dedup.shared_prompt import sharing_pays
-from adora_vl.models.shape import PATCHES_A_PASS, ModelShape, Tower
+from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
+from adora_vl.planning.activations import (
+    FLOAT,
+    Dtypes,
+    MicroBatch,
+    head_saved,
+    head_transient,
+    mask_bytes,
+    saved,
+    vision_layer,
+)
 from adora_vl.planning.sharding import Sharding
 from adora_vl.utils.files import GIB
 
 BUCKET = 500_000_000  # reduce_bucket_size, in parameters: allocated whole, however small the model is
 LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
 SUB_GROUP = 1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
-_FLOAT, _ADAM = 4, 2  # Adam keeps two moments
+_ADAM = 2  # moments of a parameter
 
 
 @dataclass(frozen=True)
@@ -42,9 +52,9 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
     ranks = sharding.processes
     everything, trained = shape.total * byte, shape.trained
     over = {level: ranks if sharding.stage >= level else 1 for level in (1, 2, 3)}
-    optimizer = trained * (_ADAM * _FLOAT + (_FLOAT if mixed else 0)) // over[1]
+    optimizer = trained * (_ADAM * FLOAT + (FLOAT if mixed else 0)) // over[1]
     # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever the model has
-    on_host = trained * ((_ADAM + 2) * _FLOAT + byte) // over[1]
+    on_host = trained * ((_ADAM + 2) * FLOAT + byte) // over[1]
     gradients = trained * byte // over[2]
     bucket = BUCKET * byte if sharding.stage >= 2 else 0
     part = trained // over[1]
@@ -54,13 +64,13 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
         optimizer=0 if sharding.offload_optimizer else optimizer,
         reference=everything // over[3] if reference and not shape.adapters else 0,
         gathered=min(shape.total, LIVE_PARAMETERS) * byte if sharding.stage == 3 and ranks > 1 else 0,
-        step=0 if sharding.offload_optimizer or not mixed else _FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
+        step=0 if sharding.offload_optimizer or not mixed else FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
         host_optimizer=on_host if sharding.offload_optimizer else 0,
     )
 
 
 def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
-    byte = _FLOAT if shape.adapters else shape.weight_bytes
+    byte = FLOAT if shape.adapters else shape.weight_bytes
     base = (shape.total - shape.trained) if shape.adapters else shape.total
     weights = base * shape.weight_bytes + (shape.trained * byte if shape.adapters else 0)
     copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy of the gradients
@@ -75,176 +85,7 @@ def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
     )
 
 
-TILE_TOKENS, TILE_VOCABULARY = 4096, 32768  # TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's LM head
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Bytes of a number: `compute` in matrix products (autocast), `stream` in the residual stream and the weights."""
-
-    compute: int
-    stream: int
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward pass sees; every sequence as long as the longest, since they are padded."""
-
-    sequences: int
-    prompt_tokens: int  # with the image tokens
-    completion_tokens: int
-    image_tokens: int = 0  # per sequence
-    unit: int = 1  # sequences of one problem, for which its image is looked at once
-    packed: bool = False  # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
-
-    @property
-    def rows(self) -> int:
-        return self.sequences // self.unit if self.packed else self.sequences
-
-    @property
-    def length(self) -> int:
-        if self.packed:
-            return self.prompt_tokens + self.unit * (self.completion_tokens - 1)
-        return self.prompt_tokens + self.completion_tokens
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-    def patches(self, merge: int) -> int:
-        return self.sequences // self.unit * self.image_tokens * merge**2
-
-
-def _norms(width: int, dtypes: Dtypes) -> int:
-    """Two RMS norms, in bytes per token: the input in float32, the normalised one, what the next product reads."""
-    return 2 * width * (_FLOAT + dtypes.stream + dtypes.compute)
-
-
-def _layer_norms(width: int, dtypes: Dtypes) -> int:
-    """Two layer norms, in bytes per token: the input, its mean and deviation, what the next product reads."""
-    return 2 * (width * (dtypes.stream + dtypes.compute) + 2 * _FLOAT)
-
-
-def _mlp(tower: Tower, dtypes: Dtypes) -> int:
-    """In bytes per token. SwiGLU: gate, its activation, up, and their product; else the GELU's input and its output."""
-    return (4 if tower.swiglu else 2) * tower.mlp_width * dtypes.compute
-
-
-def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
-    """What one decoder layer saves, in bytes.
-
-    `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (not where there is one head of
-    them: that is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
-    """
-    queries = tower.heads * tower.head_size
-    keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
-    attention = 2 * (queries + keys) * dtypes.compute + tower.heads * _FLOAT  # q, out, k, v, logsumexp
-    if tower.head_norms:  # their input in float32 and the normalised one; the queries may be fewer than repeated keys
-        attention += (tower.heads + tower.kv_heads) * (tower.head_size * (_FLOAT + dtypes.stream) + _FLOAT)
-    mask = batch.rows * batch.length**2 * dtypes.compute if masked else 0
-    # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated, and its own
-    repeated = batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
-    joined = repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
-    return batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)) + mask + joined
-
-
-def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
-    """A padding mask beside what the layers save of it: the boolean one, which lasts as long as the pass, and on a GPU
-    the numbers of the present layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
-    """
-    pairs = batch.rows * batch.length**2
-    aligned = batch.rows * batch.length * (-(-batch.length // 16) * 16)
-    return pairs + (aligned * dtypes.compute if accelerator else 0)
-
-
-def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
-    """What one block of the vision tower saves, in bytes.
-
-    Attention keeps the whole fused q/k/v (v is a view into it), rotated q and k, the output of each window and all of
-    them joined.
-    """
-    return patches * (
-        (_norms if tower.swiglu else _layer_norms)(tower.width, dtypes) + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
-        + tower.heads * _FLOAT + _mlp(tower, dtypes)
-    )  # fmt: skip
-
-
-def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
-    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU between them. The
-    mergers of deepstack features save the same, but for the input of their norm, which the next block keeps.
-    """
-    norm = (_FLOAT if tower.swiglu else 0) + dtypes.stream
-    return patches * tower.width * (norm + 3 * (1 + deepstack) * dtypes.compute)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Bytes that stay from the forward to the backward pass, and the most that one layer adds while it goes back."""
-
-    text: int
-    vision: int
-    recomputed: int  # one layer's own, where gradient checkpointing recomputes it; else 0
-    layer_gradients: int  # of one layer's inner values, while they are alive
-
-
-def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing: bool, masked: bool = True) -> Saved:
-    """What is kept of one micro-batch. A frozen vision tower keeps nothing, unless gradient checkpointing is on."""
-    text, eye = shape.text, shape.vision
-    one_text = text_layer(text, batch, dtypes, masked=masked)
-    inputs = batch.tokens * text.width * dtypes.stream
-    final_norm = batch.tokens * text.width * (_FLOAT + dtypes.stream)
-    text_bytes = text.layers * (inputs if checkpointing else one_text) + final_norm
-    # The backward of SwiGLU holds the gradients of its product, of gate and of up, and that of the residual stream.
-    gradients = batch.tokens * (3 * text.mlp_width + text.width) * dtypes.compute
-    vision_bytes, one_block = 0, 0
-    patches = batch.patches(shape.merge)
-    if eye is not None and patches:
-        trained = shape.trainable["vision_tower"] > 0
-        # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or not
-        reached = trained or checkpointing
-        if reached:
-            one_block = vision_layer(eye, patches, dtypes)
-            vision_bytes = eye.layers * (patches * eye.width * dtypes.stream if checkpointing else one_block)
-        if trained:  # the pixels themselves are an input; a copy in another dtype is not
-            vision_bytes += patches * shape.patch_values * (dtypes.compute if dtypes.compute != _FLOAT else 0)
-        if shape.trainable["projector"]:
-            vision_bytes += merger(eye, patches, dtypes, shape.deepstack)
-            if not reached:  # then no block keeps what the norms of the deepstack features read
-                vision_bytes += shape.deepstack * patches * eye.width * dtypes.stream
-        elif reached:  # the norm's input and the GELU's
-            vision_bytes += patches * eye.width * (_FLOAT + dtypes.compute)
-    return Saved(text_bytes, vision_bytes, max(one_text, one_block) if checkpointing else 0, gradients)
-
-
-def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
-    """Kept by TRL's fused LM head: the hidden states of the tokens it scores, never the logits."""
-    return _scored(batch, compact) * (shape.text.width * dtypes.stream + 8 + 2 * _FLOAT)
-
-
-def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
-    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients of hidden states
-    and, where the head is trained, of its weight, with their copies in the model's dtype.
-
-    `compact`: on a GPU only completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens
-    are, and torch's own operations hold eight float32 values of the tile at once.
-    """
-    tokens, width = _scored(batch, compact), shape.text.width
-    rows = min(tokens, TILE_TOKENS)
-    tile = rows * TILE_VOCABULARY * dtypes.compute
-    if not compact:
-        tile += 8 * rows * min(shape.vocabulary, TILE_VOCABULARY) * _FLOAT
-    hidden = tokens * width * (_FLOAT + (dtypes.stream if dtypes.stream != _FLOAT else 0))
-    weight = shape.vocabulary * width * (_FLOAT + (dtypes.stream if dtypes.stream != _FLOAT else 0))
-    return tile + hidden + (weight if shape.head_is_trained else 0)
-
-
-def _scored(batch: MicroBatch, compact: bool) -> int:
-    return batch.sequences * batch.completion_tokens if compact else batch.rows * (batch.length - 1)
-
-
-WORKSPACE = (
-    2 * 2**30
-)  # assumed: activations of a prefill step, CUDA graphs, the encoder cache. vLLM measures it itself.
+WORKSPACE = 2 * GIB  # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
 CPU_WORKSPACE = 2**29  # assumed likewise for vLLM's CPU build
 ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
 
@@ -298,19 +139,19 @@ def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, proc
     ZeRO-2 and below, the module's weights once more.
     """
     if sharding.stage is None:
-        byte = _FLOAT if shape.adapters else shape.weight_bytes
+        byte = FLOAT if shape.adapters else shape.weight_bytes
         model = shape.trained * byte if shape.adapters else shape.total * byte
         return model + _ADAM * shape.trained * byte + processor + _SMALL
     byte = 2 if mixed else shape.weight_bytes
     model = (shape.trained if shape.adapters else shape.total) * byte
-    optimizer = shape.trained * (_ADAM + 1) * _FLOAT
+    optimizer = shape.trained * (_ADAM + 1) * FLOAT
     module = shape.total * byte if sharding.stage < 3 else (shape.total - shape.trained) * byte
     return model + optimizer + module + processor + _SMALL
 
 
 def replay_bytes(groups: int, processes: int, image_tokens: int, shape: ModelShape) -> int:
     """The images of `adora_replay_groups` in a checkpoint, of all processes. Their tokens are small beside them."""
-    return groups * processes * image_tokens * shape.merge**2 * shape.patch_values * _FLOAT
+    return groups * processes * image_tokens * shape.merge**2 * shape.patch_values * FLOAT
 
 
 def run_bytes(checkpoint: int, model: int, kept: int) -> int:

@@ -34,8 +34,9 @@ from adora_vl.models.check import check_family
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.models.shape import ModelShape, config_for_planning, describe
+from adora_vl.planning.activations import MicroBatch
 from adora_vl.planning.lengths import Lengths, assumed, character_counter, held_against, joined, measure, only
-from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, MicroBatch, Setup, Sharing
+from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
 from adora_vl.planning.options import DryRunOptions
 from adora_vl.planning.sharding import Sharding, from_environment, from_file, spread_over
 from adora_vl.rollout.engine_settings import refuse_on_cpu

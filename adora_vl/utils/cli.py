@@ -67,6 +67,11 @@ def shown(value: object, longest: int = 60) -> str:
     return written if len(written) <= longest else f"{written[:longest]}..."
 
 
+def section(title: str, lines: Sequence[str]) -> list[str]:
+    """The lines of a report below their underlined title."""
+    return ["", title, "-" * len(title), *lines]
+
+
 @contextmanager
 def imports() -> Iterator[None]:
     """For the imports of a command, which take seconds: Ctrl-C ends them with a line too."""

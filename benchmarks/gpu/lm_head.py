@@ -14,7 +14,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
 
 from adora_vl.models.shape import describe
-from adora_vl.planning.memory import Dtypes, MicroBatch, head_transient
+from adora_vl.planning.activations import Dtypes, MicroBatch, head_transient
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, free_bytes, words
 from benchmarks.gpu.table import Line, at_most, skipped
@@ -56,7 +56,7 @@ def run(setting: Setting) -> Iterator[Line]:
     predicted = head_transient(shape, batch, Dtypes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu)
     peak = peak_bytes(setting.device, lambda: _passed(fused, *inputs))
     yield at_most(
-        "peak memory", peak / GIB, 1.1 * predicted / GIB, "GiB", "a tenth over adora_vl.planning.memory's formula"
+        "peak memory", peak / GIB, 1.1 * predicted / GIB, "GiB", "a tenth over adora_vl.planning.activations' formula"
     )
     yield from _speed(setting, hidden, weight, targets)
 

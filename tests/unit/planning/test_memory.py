@@ -18,10 +18,10 @@ from trl import ModelConfig, get_peft_config
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, describe
+from adora_vl.planning.activations import MicroBatch
 from adora_vl.planning.memory import (
     BUCKET,
     Engine,
-    MicroBatch,
     Setup,
     Sharing,
     batch_sizes,

@@ -19,8 +19,8 @@ from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, describe
-from adora_vl.planning import memory as activations
-from adora_vl.planning.memory import Dtypes, MicroBatch, head_saved, head_transient, saved
+from adora_vl.planning import activations
+from adora_vl.planning.activations import Dtypes, MicroBatch, head_saved, head_transient, saved
 
 pytestmark = pytest.mark.slow
 
