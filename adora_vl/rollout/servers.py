@@ -98,6 +98,14 @@ class Server:
         found = self._json("GET", "server_info?config_format=json", timeout=timeout)
         self.life = str(found["vllm_config"]["instance_id"])
 
+    def check_weights(self) -> None:
+        """Raise `UnusableServerError` where it was started again since it read the weights: it has its checkpoint's."""
+        if not self.synced_life:  # weights do not travel by file
+            return
+        self.look()
+        if self.life != self.synced_life:
+            raise UnusableServerError("it was started again, and has not the policy's weights until the next sync")
+
     def answer(self, ask: GroupRequest, place: PlaceFeatures) -> Answer:
         """Sample. `place` points image features at the image tokens of the prompt."""
         features = None
@@ -183,28 +191,35 @@ class Servers:
         self._all_do(Server.forget)
 
     def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Answer]:
-        """An answer to each request. What a server does not answer is asked of the others.
+        """An answer to each request. What a server does not answer is asked of the others, and so is what it answered
+        if it turns out afterwards that it has lost the weights.
 
         Raises `NoServerError` where none is left, and `RolloutError` for what no server would answer.
         """
         answers: dict[int, Answer] = {}
-        problem: BaseException | None = None
+        last: Exception | None = None
         while left := [number for number in range(len(asks)) if number not in answers]:
             servers = list(self.living)
             if not servers:
-                raise NoServerError(_none_left(problem))
+                raise NoServerError(_none_left(last))
             turns = {number: servers[turn % len(servers)] for turn, number in enumerate(left)}
             work = [partial(turns[number].answer, asks[number], place) for number in left]
+            found: dict[int, Answer] = {}
             for number, future in zip(left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True):
                 problem = future.exception()
                 if problem is None:
-                    answers[number] = future.result()
+                    found[number] = future.result()
                 elif isinstance(problem, RolloutError) or not isinstance(problem, Exception):
                     raise problem
                 elif str(problem).startswith(_REFUSED):  # every server would
                     raise RolloutError(f"a vLLM server refuses what it is asked: {problem}"[:400]) from problem
                 elif turns[number] in self.living:
-                    self._leave_out(turns[number], problem)
+                    self._leave_out(turns[number], last := problem)
+            asked = [server for server in self.living if server in turns.values()]
+            for server, doubt in _together(asked, Server.check_weights).items():
+                if doubt is not None:
+                    self._leave_out(server, last := doubt)
+            answers |= {number: answer for number, answer in found.items() if turns[number] in self.living}
         return [answers[number] for number in range(len(asks))]
 
     def _all_do(self, do: Callable[[Server], None], hint: str = "") -> None:

@@ -117,6 +117,37 @@ def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(s
             stand_ins[1].dead, stand_ins[1].spoil = False, lambda reply: reply
 
 
+def test_a_server_that_was_started_again_after_the_sync_is_not_believed(stand_ins, tmp_path, capsys, subtests):
+    prompts, images = rows(5)
+    before, other = stand_ins[1].start_again, stand_ins[0]
+
+    def meanwhile(reply: dict[str, Any]) -> dict[str, Any]:
+        before()
+        return reply
+
+    for when in ("before it is asked", "while it samples"):
+        with subtests.test(when):
+            engine = engine_of(stand_ins, tmp_path / "w", nn_model())
+            engine.sync_weights()
+            expected, asked = engine.generate(prompts, images, 2), len(requests(other))
+            if when == "while it samples":
+                stand_ins[1].spoil = meanwhile
+            else:
+                before()
+            assert engine.generate(prompts, images, 2) == expected
+            assert len(requests(other)) - asked == 5, "the groups of both, since the other has other weights"
+            said = capsys.readouterr().out
+            assert said.count("is left out (1 of 2 servers go on)") == 1 and "it was started again" in said
+            stand_ins[1].spoil = lambda reply: reply
+            engine.sync_weights()
+            assert len(engine.served.servers.living) == 2, "with the weights of the next sync"
+    alone = engine_of(stand_ins[1:], tmp_path / "w", nn_model())
+    alone.sync_weights()
+    before()
+    with pytest.raises(NoServerError, match="no vLLM server is left; the last one: .*it was started again"):
+        alone.generate(prompts, images, 2)
+
+
 def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch):
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     for one in stand_ins:
