@@ -2,7 +2,7 @@
 
 Every finished run is a file in OUTPUT/runs. The command can be stopped and started again: it goes on with what is
 missing. `--report` only reads what is there, and `--tables` prints every table from one file, by default that of the
-runs that docs/experiments.md is about.
+runs that docs/experiments.md is about. `--add` puts the finished runs there, beside those of other machines.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from adora_vl.utils.launch import prepare_engine_environment
-from benchmarks.attenuation.report import all_tables, conditions, write_report
-from benchmarks.attenuation.start import ARITHMETIC, build_arithmetic, build_start
+from benchmarks.attenuation.report import add_runs, all_tables, conditions, draw_curves, write_report
+from benchmarks.attenuation.start import arithmetic_folder, build_arithmetic, build_start, fingerprint
 from benchmarks.attenuation.task import SETTINGS, read_settings
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,7 +41,9 @@ def train_all(settings: Path, output: Path, workers: int) -> int:
     words = [sys.executable, "-m", "benchmarks.attenuation", "--settings", str(settings), "--output", str(output)]
     words += ["--commit", commit(), "--workers", str(workers)]
     output.mkdir(parents=True, exist_ok=True)
-    build_arithmetic(output / ARITHMETIC, read_settings(settings).start)
+    plan = read_settings(settings)
+    for number in sorted({job.arithmetic for job in plan.jobs()}):
+        build_arithmetic(arithmetic_folder(output, number), plan.start, number)
     running = []
     for worker in range(workers):
         with (output / f"worker-{worker}.log").open("a") as log:
@@ -61,12 +63,14 @@ def work(options: argparse.Namespace) -> None:
         result = options.output / "runs" / f"{job.name}.json"
         if job.seed % options.workers != options.worker or result.is_file():
             continue
-        start = options.output / "starts" / str(job.seed)
-        build_start(start, options.output / ARITHMETIC, settings.start, job.seed)
+        arithmetic = arithmetic_folder(options.output, job.arithmetic)
+        start = options.output / "starts" / (f"{job.arithmetic}-{job.seed}" if job.arithmetic else str(job.seed))
+        build_start(start, arithmetic, settings.start, job.seed)
+        facts = {"commit": options.commit, "arithmetic": fingerprint(arithmetic)}
         try:
             arm = settings.arms[job.arm].get(YOKED_TO)
             record = read_record(result.with_name(f"{replace(job, arm=arm).name}.json")) if arm else None
-            found = run_job(settings, job, start, options.commit, record)
+            found = run_job(settings, job, start, facts, record)
         except Exception:  # one run that fails is said and left out; starting again tries it again
             traceback.print_exc()
             continue
@@ -76,8 +80,8 @@ def work(options: argparse.Namespace) -> None:
         print(f"{job.name}: {figures}", flush=True)
 
 
-def print_tables(file: Path) -> int:
-    """Every table, from the file with all runs that an earlier command wrote."""
+def print_tables(file: Path, curves: Path | None) -> int:
+    """Every table, from the file with all runs that an earlier command wrote, and the curves of what has two arms."""
     try:
         runs = [json.loads(line) for line in file.read_text().splitlines()]
         tables = all_tables(runs) if conditions(runs) else ""
@@ -86,6 +90,8 @@ def print_tables(file: Path) -> int:
     if not tables:
         raise SystemExit(f"--tables: {file} has no run")
     print(tables)
+    if curves:
+        draw_curves(runs, conditions(runs, arms=2), curves)
     return 0
 
 
@@ -98,17 +104,23 @@ def main() -> int:
     parser.add_argument(
         "--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables of a runs.jsonl"
     )
+    parser.add_argument("--curves", type=Path, metavar="PNG", help="with --tables: draw the curves too")
+    parser.add_argument(
+        "--add", type=Path, nargs="?", const=RUNS, metavar="FILE", help="add the runs to a runs.jsonl that has others"
+    )
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # which of them this process is
     parser.add_argument("--commit", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tables:
-        return print_tables(options.tables)
+        return print_tables(options.tables, options.curves)
     options.settings, options.output = options.settings.resolve(), options.output.resolve()
     if options.worker is not None:
         work(options)
         return 0
     failed = 0 if options.report else train_all(options.settings, options.output, options.workers)
     write_report(options.output)
+    if options.add:
+        print(f"{add_runs(options.output, options.add)} runs added to {options.add}")
     names = [job.name for job in read_settings(options.settings).jobs()]
     missing = [name for name in names if not (options.output / "runs" / f"{name}.json").is_file()]
     if missing:

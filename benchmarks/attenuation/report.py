@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from adora_vl.utils.files import replace_file
 from eval.scoring.statistics import half_width, sign_flips
 
 ARMS = {
@@ -91,10 +92,18 @@ TRAINING: Columns = (
 )
 
 
-def select(runs: Sequence[Run], regime: str, recipe: str, arm: str, *, engine: bool = False) -> dict[int, Run]:
-    """The runs of an arm by their seed: those that Transformers sampled, or those of the engine."""
+Pair = tuple[str, int]
+
+
+def pair_of(run: Run) -> Pair:
+    """Runs that agree in this share their start: the arithmetic model that it is made of, and the seed."""
+    return run.get("arithmetic", ""), run["seed"]
+
+
+def select(runs: Sequence[Run], regime: str, recipe: str, arm: str, *, engine: bool = False) -> dict[Pair, Run]:
+    """The runs of an arm by their pair: those that Transformers sampled, or those of the engine."""
     wanted = (regime, recipe, arm, engine)
-    return {run["seed"]: run for run in runs if (run["regime"], run["recipe"], run["arm"], run["engine"]) == wanted}
+    return {pair_of(run): run for run in runs if (run["regime"], run["recipe"], run["arm"], run["engine"]) == wanted}
 
 
 def levels(runs: Sequence[Run], regime: str, recipe: str, columns: Columns) -> list[str]:
@@ -119,9 +128,9 @@ def levels(runs: Sequence[Run], regime: str, recipe: str, columns: Columns) -> l
 def paired(
     runs: Sequence[Run], regime: str, recipe: str, one: str, other: str, value: Callable[[Run], float | None]
 ) -> list[float]:
-    """The differences `one` minus `other` in points, seed by seed."""
+    """The differences `one` minus `other` in points, pair by pair."""
     first, second = select(runs, regime, recipe, one), select(runs, regime, recipe, other)
-    pairs = [(value(first[seed]), value(second[seed])) for seed in sorted(first.keys() & second.keys())]
+    pairs = [(value(first[pair]), value(second[pair])) for pair in sorted(first.keys() & second.keys())]
     return [100 * (a - b) for a, b in pairs if a is not None and b is not None]
 
 
@@ -167,20 +176,21 @@ def comparisons(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
 
 def summary(runs: Sequence[Run], title: str, value: Callable[[Run], float | None]) -> list[str]:
     """A Markdown table of one figure in percent, with the number of seeds: a row per regime and recipe, a column per
-    arm, and what ADORA is ahead of GRPO.
+    arm, and what ADORA is ahead of GRPO, with the exact sign-flip test of it.
     """
     arms = [arm for arm in ARMS if any(run["arm"] == arm for run in runs)]
     lines = [
-        f"| {title} (seeds) | " + " | ".join(ARMS[arm] for arm in arms) + " | ADORA - GRPO [95 %] |",
-        "|---" * (len(arms) + 2) + "|",
+        f"| {title} (seeds) | " + " | ".join(ARMS[arm] for arm in arms) + " | ADORA - GRPO [95 %] | p |",
+        "|---" * (len(arms) + 3) + "|",
     ]
     for regime, recipe in conditions(runs):
         cells = []
         for arm in arms:
             known = [v for v in map(value, select(runs, regime, recipe, arm).values()) if v is not None]
             cells.append(f"{100 * statistics.fmean(known):.1f} ({len(known)})" if known else "-")
-        ahead = interval(paired(runs, regime, recipe, "adora", "grpo", value))
-        lines.append(f"| {regime}, `{recipe}` | {' | '.join(cells)} | {ahead} |")
+        ahead = paired(runs, regime, recipe, "adora", "grpo", value)
+        test = f"{sign_flips(ahead):.3f}" if len(ahead) > 1 else "-"
+        lines.append(f"| {regime}, `{recipe}` | {' | '.join(cells)} | {interval(ahead)} | {test} |")
     return lines
 
 
@@ -188,7 +198,7 @@ def engines(runs: Sequence[Run]) -> list[str]:
     """A Markdown table of the runs that were made both ways, with their accuracy and chains at the end in percent."""
     lines = ["| run | accuracy: Transformers | vLLM | chains: Transformers | vLLM |", "|---|---|---|---|---|"]
     for run in (run for run in runs if run["engine"]):
-        other = select(runs, run["regime"], run["recipe"], run["arm"]).get(run["seed"])
+        other = select(runs, run["regime"], run["recipe"], run["arm"]).get(pair_of(run))
         if other is None:
             continue
         cells = [f"{100 * one['held_out'][-1][key]:.1f}" for key in ("accuracy", "chains") for one in (other, run)]
@@ -248,15 +258,33 @@ def read_runs(folder: Path) -> list[Run]:
     return [thinned(json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
 
 
-def conditions(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Regime and recipe of what was run, in the order of their names."""
-    return sorted({(run["regime"], run["recipe"]) for run in runs if not run["engine"]})
+def add_runs(output: Path, file: Path) -> int:
+    """Append the finished runs of an output folder to a file of runs, where they are not there yet. Says how many."""
+
+    def place(run: Run) -> tuple[Any, ...]:
+        return (*pair_of(run), run["regime"], run["recipe"], run["arm"], run["engine"])
+
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    there = set(map(place, kept))
+    new = [run for run in read_runs(output / "runs") if place(run) not in there]
+    replace_file(file, "".join(json.dumps(run) + "\n" for run in [*kept, *new]))
+    return len(new)
+
+
+def conditions(runs: Sequence[Run], arms: int = 1) -> list[tuple[str, str]]:
+    """Regime and recipe of what was run with so many arms, in the order of their names."""
+    known = sorted({(run["regime"], run["recipe"]) for run in runs if not run["engine"]})
+    return [one for one in known if sum(bool(select(runs, *one, arm)) for arm in ARMS) >= arms]
 
 
 def all_tables(runs: Sequence[Run]) -> str:
     """All tables as Markdown."""
     parts = []
-    for title, value in (("accuracy, end", end("accuracy")), ("accuracy, mean over steps", area("accuracy"))):
+    for title, value in (
+        ("accuracy, end", end("accuracy")),
+        ("accuracy, mean over steps", area("accuracy")),
+        ("chains, end", end("chains")),
+    ):
         parts += [*summary(runs, title, value), ""]
     for regime, recipe in conditions(runs):
         parts += [f"## {regime}, `{recipe}`", "", *levels(runs, regime, recipe, HELD_OUT), ""]

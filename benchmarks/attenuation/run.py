@@ -162,11 +162,11 @@ def _config(settings: Settings, job: Trial, folder: Path) -> Any:
 
 
 def run_job(
-    settings: Settings, job: Trial, start: Path, commit: str, record: Sequence[float | None] | None = None
+    settings: Settings, job: Trial, start: Path, facts: dict[str, str], record: Sequence[float | None] | None = None
 ) -> dict[str, Any]:
     """Train one arm from a start. Returns its figures: held-out points, and what each generation was like.
 
-    `record`: the mean weights that a yoked arm replays.
+    `facts`: what else to write down. `record`: the mean weights that a yoked arm replays.
     """
     began, processor = time.perf_counter(), time.process_time()
     number = settings.training(job)["max_steps"] * settings.prompts
@@ -202,7 +202,7 @@ def run_job(
     gc.collect()
     return {
         "regime": job.regime, "recipe": job.recipe, "seed": job.seed, "arm": job.arm, "engine": job.engine,
-        "commit": commit,
+        **facts,
         "held_out": rounded(watch.points), "steps": rounded(batches),
         "seconds": round(time.perf_counter() - began, 1),
         "processor_seconds": round(time.process_time() - processor, 1),

@@ -1,10 +1,11 @@
 """The start of a seed: a small language model that copies the teacher, the same for all arms and regimes.
 
-It learns in two stages: first to compute, which one model does for all seeds, and then to answer as the teacher does.
+It learns in two stages: first to compute, which one model does for many seeds, and then to answer as the teacher does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +22,6 @@ from adora_vl.builtin.small_model import fit, fresh_text_model, save_built
 from adora_vl.builtin.tiny_text import build_text_config
 from benchmarks.attenuation.task import ChainProblem, Regime, Teaching, draw, teacher
 
-ARITHMETIC = "starts/arithmetic"  # in the output folder
 HEADS = 4
 
 
@@ -75,15 +75,24 @@ def _save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast, start: T
     save_built(folder, model, tokenizer, {**facts, **plan})
 
 
-def build_arithmetic(folder: Path, start: Teaching) -> None:
-    """A model that writes every chain without a slip, which all starts are made of. One that is there stays.
+def arithmetic_folder(output: Path, number: int) -> Path:
+    return output / "starts" / (f"arithmetic-{number}" if number else "arithmetic")
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a model's weights. The same seed gives other weights on another machine, and then other starts."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:8]
+
+
+def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
+    """A model that writes every chain without a slip, which starts are made of. One that is there stays.
 
     A teacher that slips from the beginning does not get the arithmetic across: after 600 steps no chain was right.
     """
     if _is_there(folder):
         return
-    tokenizer, rng = _tokenizer(), random.Random("arithmetic")
-    model = fresh_text_model(_config(tokenizer, start), tokenizer, seed=0)
+    tokenizer, rng = _tokenizer(), random.Random(f"arithmetic/{number}" if number else "arithmetic")
+    model = fresh_text_model(_config(tokenizer, start), tokenizer, seed=number)
 
     def example() -> tuple[ChainProblem, str]:
         problem = _problem(rng, start)

@@ -142,16 +142,18 @@ class Trial:
     seed: int
     arm: str
     engine: bool  # whether vLLM samples the rollouts, or Transformers
+    arithmetic: int = 0  # the seed of the arithmetic model that the start is made of
 
     @property
     def name(self) -> str:
-        return f"{self.regime}-{self.recipe}-{self.seed}-{self.arm}{'-engine' if self.engine else ''}"
+        model = f"-arithmetic-{self.arithmetic}" if self.arithmetic else ""
+        return f"{self.regime}-{self.recipe}-{self.seed}-{self.arm}{'-engine' if self.engine else ''}{model}"
 
 
 @dataclass(frozen=True)
 class Settings:
     """`recipes`: keys of the config by name. `runs`: regime, recipe, number of seeds; optionally arms, the first seed,
-    and whether to use the engine."""
+    whether to use the engine, and the seed of the arithmetic model."""
 
     start: Teaching
     steps: int
@@ -174,7 +176,8 @@ class Settings:
             first = entry.get("first_seed", 0)
             for seed in range(first, first + entry["seeds"]):
                 for arm in entry.get("arms", self.arms):
-                    yield Trial(entry["regime"], entry["recipe"], seed, arm, entry.get("engine", False))
+                    model = entry.get("arithmetic", 0)
+                    yield Trial(entry["regime"], entry["recipe"], seed, arm, entry.get("engine", False), model)
 
 
 def read_settings(path: Path = SETTINGS) -> Settings:

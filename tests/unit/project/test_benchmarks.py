@@ -37,11 +37,13 @@ from benchmarks.attenuation.report import (
     engines,
     interval,
     levels,
+    paired,
+    summary,
     thinned,
     write_report,
 )
 from benchmarks.attenuation.run import YOKED_TO, SignalWeights
-from benchmarks.attenuation.start import build_arithmetic, build_start
+from benchmarks.attenuation.start import build_arithmetic, build_start, fingerprint
 from benchmarks.attenuation.task import (
     OPTIONS,
     SLIP,
@@ -169,12 +171,37 @@ def test_one_file_of_all_runs_prints_every_table(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == written
     rows = [line for line in written.splitlines() if line.startswith("| R2, `grpo` |")]
     assert rows == [
-        "| R2, `grpo` | 50.0 (2) | 40.0 (2) | **-10.0 [-10.0, -10.0]** |",
-        "| R2, `grpo` | 32.5 (2) | 35.0 (2) | **+2.5 [+2.5, +2.5]** |",
+        "| R2, `grpo` | 50.0 (2) | 40.0 (2) | **-10.0 [-10.0, -10.0]** | 0.500 |",
+        "| R2, `grpo` | 32.5 (2) | 35.0 (2) | **+2.5 [+2.5, +2.5]** | 0.500 |",
+        "| R2, `grpo` | 50.0 (2) | 50.0 (2) | +0.0 [+0.0, +0.0] | 1.000 |",
     ]
     monkeypatch.setattr(sys, "argv", ["attenuation", "--tables", str(tmp_path / "none.json")])
     with pytest.raises(SystemExit, match="--tables: .*none.json is no runs.jsonl"):
         attenuation()
+
+
+def test_runs_are_added_to_those_of_another_machine_once_and_pair_with_their_own(tmp_path, capsys, monkeypatch):
+    """The same seed has another start there, so what differs between machines is no difference between arms."""
+    kept = tmp_path / "kept.jsonl"
+    (tmp_path / "runs").mkdir()
+    facts = {"commit": "abc", "processor_seconds": 60.0}
+    theirs = run("grpo", 0, (0.2, 0.3, 0.4)) | facts
+    kept.write_text(json.dumps(theirs) + "\n")
+    ours = [
+        run(arm, 0, (0.2, 0.3, last)) | facts | {"arithmetic": "1f"} for arm, last in (("grpo", 0.6), ("adora", 0.7))
+    ]
+    for one in ours:
+        (tmp_path / "runs" / f"{one['arm']}.json").write_text(json.dumps(one))
+    for added in (2, 0):
+        command = ["attenuation", "--report", "--output", str(tmp_path), "--add", str(kept)]
+        monkeypatch.setattr(sys, "argv", command)
+        attenuation()
+        assert f"{added} runs added" in capsys.readouterr().out
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert lines[0] == theirs and [line["arm"] for line in lines] == ["grpo", "adora", "grpo"]
+    row = next(line for line in summary(lines, "accuracy", end("accuracy")) if line.startswith("| R2"))
+    assert row.startswith("| R2, `grpo` | 50.0 (2) | 70.0 (1) |"), row
+    assert paired(lines, "R2", "grpo", "adora", "grpo", end("accuracy")) == pytest.approx([10.0])
 
 
 def test_the_page_has_the_tables_that_the_command_prints(capsys, monkeypatch):
@@ -245,6 +272,8 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     assert all(torch.equal(base[name], untaught[name]) for name in base)
     assert any(not torch.equal(base[name], taught[name]) for name in base)
     before = (arithmetic / "model.safetensors").stat().st_mtime_ns
+    build_arithmetic(tmp_path / "another", plan, 1)
+    assert fingerprint(tmp_path / "another") != fingerprint(arithmetic)
     build_arithmetic(arithmetic, plan)
     build_start(starts[0], tmp_path / "nowhere", plan, 0)
     assert (arithmetic / "model.safetensors").stat().st_mtime_ns == before, "what is there stays"
