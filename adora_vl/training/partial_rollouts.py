@@ -10,12 +10,14 @@ All ranks begin, keep and learn from equally many groups, so only the groups the
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from adora_vl.config.batch_plan import Shape
 from adora_vl.config.checks import check_budget
@@ -133,6 +135,8 @@ class PartialRollouts(Extension):
             return
         present = generation.step // self.steps
         left = math.ceil((self.state().max_steps - generation.step) / self.steps)
+        if self._sampled_at < 0:
+            self._say_what_is_lost(generation.step, left)
         groups = [*self.waiting.groups, *self._begun(generation, present, left)]
         needed = groups_to_complete(len(groups), self.places, left, self.least)
         budget = self._budget()
@@ -146,6 +150,17 @@ class PartialRollouts(Extension):
                 behind = [number for number, group in enumerate(groups) if not group.complete][:short]
                 groups = self._sampled(groups, dict.fromkeys(behind), generation)
         self._give(generation, groups, present, budget)
+
+    def _say_what_is_lost(self, step: int, left: int) -> None:
+        """Of a run that goes on with fewer steps than it had begun groups for. Said once, by the first rank."""
+        waiting, room = len(self.waiting.groups), left * self.places
+        if waiting > room and self.accelerator.is_main_process:
+            tqdm.write(
+                f"max_steps: {self.state().max_steps} ends the run before {waiting - room} of the {waiting} groups per "
+                "process that the checkpoint has set aside (adora_rollout_budget) can be learned from; "
+                f"{step + math.ceil(waiting / self.places) * self.steps} is enough for all",
+                file=sys.stderr,
+            )
 
     def _budget(self) -> int | None:
         """Of the present generation. With `auto` no answer is so far from the limit when it is sampled to its end that

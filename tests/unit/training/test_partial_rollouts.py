@@ -35,6 +35,10 @@ class Alone:
 
     process_index, num_processes, device = 0, 1, torch.device("cpu")
 
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
@@ -272,9 +276,9 @@ def test_all_processes_learn_from_equally_many_groups():
 # ------------------------------------------------------------------------------------- checkpoints
 
 
-def resumed(whole: Run, folder: Path, step: int, **keys: Any) -> Run:
-    """A new run that goes on from the checkpoint in `folder`."""
-    run = Run(whole.state.max_steps, **keys)
+def resumed(whole: Run, folder: Path, step: int, generations: int | None = None, **keys: Any) -> Run:
+    """A new run that goes on from the checkpoint in `folder`. `generations`: of the training, if not as before."""
+    run = Run(generations or whole.state.max_steps, **keys)
     run.state.global_step = step
     run.partial.load(folder)
     return run
@@ -289,6 +293,21 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(tmp_path, budget):
     run.go_on()
     assert [g.sampling.answers for g in again.learned] == [g.sampling.answers for g in run.learned[5:]]
     assert again.figures == run.figures[5:]
+
+
+def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_path, capsys):
+    """With the steps that it names it learns from all of them, and says nothing."""
+    run = Run(12, adora_rollout_budget=20).go_on(until=5)
+    run.partial.save(tmp_path)
+    waiting = len(run.partial.waiting.groups)
+    assert 2 * PLACES < waiting <= 4 * PLACES, "one generation has no room for them, and four have"
+    shorter = resumed(run, tmp_path, 5, 7, adora_rollout_budget=20).go_on()
+    line = capsys.readouterr().err
+    assert line.startswith(f"max_steps: 7 ends the run before {waiting - 2 * PLACES} of the {waiting} groups")
+    assert line.count("\n") == 1 and len(shorter.partial.waiting.groups) == waiting - 2 * PLACES
+    enough = int(line.split("; ")[1].split()[0])
+    longer = resumed(run, tmp_path, 5, enough, adora_rollout_budget=20).go_on()
+    assert not longer.partial.waiting.groups and capsys.readouterr().err == ""
 
 
 def test_where_grading_fails_the_same_generation_is_sampled_again(tmp_path):
