@@ -81,14 +81,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         args = args if args is not None else AdoraGRPOConfig()
         plan_no_shapes()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
-        self.clock, self.card = metrics.PhaseClock(), CardWriter()  # the README.md of every saved model
+        self.clock = metrics.PhaseClock(sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode)
+        self.card = CardWriter()  # the README.md of every saved model
         revision = dict(args.model_init_kwargs or {}).get("revision")
         if processing_class is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             processing_class = load_processor(name, revision=revision)
         limit_pixels(processing_class, args.min_pixels, args.max_pixels)
-        timed_sync = partial(self.clock.phase, "sync")
-        engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, revision), timed_sync=timed_sync)
+        engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, revision), timed=self.clock.phase)
         with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs

@@ -318,7 +318,7 @@ def table(name: str, figures: dict[str, Any]) -> str:
         f"  resident at most {gib['resident']:.2f} GiB, mapped weights included",
     ]
     for number, step in enumerate(figures["steps"], start=1):
-        phases = ", ".join(f"{p} {step[f'seconds/{p}'] or 0:.1f}" for p in PHASES)
+        phases = ", ".join(f"{p} {step[f'seconds/{p}']:.1f}" for p in PHASES if step[f"seconds/{p}"] is not None)
         drift = step["adora/drift"]
         lines.append(f"  step {number}: drift {drift if drift is None else f'{drift:.5f}'}, seconds: {phases}")
     for first, last, mean, largest in figures["drift"]:

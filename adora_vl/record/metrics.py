@@ -105,7 +105,8 @@ def _as_text(lines: Iterable[Line]) -> str:
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
-PHASES = ("rollout", "grading", "policy", "sync", "other")
+PHASES = ("rollout", "grading", "policy", "sync", "wake", "sleep", "other")
+_OF_SLEEP_MODE = {"wake", "sleep"}
 
 
 def settle() -> None:
@@ -119,14 +120,22 @@ def settle() -> None:
 class PhaseClock:
     """Divides the time among phases. A phase inside another one pauses it. The time outside all phases is `other`."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter, settle: Callable[[], None] = settle) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        settle: Callable[[], None] = settle,
+        *,
+        sleep_mode: bool = False,
+    ) -> None:
+        """`sleep_mode`: whether the run's engine sleeps between generations; else it has no phases for that."""
         self._now, self._settle = now, settle
+        self._phases = [phase for phase in PHASES if sleep_mode or phase not in _OF_SLEEP_MODE]
         self._open: list[str] = []
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds = dict.fromkeys(self._phases, 0.0)
         self._mark = now()
 
     def enter(self, phase: str) -> None:
-        assert phase in PHASES, phase
+        assert phase in self._phases, phase
         self._count()
         self._open.append(phase)
 
@@ -149,7 +158,7 @@ class PhaseClock:
     def take(self) -> dict[str, float]:
         """The seconds of every phase since the last call. Their sum is the time that has passed."""
         self._count()
-        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        taken, self._seconds = self._seconds, dict.fromkeys(self._phases, 0.0)
         return taken
 
     def _count(self) -> None:

@@ -41,6 +41,9 @@ from adora_vl.utils.errors import RolloutError, engine_call
 from adora_vl.utils.launch import segments_expand
 from adora_vl.utils.seeding import rollout_seed
 
+# The context in which something of this name runs, which counts its seconds.
+Timed = Callable[[str], AbstractContextManager[Any]]
+
 
 class AlterImages(Protocol):
     """Gives some rollouts other images than the trainer's."""
@@ -98,12 +101,12 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self,
         *args: Any,
         settings: EngineSettings,
-        timed_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timed: Timed = nullcontext,
         **kwargs: Any,
     ) -> None:
-        """`timed_sync`: makes the context in which a weight sync runs, which counts its seconds."""
+        """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its seconds."""
         processing_class = kwargs["processing_class"]
-        self.settings, self._timed_sync = settings, timed_sync
+        self.settings, self._timed = settings, timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
         self.tensors_sent = self.bytes_sent = 0  # by the last sync
@@ -132,7 +135,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             return
         with compat.ENGINE.replaced_by(self._build_llm, on=vllm_generation):
             super()._init_vllm()
-        if self.mode == "server":
+        if self.mode == "colocate":
+            self.llm.timed = self._timed
+        elif self.mode == "server":
             speaks = self.accelerator.is_main_process
             servers = Servers([self.vllm_client], self.server_timeout) if speaks else None
             self.served = Served(self.accelerator, self._place_features, servers)
@@ -219,7 +224,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
         Raises `EngineError` where the engine fails.
         """
-        with self._timed_sync(), engine_call("the weight sync"):
+        with self._timed("sync"), engine_call("the weight sync"):
             self._sync()
 
     def _sync(self) -> None:

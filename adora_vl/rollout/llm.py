@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -159,9 +159,10 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 class GroupingLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Like `vllm.LLM`, except inside `grouped` and while it stays awake."""
+    """Like `vllm.LLM`, except inside `grouped` and while it stays awake. Sleeping and waking are timed."""
 
     stays_awake = False
+    timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
     _grouping: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     @contextmanager
@@ -176,7 +177,13 @@ class GroupingLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         """Stock TRL puts the engine to sleep after every call of `generate`."""
         if not self.stays_awake:
-            super().sleep(*args, **kwargs)
+            with self.timed("sleep"):
+                super().sleep(*args, **kwargs)
+
+    def wake_up(self, *args: Any, **kwargs: Any) -> None:
+        """Stock TRL wakes it in two parts, for the weights and for the caches."""
+        with self.timed("wake"):
+            super().wake_up(*args, **kwargs)
 
     @contextmanager
     def grouped(

@@ -13,7 +13,7 @@ const CURVES = [
   { title: "Gradient norm", keys: [["grad_norm", ""]], zero: true },
   { title: "Drift of engine and trainer, nats per token", keys: [["adora/drift", ""]], zero: true },
 ];
-const PHASES = ["rollout", "grading", "policy", "sync", "other"];
+const PHASES = ["rollout", "grading", "policy", "sync", "wake", "sleep", "other"];
 const TABLE = [
   ["reward", "reward"], ["pass rate", "adora/pass_rate"], ["accuracy", "grading/correct"],
   ["TDS share", "adora/tds_share"], ["mean weight", "adora/weight_mean"],

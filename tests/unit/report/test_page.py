@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adora_vl.record.metrics import PHASES
 from adora_vl.record.rollouts import parts, read_parts, write_part
 from adora_vl.report import page as module
 from adora_vl.report.__main__ import main
@@ -188,6 +189,16 @@ def test_the_page_is_self_contained(tmp_path):
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|DOMParser", script
         )
+
+
+def test_every_phase_of_the_clock_has_a_place_and_a_colour_in_the_chart():
+    """Else its seconds would be missing from a step's."""
+    listed = re.search(r"const PHASES = (\[.*\]);", (_VIEWER / "curves.js").read_text())
+    styles = (_VIEWER / "viewer.css").read_text()
+    assert listed is not None and sorted(json.loads(listed[1])) == sorted(PHASES)
+    for phase in PHASES:
+        assert f".area.phase-{phase} {{" in styles and f".swatch.phase-{phase} {{" in styles
+        assert styles.count(f"--{phase}: #") == 2, "for light and dark screens"
 
 
 FORMULAS: dict[str, list[str]] = {

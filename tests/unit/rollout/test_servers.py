@@ -48,7 +48,7 @@ def engine_of(stand_ins: list[StandIn], folder: Path, model: Any = None, patienc
     engine: Any = object.__new__(AdoraVLLMGeneration)
     accelerator = Accelerator(cpu=True)
     engine.__dict__.update(SAMPLING, mode="server", enable_sleep_mode=False, model=model, accelerator=accelerator)
-    engine.__dict__.update(_engine_is_complete=False, _timed_sync=nullcontext, image_token_id=IMAGE, tensors_sent=0)
+    engine.__dict__.update(_engine_is_complete=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0)
     engine.settings, engine.request = EngineSettings(weight_folder=str(folder)), SamplingRequest(seed=(3, "train/0"))
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())

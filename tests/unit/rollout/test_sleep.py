@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.doctor.engine import check_runner
+from adora_vl.record.metrics import PhaseClock
 from adora_vl.rollout import engine as engine_module
 from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
+from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.weight_sync import runner_version, zero_positions
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import prepare_engine_environment
@@ -52,7 +55,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     engine.__dict__.update(
         mode="colocate", enable_sleep_mode=True, _engine_is_complete=False, _llm_weights_sleeping=True,
         model=nn.Linear(1, 1),
-        _timed_sync=nullcontext, image_token_id=None, tensor_parallel_size=1, logprobs=0, generation_kwargs={},
+        _timed=nullcontext, image_token_id=None, tensor_parallel_size=1, logprobs=0, generation_kwargs={},
         structured_outputs_regex=None, temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
         max_completion_length=4, request=SamplingRequest(), accelerator=SimpleNamespace(process_index=0),
         llm=object.__new__(GroupingLLM), did=did,
@@ -79,6 +82,27 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
     engine.did.clear()
     engine.generate([[1], [1]], None, 2)  # the next step's, without it
     assert engine.did == ["wake weights", "zero positions", "sync", "wake kv_cache", "generate", "sleep"]
+
+
+@pytest.mark.parametrize("batches", [0, 3], ids=["each step", "dynamic sampling"])
+def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, monkeypatch):
+    """Each of vLLM's calls takes one second here."""
+    clock = PhaseClock(lambda: float(len(engine.did)), settle=lambda: None, sleep_mode=True)
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: None)
+    monkeypatch.setattr(engine_module, "refuse_on_cpu", lambda config, sleep_mode: None)
+    engine._timed, engine.model.config, engine.settings = clock.phase, None, EngineSettings()
+    engine._init_vllm()
+    clock.enter("policy")
+    with trainer(engine, tries=batches)._engine_awake():
+        for _ in range(batches or 2):
+            with clock.phase("rollout"):
+                engine.generate([[1], [1]], None, 2)
+    clock.leave()
+    syncs = 1 if batches else 2  # each writes zeros into positions too
+    spent = {"rollout": batches or 2, "sync": 2 * syncs, "wake": 2 * syncs, "sleep": syncs}
+    if batches:
+        spent["wake"] += batches - 1  # TRL asks for the memory of the caches again, which are there
+    assert clock.take() == {**dict.fromkeys(("grading", "policy", "other"), 0), **spent}
 
 
 def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):

@@ -189,7 +189,7 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
         with subtests.test(kind):
             engine: Any = object.__new__(AdoraVLLMGeneration)
             engine.__dict__.update(model=model, mode="server", enable_sleep_mode=False, _engine_is_complete=False)
-            engine.__dict__.update(_weight_metadata=None, _timed_sync=nullcontext, vllm_client=Client())
+            engine.__dict__.update(_weight_metadata=None, _timed=nullcontext, vllm_client=Client())
             engine.settings, engine.served = EngineSettings(), SimpleNamespace(first_rank=lambda do: None)
             engine.accelerator = SimpleNamespace(is_main_process=True)
             engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
