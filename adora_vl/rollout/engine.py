@@ -139,7 +139,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.llm.timed = self._timed
         elif self.mode == "server":
             speaks = self.accelerator.is_main_process
-            servers = Servers([self.vllm_client], self.server_timeout) if speaks else None
+            servers = Servers([self.vllm_client], self.server_timeout, self.settings.answer_s) if speaks else None
             self.served = Served(self.accelerator, self._place_features, servers)
 
     def _connect(self, folder: Path) -> None:
@@ -150,7 +150,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             mode, patience_s = self._logprobs_mode(), self.server_timeout
             clients = connect([one.strip() for one in addresses], self.group_port, patience_s, mode)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
-            self.served.servers = Servers(clients, patience_s)
+            self.served.servers = Servers(clients, patience_s, self.settings.answer_s)
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
 
     def _build_llm(self, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 4096
     keeps_images: bool = True  # vLLM's own store of processed images
     weight_folder: str | None = None  # where servers read weights; None: they get them by NCCL
+    answer_s: float = 900.0  # how long a server may take to sample a group
     output_dir: str = "."  # by which the weights of this run are known there
 
 
@@ -46,6 +47,7 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
         keeps_images=not args.adora_cache_images,
         weight_folder=(args.adora_weight_folder or str(Path(args.output_dir, ".weights"))) if by_file else None,
+        answer_s=args.ddp_timeout / 2,  # as long again remains to ask another, while the other ranks wait
         output_dir=args.output_dir,
     )
 

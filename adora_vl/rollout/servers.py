@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import requests
 from requests.adapters import HTTPAdapter
 from tqdm import tqdm
 from trl.generation.vllm_client import VLLMClient
 from urllib3.connection import HTTPConnection
+from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, in_one_line
@@ -66,11 +67,23 @@ class Answer:
     logp_ids: list[list[list[int]]]
 
 
+class _Retry(Retry):
+    """Asks again where a connection breaks, but not where it is silent for too long."""
+
+    def increment(self, *args: Any, **kwargs: Any) -> Self:
+        error = kwargs.get("error")
+        if isinstance(error, ReadTimeoutError):
+            raise error
+        return super().increment(*args, **kwargs)
+
+
 class _Adapter(HTTPAdapter):
     """Gives up soon on what does not answer at all. TRL's own waits for a minute, and for ever where nobody listens."""
 
-    def __init__(self) -> None:
-        retry = Retry(total=3, backoff_factor=0.2, status_forcelist=[502, 503], allowed_methods=["GET", "POST"])
+    def __init__(self, answer_s: float) -> None:
+        """`answer_s`: how long an answer may take where the request does not say it."""
+        self._answer_s = answer_s
+        retry = _Retry(total=3, backoff_factor=0.2, status_forcelist=[502, 503], allowed_methods=["GET", "POST"])
         super().__init__(max_retries=retry, pool_maxsize=_AT_A_TIME)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
@@ -78,17 +91,18 @@ class _Adapter(HTTPAdapter):
         super().init_poolmanager(*args, **kwargs, socket_options=options)
 
     def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["timeout"] = kwargs.get("timeout") or (_CONNECT_S, None)
+        kwargs["timeout"] = kwargs.get("timeout") or (_CONNECT_S, self._answer_s)
         return super().send(request, *args, **kwargs)
 
 
 class Server:
     """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
 
-    def __init__(self, client: VLLMClient) -> None:
+    def __init__(self, client: VLLMClient, answer_s: float) -> None:
+        """`answer_s`: how long it may take to sample what is one request."""
         for scheme in ("http://", "https://"):
-            client.session.mount(scheme, _Adapter())
-        self.client = client
+            client.session.mount(scheme, _Adapter(answer_s))
+        self.client, self._answer_s = client, answer_s
         self.address: str = client.base_url
         self.life = ""  # which start of the server answers now
         self.synced_life = ""  # which one has the weights of the last sync
@@ -109,9 +123,12 @@ class Server:
     def answer(self, ask: GroupRequest, place: PlaceFeatures) -> Answer:
         """Sample. `place` points image features at the image tokens of the prompt."""
         features = None
-        if ask.images:
-            features = [place(self.client.image_features([ask.images])[0], ask.prompt_ids)]
-        given = self.client.generate([ask.prompt_ids], features, **ask.sampling)
+        try:
+            if ask.images:
+                features = [place(self.client.image_features([ask.images])[0], ask.prompt_ids)]
+            given = self.client.generate([ask.prompt_ids], features, **ask.sampling)
+        except requests.ReadTimeout as error:
+            raise UnusableServerError(f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout") from error
         answer = Answer(given["completion_ids"], given["logprobs"], given["logprob_token_ids"])
         lengths = [len(tokens) for tokens in answer.tokens]
         scored = [len(logps) for logps in answer.logps or ()]
@@ -152,9 +169,9 @@ class Server:
 class Servers:
     """All servers of a run, those that fail left out until they are back."""
 
-    def __init__(self, clients: Sequence[VLLMClient], patience_s: float) -> None:
-        """`patience_s`: how long a sync waits for a first server to be there."""
-        self._all = [Server(client) for client in clients]
+    def __init__(self, clients: Sequence[VLLMClient], patience_s: float, answer_s: float) -> None:
+        """`patience_s`: how long a sync waits for a first server to be there. `answer_s`: how long one may sample."""
+        self._all = [Server(client, answer_s) for client in clients]
         self.living = list(self._all)
         self._patience_s = patience_s
 
@@ -203,7 +220,8 @@ class Servers:
             if not servers:
                 raise NoServerError(_none_left(last))
             turns = {number: servers[turn % len(servers)] for turn, number in enumerate(left)}
-            work = [partial(turns[number].answer, asks[number], place) for number in left]
+            failed = set[Server]()
+            work = [partial(_answer, turns[number], asks[number], place, failed) for number in left]
             found: dict[int, Answer] = {}
             for number, future in zip(left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True):
                 problem = future.exception()
@@ -236,6 +254,17 @@ class Servers:
         others = f"{len(self.living)} of {len(self._all)} servers go on" if self.living else "no server is left"
         reason = in_one_line(problem)[:300]
         tqdm.write(f"Server {server.address} is left out ({others}): {reason}. {more}".rstrip())
+
+
+def _answer(server: Server, ask: GroupRequest, place: PlaceFeatures, failed: set[Server]) -> Answer:
+    """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs passes once."""
+    if server in failed:
+        raise UnusableServerError("it did not answer another request")
+    try:
+        return server.answer(ask, place)
+    except Exception:
+        failed.add(server)
+        raise
 
 
 def _together(servers: Sequence[Server], do: Callable[[Server], None]) -> dict[Server, Exception | None]:

@@ -43,7 +43,9 @@ def stand_ins() -> Iterator[list[StandIn]]:
         server.close()
 
 
-def engine_of(stand_ins: list[StandIn], folder: Path, model: Any = None, patience_s: float = 0.0) -> Any:
+def engine_of(
+    stand_ins: list[StandIn], folder: Path, model: Any = None, patience_s: float = 0.0, answer_s: float = 60.0
+) -> Any:
     """The engine of a run with these servers and weights by file."""
     engine: Any = object.__new__(AdoraVLLMGeneration)
     accelerator = Accelerator(cpu=True)
@@ -53,7 +55,7 @@ def engine_of(stand_ins: list[StandIn], folder: Path, model: Any = None, patienc
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
     clients = connect([one.url for one in stand_ins], 0, 5.0, "raw_logprobs")
-    servers, files = Servers(clients, patience_s), WeightFiles(folder, folder)
+    servers, files = Servers(clients, patience_s, answer_s), WeightFiles(folder, folder)
     engine.served = Served(accelerator, engine._place_features, servers, files)
     return engine
 
@@ -240,6 +242,25 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(stand_ins,
     engine.sync_weights()
     woken.set()
     assert [len(one.weights) for one in stand_ins] == [1, 0] and "is left out (1 of 2" in capsys.readouterr().out
+
+
+def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(stand_ins, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("adora_vl.rollout.servers._AT_A_TIME", 1)
+    prompts, images = rows(9)
+    engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
+    expected = engine.generate(prompts, images, 2)
+    woken, heard = Event(), []
+
+    def hang(path: str, body: dict[str, Any]) -> None:
+        heard.append(path)
+        woken.wait(60)
+
+    stand_ins[1].answered = hang
+    assert engine.generate(prompts, images, 2) == expected
+    woken.set()
+    assert len(heard) <= 2, "one for each thread: the deadline passes once, and a request that hangs is not repeated"
+    said = capsys.readouterr().out
+    assert said.count(" is left out (1 of 2") == 1 and "it gave no answer in 1 s, half of ddp_timeout" in said
 
 
 def test_a_run_that_ends_does_not_wait_for_its_servers():
