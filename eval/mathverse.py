@@ -14,10 +14,10 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.rewards.grade import grade as graded_answer
-    from adora_vl.utils.cli import amount, optional, text
+    from adora_vl.utils.cli import amount
     from eval.benchmark import Benchmark, Problem
     from eval.command import main
-    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.dataset import add_revision_option, load_rows, unaskable
     from eval.inference.predictions import Prediction, missing_fields
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.judge import Question, add_extraction_options, extractions
@@ -221,9 +221,10 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
-    add("--query", choices=("cot", "wo"), default="cot", help="ask for reasoning (cot), or for the answer alone (wo)")
+    add_revision_option(parser)
+    parser.add_argument(
+        "--query", choices=("cot", "wo"), default="cot", help="ask for reasoning (cot), or for the answer alone (wo)"
+    )
 
 
 BENCHMARK = Benchmark(

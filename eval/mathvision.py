@@ -14,16 +14,16 @@ with imports():
     from adora_vl.data.prompts import PLACEHOLDER, lettered
     from adora_vl.rewards import grade as graded_as_in_training
     from adora_vl.rewards.completion import last_boxed
-    from adora_vl.utils.cli import amount, optional, text
+    from adora_vl.utils.cli import amount
     from adora_vl.utils.errors import UserError
     from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
-    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.dataset import add_revision_option, load_rows, unaskable
     from eval.inference.predictions import Prediction, missing_fields
     from eval.scoring.judge import Question, add_extraction_options, extractions
     from eval.scoring.latex_value import latex_value
     from eval.scoring.number import JUDGE_FAILED, Extraction, extract_number
-    from eval.scoring.score import CORRECT, FAILED, WRONG, Graded, OwnFigures, RowGrade
+    from eval.scoring.score import CORRECT, FAILED, WRONG, Graded, OwnFigures, RowGrade, extraction_item
 
 _INSTRUCTION = (
     'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a multiple choice '
@@ -174,10 +174,10 @@ def _tuple_of_numbers(answer: str) -> str:
     return answer[0] + ",".join(shown) + answer[-1]
 
 
-def official_hit(answer: str, gold: str, options: Sequence[str]) -> bool:
-    """Whether an answer is the gold, or the option whose letter the gold is."""
-    value = options[ord(gold) - ord("A")] if options else ""
-    return officially_equal(gold, answer) or officially_equal(value, answer)
+def official_hit(answer: str, reference: str, options: Sequence[str]) -> bool:
+    """Whether an answer is the reference answer, or the option whose letter that is."""
+    value = options[ord(reference) - ord("A")] if options else ""
+    return officially_equal(reference, answer) or officially_equal(value, answer)
 
 
 _SCORED = ("pid", "question", "options", "answer", "level", "subject", "response")
@@ -240,12 +240,6 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     return RowGrade(CORRECT if hit else WRONG, answer, read.how, groups, read)
 
 
-def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
-    """The entry of a row under `items` in the score file."""
-    fields = {"verdict": graded.verdict, "correct": graded.correct, "answer": row["answer"]}
-    return {**fields, "extraction": graded.extracted, "how": graded.reason}
-
-
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
     """How many questions number parts of a picture that they have whole."""
     parts = len({row["pid"] for row in rows if several_parts(row)})
@@ -280,10 +274,6 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     return {"pid": str(row["id"]), **{name: row[name] for name in _NEEDED[1:]}}
 
 
-def _data_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
-
-
 def _score_options(parser: ArgumentParser) -> None:
     add_extraction_options(parser)
     parser.add_argument("--rules", choices=RULE_SETS, default="official", help="strict: as in training")
@@ -308,13 +298,13 @@ BENCHMARK = Benchmark(
     grade,
     _rules,
     _score_options,
-    _data_options,
+    add_revision_option,
     check,
     ("data_revision",),
     id_column="id",
     prepare=_prepare,
     summary=_summary,
-    item=_item,
+    item=extraction_item,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":

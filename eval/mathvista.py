@@ -12,10 +12,9 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import lettered
-    from adora_vl.utils.cli import optional, text
     from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
-    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.dataset import add_revision_option, load_rows, unaskable
     from eval.inference.predictions import Prediction, missing_fields
     from eval.scoring.judge import Kind, Question, add_extraction_options, extractions
     from eval.scoring.number import JUDGE_FAILED
@@ -251,10 +250,6 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     return {"pid": str(row["pid"]), **{name: row.get(name) for name in _KEPT}}
 
 
-def _data_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
-
-
 def _score_options(parser: ArgumentParser) -> None:
     add_extraction_options(parser)
     add = parser.add_argument
@@ -293,7 +288,7 @@ BENCHMARK = Benchmark(
     grade,
     _rules,
     _score_options,
-    _data_options,
+    add_revision_option,
     check,
     ("data_revision",),
     prepare=_prepare,

@@ -15,14 +15,23 @@ from typing import Any, Literal
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.utils.cli import optional, path, text
+    from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
     from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
-    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.dataset import add_revision_option, load_rows, unaskable
     from eval.inference.predictions import Prediction, key, missing_fields, read_predictions
     from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import CORRECT, WRONG, Graded, OwnFigures, RowGrade, by_problem, grade_row
+    from eval.scoring.score import (
+        CORRECT,
+        WRONG,
+        Graded,
+        OwnFigures,
+        RowGrade,
+        by_problem,
+        extraction_item,
+        grade_row,
+    )
     from eval.scoring.statistics import bootstrap
     from eval.scoring.table import percent
 
@@ -72,12 +81,6 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
         return RowGrade(CORRECT if hit else WRONG, row["response"][:20], "official", groups)
     extracted, how = extract_choice(row["response"], options_of(row["question"]))
     return RowGrade(CORRECT if extracted == row["answer"].strip().upper() else WRONG, extracted, how, groups)
-
-
-def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
-    """The entry of a row under `items` in the score file."""
-    fields = {"verdict": graded.verdict, "correct": graded.correct, "answer": row["answer"]}
-    return {**fields, "extraction": graded.extracted, "how": graded.reason}
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
@@ -167,7 +170,7 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
+    add_revision_option(parser)
     # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a no.
     parser.add_argument("--no-image", action="store_true", help="ask without the image, for the leakage metrics")
 
@@ -205,7 +208,7 @@ BENCHMARK = Benchmark(
     ("data_revision", "no_image"),
     id_column="index",
     summary=_summary,
-    item=_item,
+    item=extraction_item,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":

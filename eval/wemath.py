@@ -12,10 +12,10 @@ from typing import Any, Literal
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.utils.cli import amount, optional, text
+    from adora_vl.utils.cli import amount
     from eval.benchmark import Benchmark, Problem
     from eval.command import main
-    from eval.inference.dataset import load_rows, unaskable
+    from eval.inference.dataset import add_revision_option, load_rows, unaskable
     from eval.inference.predictions import Prediction, missing_fields
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.score import CORRECT, WRONG, Graded, OwnFigures, RowGrade, by_problem, counted, mean_with_interval
@@ -159,10 +159,6 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     return {"pid": str(row["question number"]), **{name: row[name] for name in _NEEDED[1:]}}
 
 
-def _data_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
-
-
 def _score_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--rules", choices=RULE_SETS, default="letter", help="official is made for answers in the official form")
@@ -179,7 +175,7 @@ BENCHMARK = Benchmark(
     grade,
     _rules,
     _score_options,
-    _data_options,
+    add_revision_option,
     check,
     ("data_revision",),
     id_column="question number",

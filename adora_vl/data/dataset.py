@@ -29,7 +29,7 @@ COLUMNS = {
     "id": "text",  # unique and stable, e.g. geometry3k/train/15
     "images": "images",  # RGB, upright
     "problem": "text",  # an <image> for each image, where each stands; or none, and they stand before it
-    "answer": "text",  # canonical gold
+    "answer": "text",  # the reference answer in canonical form
     "answer_raw": "text",  # as the source has it
     "choices": "texts",  # null where the problem is open
     "split": "text",

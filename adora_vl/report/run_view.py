@@ -232,12 +232,12 @@ def _compared(row: Json) -> list[tuple[str, str, str]] | None:
 
     The record does not say how the run read its answers, so each way is tried until one has the recorded reason.
     """
-    response, gold = row["completion"], row["answer"]
-    if row["verdict"] is None or not isinstance(gold, str) or row.get("choices"):
+    response, reference = row["completion"], row["answer"]
+    if row["verdict"] is None or not isinstance(reference, str) or row.get("choices"):
         return None
     for answer_tags in (False, True):
         for rounding in (False, True):
-            found = comparison(response or "", gold, rounding=rounding, answer_tags=answer_tags)
+            found = comparison(response or "", reference, rounding=rounding, answer_tags=answer_tags)
             if found and (found.verdict, found.reason) == (row["verdict"], row["reason"]):
                 return [(pair.answer, pair.reference, pair.reason) for pair in found.pairs] or None
     return None

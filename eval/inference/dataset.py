@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from PIL import Image
 from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
+from adora_vl.utils.cli import optional, text
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hub import no_hub, why_missing
 from eval.benchmark import Problem
@@ -48,6 +50,11 @@ class LoadedRows:
             Problem(fields(row), prompt(row), 1, images, sizes)
             for row, images, sizes in zip(self.rows, self.images, self.sizes, strict=True)
         ]
+
+
+def add_revision_option(parser: ArgumentParser) -> None:
+    """The option with the `revision` of `load_rows`."""
+    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
 
 
 def load_rows(

@@ -217,6 +217,12 @@ def _as_cell(value: Cell | float | str | None) -> Cell | str | None:
     return {"accuracy": value} if isinstance(value, int | float) else value
 
 
+def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
+    """A benchmark's entry of an answer, where the answer is first extracted and then compared."""
+    fields = {"verdict": graded.verdict, "correct": graded.correct, "answer": row["answer"]}
+    return {**fields, "extraction": graded.extracted, "how": graded.reason}
+
+
 def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
     """The entry of an answer under `items` in the score file."""
     shown = {"verdict": graded.verdict, "extracted": graded.extracted, "reason": graded.reason}
