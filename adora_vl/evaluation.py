@@ -45,10 +45,8 @@ class EvaluationPlan:
 def take_evaluations(
     config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None
 ) -> EvaluationPlan | None:
-    """The evaluations that `config` asks for, None for none; where it names none, on the training
-    data's held-out splits.
-
-    `folders`: of the training data. `prompt`: the template of the training (`adora_prompt`).
+    """The evaluations that `config` asks for, None for none; where it names none, on the training data's held-out
+    splits. `folders`: of the training data. `prompt`: the template of the training (`adora_prompt`).
 
     They are then taken out of `config`: Transformers has its own way of evaluating, and would want a second dataset.
     Raises `UserError`.

@@ -15,6 +15,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears
 
@@ -48,7 +49,7 @@ def fingerprint(
     of rows that are not trained on.
     """
     values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
-    constant = str(getattr(values.get("lr_scheduler_type"), "value", values.get("lr_scheduler_type"))) == "constant"
+    constant = spelled(values.get("lr_scheduler_type")) == "constant"
     annealed = bool(values.get("adora_noisy_rollouts")) and values.get("adora_noise_schedule") != "constant"
     free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
     free |= {"adora_async_rollouts"} if not values.get("adora_async_rollouts") else set()

@@ -15,9 +15,10 @@ from adora_vl.config.batch_plan import REGROUPABLE, BatchPlan, batch_plan, check
 from adora_vl.config.experimental import check_noise, check_replay, check_visual, replay_needs, visual_needs
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import check_finite
+from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError, in_one_line
 
-_ANY_LENGTH = 1000  # updates, where their number is not known
+ANY_LENGTH = 1000  # updates, where their number is not known; without a warmup in steps the curve is the same
 _NEED_A_MODEL = ("galore", "apollo", "lomo", "adalomo")  # optimizers that cannot be tried without one
 
 
@@ -40,11 +41,11 @@ def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig, num_processe
         raise UserError("remove_unused_columns: true takes the columns away that the rewards read; leave it out")
     if config.sync_ref_model and not config.beta:
         raise UserError("sync_ref_model: true with beta: 0 has no reference model; set beta above 0, or leave it out")
-    saves = str(getattr(config.save_strategy, "value", config.save_strategy))
+    saves = spelled(config.save_strategy)
     if saves == "best" or config.load_best_model_at_end:
         key = "load_best_model_at_end: true" if config.load_best_model_at_end else "save_strategy: best"
         raise UserError(f"{key} needs Transformers' own evaluation, which is not used here; use save_strategy: steps")
-    strategy = str(getattr(config.eval_strategy, "value", config.eval_strategy))
+    strategy = spelled(config.eval_strategy)
     if strategy == "no":
         return
     if strategy != "steps":
@@ -131,7 +132,8 @@ def check_budget(config: Any) -> None:
     parameters = sorted({*(config.generation_kwargs or {})} - _KNOW_NO_BEGINNING)
     obstacle = regroup_obstacle(config)
     not_regrouped = obstacle or ("" if regroups(config) else "the keys of micro-batches of whole groups all false")
-    for holds, reason in (
+    _refuse_beside(
+        key,
         (not config.use_vllm, "use_vllm: false"),
         (config.vllm_mode != "colocate", f"vllm_mode: {config.vllm_mode}"),
         (config.vllm_tensor_parallel_size > 1, f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}"),
@@ -144,9 +146,14 @@ def check_budget(config: Any) -> None:
         (rows % config.num_generations, f"{rows} rollouts per process, which are no whole groups"),
         (rows < 2 * config.num_generations, "one group per process, which has to end in every generation"),
         (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
-    ):
-        if holds:
-            raise UserError(f"{key} does not go with {reason}; leave out one of the two")
+    )
+
+
+def _refuse_beside(key: str, *others: tuple[object, str]) -> None:
+    """Raise `UserError` for the first of `others` that holds: it does not go with `key`."""
+    reason = next((reason for holds, reason in others if holds), None)
+    if reason is not None:
+        raise UserError(f"{key} does not go with {reason}; leave out one of the two")
 
 
 def check_async(config: Any) -> None:
@@ -156,7 +163,8 @@ def check_async(config: Any) -> None:
     cycle = config.steps_per_generation * config.num_iterations
     by_file = config.use_vllm and config.vllm_mode == "server" and config.adora_weight_transfer == "file"
     uncorrected = not config.vllm_importance_sampling_correction
-    for holds, reason in (
+    _refuse_beside(
+        "adora_async_rollouts: 1",
         (not by_file, "another engine than vllm_mode: server with adora_weight_transfer: file"),
         (uncorrected, "vllm_importance_sampling_correction: false"),
         (config.adora_rollout_budget is not None, f"adora_rollout_budget: {config.adora_rollout_budget}"),
@@ -164,9 +172,7 @@ def check_async(config: Any) -> None:
         (not config.adora_cache_images, "adora_cache_images: false"),
         (config.dataloader_num_workers, f"dataloader_num_workers: {config.dataloader_num_workers}"),
         (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
-    ):
-        if holds:
-            raise UserError(f"adora_async_rollouts: 1 does not go with {reason}; leave out one of the two")
+    )
 
 
 def schedule_of(config: Any, updates: int) -> Any:
@@ -188,7 +194,7 @@ def is_curve(schedule: Any) -> bool:
 
 def check_optimizer(config: Any) -> None:
     """Raises `UserError` for an optimizer that is not installed here, or does not take its arguments."""
-    name = str(getattr(config.optim, "value", config.optim))
+    name = spelled(config.optim)
     for pair in (config.optim_args or "").replace(" ", "").split(",") if config.optim_args else ():
         key, equals, value = pair.partition("=")
         if not (key and equals and value) or value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
@@ -206,8 +212,8 @@ def check_optimizer(config: Any) -> None:
 
 def check_schedule(config: Any) -> None:
     """Raises `UserError` for a schedule that Transformers cannot make of its arguments, or that takes none."""
-    name = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
-    updates = config.max_steps if config.max_steps > 0 else _ANY_LENGTH
+    name = spelled(config.lr_scheduler_type)
+    updates = config.max_steps if config.max_steps > 0 else ANY_LENGTH
     given = dict(config.lr_scheduler_kwargs or {})
     check_finite("lr_scheduler_kwargs", given)
     if given and name.startswith("constant"):  # Transformers does not look at them

@@ -11,6 +11,7 @@ from trl import GRPOConfig
 from adora_vl.config.advantage import set_method_settings
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.config.values import check_fields
+from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
@@ -25,7 +26,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         check_fields(self, GRPOConfig)
         check_device(self)
         self.method_notes = set_method_settings(self)
-        evaluates = str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no"
+        evaluates = spelled(self.eval_strategy) != "no"
         if evaluates and vars(self).get("num_generations_eval") is None:
             self.num_generations_eval = 1  # TRL's evaluation is not used, so its batch need not hold whole groups
         given = vars(self).get("generation_batch_size"), vars(self).get("steps_per_generation")

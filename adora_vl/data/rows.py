@@ -99,6 +99,12 @@ def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
         yield {**{name: values[number] for name, values in columns.items()}, "images": marks}
 
 
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """The images of a row, in either of TRL's columns."""
+    one = row.get("image")
+    return list(row.get("images") or ([] if one is None else [one]))
+
+
 def has_images(table: pa.Table) -> bool:
     """Whether any row of a table of the schema has an image."""
     return bool(pc.sum(pc.list_value_length(table["images"])).as_py())

@@ -26,8 +26,6 @@ from adora_vl.models.families import shares_prompts
 from adora_vl.types import Batch
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities (B, C), entropies, auxiliary loss
-
-
 Seen = Callable[[Tensor], None]
 Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
 # What TRL hands on to a pass besides tokens, as in its `_compute_loss`

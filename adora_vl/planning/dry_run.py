@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from adora_vl.builtin.assets import data_folders, resolve_model
-from adora_vl.config.checks import is_curve, schedule_of
+from adora_vl.config.checks import ANY_LENGTH, is_curve, schedule_of
 from adora_vl.config.command_line import given_keys
 from adora_vl.data.dataset import example_row
 from adora_vl.data.prompt_lengths import LengthCheck
@@ -32,18 +32,16 @@ from adora_vl.planning.memory import (
 from adora_vl.planning.memory_report import memory_lines
 from adora_vl.planning.options import DryRunOptions, take_options
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.utils.cli import amount, quantile, section
+from adora_vl.utils.cli import amount, quantile, section, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
 from adora_vl.utils.launch import prepare_engine_environment
 from data_prep.survey import shown_lines
 
-_ANY_LENGTH = 1000  # where the number of updates is not known; without a warmup in steps the curve is the same
-
 
 def learning_rates(config: Any, updates: int | None) -> dict[str, float] | None:
     """The rate at the first, the middle and the last update; None for a schedule that depends on the training."""
-    total = updates or _ANY_LENGTH
+    total = updates or ANY_LENGTH
     schedule = schedule_of(config, total)
     if not is_curve(schedule):
         return None
@@ -51,18 +49,13 @@ def learning_rates(config: Any, updates: int | None) -> dict[str, float] | None:
     return {name: config.learning_rate * schedule.lr_lambdas[0](step) for name, step in places.items()}
 
 
-def schedule_name(config: Any) -> str:
-    """The name of the schedule as the config spells it."""
-    return str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
-
-
 def learning_rate_line(config: Any, updates: int | None) -> str:
     """The name of the schedule and its curve, in words."""
-    rates = learning_rates(config, updates)
+    rates, schedule = learning_rates(config, updates), spelled(config.lr_scheduler_type)
     if rates is None:
-        return f"Learning rate: {schedule_name(config)} from {config.learning_rate:g} on, as the training goes."
+        return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
     return (
-        f"Learning rate: {schedule_name(config)}, {rates['first']:.3g} at the first update, {rates['middle']:.3g} "
+        f"Learning rate: {schedule}, {rates['first']:.3g} at the first update, {rates['middle']:.3g} "
         f"half-way, {rates['last']:.3g} at the last."
     )
 
@@ -308,13 +301,13 @@ def _is_plain(value: Any) -> bool:
 
 def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
     """The same as the report, for a program."""
-    prediction = predict(plan.setup, plan.card)
+    prediction, schedule = predict(plan.setup, plan.card), spelled(plan.config.lr_scheduler_type)
     epoch, total = steps_of(plan)
     return {
         "changed": changed_keys(plan, given),
         "batches": asdict(plan.batches),
         "updates": {"a_generation": plan.batches.updates_per_generation, "an_epoch": epoch, "total": total},
-        "learning_rate": {"schedule": schedule_name(plan.config), **(learning_rates(plan.config, total) or {})},
+        "learning_rate": {"schedule": schedule, **(learning_rates(plan.config, total) or {})},
         "rows": plan.lengths.rows,
         "prompt_tokens": _spread_of(plan.lengths.prompt),
         "image_tokens": _spread_of(plan.lengths.image),

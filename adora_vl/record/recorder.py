@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from adora_vl.config.batch_plan import Shape
+from adora_vl.data.rows import images_of
 from adora_vl.record.rollouts import Columns, Record, criteria_columns
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
@@ -148,7 +149,7 @@ class Recorder:
         """The columns of a rollout that come from the dataset."""
         name = None if row.get("id") is None else str(row["id"])
         try:
-            images = self.record.diagrams.keep(name, _images_of(row))
+            images = self.record.diagrams.keep(name, images_of(row))
         except OSError:  # if the disk is full, this diagram is left out of the record
             images = []
         problem, answer = row.get("problem") or completion_text(row["prompt"]), row.get("answer")
@@ -159,12 +160,6 @@ class Recorder:
             "answer": None if answer is None else str(answer),
             "images": images,
         }
-
-
-def _images_of(row: Row) -> list[Any]:
-    """The images of a row, in either of TRL's columns."""
-    one = row.get("image")
-    return list(row.get("images") or ([] if one is None else [one]))
 
 
 def _columns(scores: Scores, weighed: Advantages, table: Mapping[str, Any], functions: Sequence[str]) -> Columns:

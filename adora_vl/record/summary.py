@@ -14,7 +14,7 @@ from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of
 from adora_vl.record.rollouts import ROLLOUTS
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import amount, spelled
 from eval.benchmark import for_data
 
 
@@ -110,7 +110,7 @@ def summary_lines(
 
 def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
     """The same command with twice as many steps; only if that run would be a continuation of this one."""
-    constant = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type)) == "constant"
+    constant = spelled(config.lr_scheduler_type) == "constant"
     if not command or not constant or not checkpoints(Path(config.output_dir)):
         return None
     if config.max_steps > 0:

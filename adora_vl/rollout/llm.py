@@ -45,10 +45,10 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows names that 
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Inside the block a CPU engine that is divided over processes meets in shared memory with a name of this run.
+    """Inside, the processes that share a CPU engine give their shared memory a name that no other run has.
 
-    Its launcher's process gives the name, so all ranks have the same. After the block all of them have mapped it, and
-    the name is removed: what is mapped stays until the last process ends, however it ends.
+    The number of the launcher's process is in it, so all ranks make the same. After the block all of them have mapped
+    the memory, and the name is removed: what is mapped stays until the last process ends, however it ends.
     """
     ours = f"adora-{os.getppid()}"
     shared = cpu_communicator._CPUSHMDistributed

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.data_utils import prepare_multimodal_messages
 
+from adora_vl.data.rows import images_of
 from adora_vl.utils.errors import RolloutError
 
 # If one of these is sampled, there is no image for it, and the training's forward pass raises (trl issue 3847).
@@ -27,7 +28,7 @@ class PromptMismatchError(RolloutError):
 
 def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The prompts of a batch as TRL hands them to `_generate`: with their images inside, if any row has one."""
-    images = [row.get("images") or ([row["image"]] if row.get("image") is not None else []) for row in rows]
+    images = [images_of(row) for row in rows]
     if not any(images):
         return [row["prompt"] for row in rows]
     return [prepare_multimodal_messages(row["prompt"], images=own) for row, own in zip(rows, images, strict=True)]

@@ -81,8 +81,9 @@ class Scores:
         ends: Collection[int],
         accelerator: Accelerator,
     ) -> Scores:
-        """`rewards` is of all ranks; `completions` are this rank's token ids and `texts` what
-        they say. A completion has ended if it is empty or its last token is one of `ends`.
+        """`rewards` is of all ranks; `completions` are this rank's token ids and `texts` what they say.
+
+        A completion has ended if it is empty or its last token is one of `ends`.
         """
         facts_B3 = torch.tensor(
             [

@@ -67,6 +67,11 @@ def shown(value: object, longest: int = 60) -> str:
     return written if len(written) <= longest else f"{written[:longest]}..."
 
 
+def spelled(value: object) -> str:
+    """A value as a config spells it: a member of Transformers' enumerations by its own value."""
+    return str(getattr(value, "value", value))
+
+
 def section(title: str, lines: Sequence[str]) -> list[str]:
     """The lines of a report below their underlined title."""
     return ["", title, "-" * len(title), *lines]
