@@ -26,7 +26,7 @@ from adora_vl.utils.checks import Status
 from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import find_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import WRONG_BUILD, Setting
 from benchmarks.gpu.streaming import TARGETS
 from benchmarks.gpu.table import Line, Verdict, at_most, failed, holds, skipped
 from benchmarks.gpu.trainer import shapes
@@ -52,7 +52,7 @@ def varied(completions, completion_ids, **kwargs):
 
 def run(setting: Setting) -> Iterator[Line]:
     if setting.on_gpu and find_cpu_build():
-        yield skipped("all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`")
+        yield WRONG_BUILD
         return
     with tempfile.TemporaryDirectory() as folder:
         dtypes = ("bfloat16", "float32") if setting.on_gpu else ("float32",)
@@ -181,7 +181,7 @@ def rate(what: str, steps: Sequence[dict[str, Any]]) -> Line:
 def recipe(setting: Setting) -> Iterator[Line]:
     """LoRA on a model with tied embeddings and sleep mode, three generations, on both of vLLM's model runners."""
     if setting.on_gpu and find_cpu_build():
-        yield skipped("all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`")
+        yield WRONG_BUILD
         return
     dtype = "bfloat16" if setting.on_gpu else "float32"
     with tempfile.TemporaryDirectory() as name:
@@ -203,7 +203,7 @@ def recipe(setting: Setting) -> Iterator[Line]:
 def drift(setting: Setting) -> Iterator[Line]:
     """The doctor on the 3B model as it is published, but for its weights, with as many layers as there is room for."""
     if setting.on_gpu and find_cpu_build():
-        yield skipped("all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`")
+        yield WRONG_BUILD
         return
     config = shapes(setting)
     words: list[str] = []

@@ -21,7 +21,7 @@ import torch
 from adora_vl.utils.launch import find_cpu_build, free_port
 from benchmarks.gpu.cards import CARDS
 from benchmarks.gpu.engine import COLD, GENERATIONS, arguments, generations, recipe_words
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import WRONG_BUILD, Setting
 from benchmarks.gpu.table import Line, failed, skipped
 
 _LOOPBACK = "127.0.0.1"
@@ -30,7 +30,7 @@ _LENGTH = "2048"  # of `arguments`
 
 def run(setting: Setting) -> Iterator[Line]:
     if setting.on_gpu and find_cpu_build():
-        yield skipped("all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`")
+        yield WRONG_BUILD
         return
     found = torch.cuda.device_count() if setting.on_gpu else 0
     first, second = cards(os.environ, found)

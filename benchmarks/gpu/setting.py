@@ -25,6 +25,7 @@ SMALL_VOCABULARY = 1000
 _PIECE = 2**24  # elements
 MADE_FOR = 75  # GiB: the sizes of the checks fit a card of 80 GB
 ON_A_GPU_ONLY = "seconds are judged on a GPU only"
+WRONG_BUILD = skipped("all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`")
 
 
 @dataclass(frozen=True)
