@@ -29,16 +29,15 @@ class UnreadableImage:
 
 
 class DecodedRows:
-    """The transform of a data set that decodes the images of a column, and does nothing else."""
+    """The transform of a data set that decodes its images, and does nothing else."""
 
-    def __init__(self, column: str) -> None:
-        self._column, self._decoder = column, Image()
+    def __init__(self) -> None:
+        self._decoder = Image()
 
     def __call__(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        column = self._column
-        if column not in rows:
+        if "images" not in rows:
             return rows
-        return {**rows, column: [[self._decoded(stored) for stored in images or []] for images in rows[column]]}
+        return {**rows, "images": [[self._decoded(stored) for stored in images or []] for images in rows["images"]]}
 
     def _decoded(self, stored: dict[str, Any]) -> Any:
         try:
@@ -58,25 +57,25 @@ def only_decodes(dataset: Any) -> bool:
     )
 
 
-def mark_unreadable(dataset: Dataset, column: str = "images") -> Dataset:
-    """`dataset` with the images of `column` decoded on access, and an `UnreadableImage` where that fails.
+def mark_unreadable(dataset: Dataset) -> Dataset:
+    """`dataset` with its images decoded on access, and an `UnreadableImage` where that fails.
 
     The error would otherwise be raised in the data loader of one rank, without the row's id, while the others wait.
     """
-    feature = dataset.features.get(column)
+    feature = dataset.features.get("images")
     if not isinstance(feature, List) or not isinstance(feature.feature, Image):
         return dataset
     assert dataset._indices is None, "the table has to be in the order of the rows"
     # cast_column would write all images to the disk once more; what is stored is the same with and without decoding
-    info = DatasetInfo(features=Features({**dataset.features, column: List(Image(decode=False))}))
-    return Dataset(dataset.data, info, dataset.split).with_transform(DecodedRows(column))
+    info = DatasetInfo(features=Features({**dataset.features, "images": List(Image(decode=False))}))
+    return Dataset(dataset.data, info, dataset.split).with_transform(DecodedRows())
 
 
-def unreadable_rows(rows: Sequence[Mapping[str, Any]], column: str = "images") -> list[tuple[str, str]]:
+def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Id and reason of each row with an image that could not be read, each id once."""
     found: dict[str, str] = {}
     for number, row in enumerate(rows):
-        for image in row.get(column) or []:
+        for image in row.get("images") or []:
             if isinstance(image, UnreadableImage):
                 found.setdefault(str(row.get("id", f"#{number} of the batch")), image.reason)
     return list(found.items())

@@ -181,9 +181,9 @@ def check_version(name: str, wanted: Mapping[str, Requirement], find: Installed,
     return passed(title, f"{found} (tested: {supported})")
 
 
-def check_libraries(find: Installed | None = None) -> list[Check]:
-    """What every run is built on. `find` tells the version of a distribution."""
-    return [check_version(name, ranges(), find or installed, needed=True) for name in SHOWN]
+def check_libraries() -> list[Check]:
+    """What every run is built on."""
+    return [check_version(name, ranges(), installed, needed=True) for name in SHOWN]
 
 
 def check_parts(*, use_vllm: bool, use_peft: bool, use_deepspeed: bool, find: Installed | None = None) -> list[Check]:

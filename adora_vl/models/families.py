@@ -29,7 +29,6 @@ class Vision:
     less for the backward pass.
     """
 
-    image_token: str
     unit: int
     min_pixels: int
     max_pixels: int
@@ -64,20 +63,19 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2 and Qwen2.5", None, FULL, "models/qwen2/modeling_qwen2.py"),
     "qwen2_vl": Family(
         "Qwen2-VL",
-        Vision("<|image_pad|>", unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28),
+        Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28),
         FULL,
         "models/qwen2_vl/modeling_qwen2_vl.py; pixels: image_processing_qwen2_vl.py and the published processor",
     ),
     "qwen2_5_vl": Family(
         "Qwen2.5-VL",
-        Vision("<|image_pad|>", unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, swiglu=True),
+        Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, swiglu=True),
         FULL,
         "models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
     ),
     "qwen3_vl": Family(
         "Qwen3-VL",
         Vision(
-            "<|image_pad|>",
             unit=32,
             min_pixels=256 * 256,
             max_pixels=4096 * 4096,
@@ -92,7 +90,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5": Family(
         "Qwen3.5",
-        Vision("<|image_pad|>", unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096),
+        Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096),
         FULL,
         "models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
         head_norms=True,

@@ -33,7 +33,6 @@ class Tower:
     kv_heads: int
     head_size: int
     mlp_width: int
-    window_only_layers: int = 0  # blocks of the vision tower that attend within windows
     swiglu: bool = True  # with RMS norms; else two products around a GELU, with layer norms
     head_norms: bool = False  # queries and keys are normalised head by head
 
@@ -195,7 +194,6 @@ def _vision_tower(config: Any, family: Family | None) -> Tower:
         head_size=width // config.num_heads,
         mlp_width=getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
         swiglu=family is None or family.vision is None or family.vision.swiglu,
-        window_only_layers=config.depth - len(getattr(config, "fullatt_block_indexes", range(config.depth))),
     )
 
 

@@ -99,10 +99,9 @@ def cut_after(folder: Path, step: int) -> None:
         shutil.rmtree(folder / IMAGES, ignore_errors=True)
 
 
-def read_parts(chosen: list[Part], columns: list[str] | None = None) -> pa.Table:
+def read_parts(chosen: list[Part]) -> pa.Table:
     """The rows of several files in one table. A column that a file lacks is null in its rows."""
-    tables = [pq.read_table(part.path, columns=columns) for part in chosen]
-    return pa.concat_tables(tables, promote_options="default")
+    return pa.concat_tables([pq.read_table(part.path) for part in chosen], promote_options="default")
 
 
 _SIDE = 512  # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB

@@ -133,13 +133,13 @@ def _quiet_for_s(folder: Path) -> float:
     return time.time() - max(times)
 
 
-def is_left_behind(lock: Path, *, works_in: Callable[[Path], bool] = _works_in) -> bool | None:
+def is_left_behind(lock: Path) -> bool | None:
     """True for a lock whose build was killed, False for one that is held or gone, None while that cannot be told."""
     try:
         quiet_s = _quiet_for_s(lock.parent)
     except OSError:
         return False
-    if not lock.exists() or works_in(lock.parent):
+    if not lock.exists() or _works_in(lock.parent):
         return False
     return True if quiet_s > PATIENCE_S else None
 
