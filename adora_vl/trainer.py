@@ -51,7 +51,7 @@ from adora_vl.rollout.prompt_tokens import messages_of, mismatch_named, never_sa
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.dynamic_sampling import DynamicSampling
-from adora_vl.training.generation import Generation
+from adora_vl.training.generation import Before, Generation
 from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate
@@ -67,6 +67,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     reward_funcs: list[Any]
+    _before: Before | None = None  # what was known where the present generation began
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, processing_class: Any = None,
@@ -111,7 +112,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.advantages = AdvantageComputer(context, self.methods, self.reward_weights)
         self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
         self.row_guard, self.drift_guard, self.ratio_guard = RowGuard(context), DriftGuard(context), RatioGuard(context)
-        self.reward_guard, self.server_guard = RewardGuard(context, self._metrics["train"]), ServerGuard(context)
+        self.reward_guard, self.server_guard = RewardGuard(context), ServerGuard(context)
         self.reward_funcs = self.reward_guard.around(self.reward_funcs, self.reward_func_names)
         ends = {*self.eos_token_ids, pad_id}
         self.grader = Grader(context, self.reward_guard, self.reward_weights, self.reward_func_names, ends)
@@ -208,6 +209,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.prefetch.finish()
         self.row_guard.check(rows, self.state.global_step)
         training = self.model.training
+        if training and not attempt:
+            figures = {name: list(values) for name, values in self._metrics["train"].items()}
+            self._before = Before(self._step, self.state.num_input_tokens_seen, figures, self.methods.state())
         generation = Generation(
             rows=rows,
             mode="train" if training else "eval",
@@ -229,10 +233,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Sample, grade and weigh these rollouts, and record them."""
         rows, mode, training = generation.rows, generation.mode, generation.mode == "train"
         self._collecting = generation
-        if not generation.attempt:
-            self.reward_guard.begin()
-            if training:
-                trackers.empty(self._logs)
+        if training and not generation.attempt:
+            trackers.empty(self._logs)
         processor = self.images.generation(rows, mode, further=generation.attempt > 0, processor=self.processing_class)
         old_logps = not training or any(extension.needs_old_logps for extension in self.extensions)
         with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self), self._old_pass(needed=old_logps):
@@ -391,6 +393,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         deletes older ones.
         """
         stock = super()._save_checkpoint
+        before = self._begins_again
+        if before is not None:
+            self.state.num_input_tokens_seen = before.tokens
 
         def save(folder: Path) -> dict[str, Any]:
             stock(model, trial)
@@ -443,7 +448,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def _facts(self) -> dict[str, Any]:
         """What a checkpoint's manifest says, for a run that goes on from it."""
+        before = self._begins_again
+        if before is not None:
+            return {**self.run_facts, "methods": before.methods, "metrics": before.figures}
         return {**self.run_facts, "methods": self.methods.state(), "metrics": self._metrics["train"]}
+
+    @property
+    def _begins_again(self) -> Before | None:
+        """What was known before the present generation, unless something was learned from it."""
+        return self._before if self._before is not None and self._before.micro_step == self._step else None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Stock TRL saves weights and processor; ours also writes the model card, in checkpoints too, and lets others

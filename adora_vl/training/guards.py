@@ -71,17 +71,11 @@ class ServerGuard:
 class RewardGuard:
     """Ends the run where a reward function fails, hangs or returns nonsense, and knows which of its calls failed."""
 
-    def __init__(self, context: StepContext, figures: dict[str, list[float]]) -> None:
-        """`figures`: the values for the next log. A checkpoint leaves out those of the generation that failed."""
+    def __init__(self, context: StepContext) -> None:
         self.timeout = context.config.adora_reward_timeout  # seconds for a function; presets have their own
-        self.save, self.figures = context.save_now, figures
+        self.save = context.save_now
         self.failures: list[RewardFailure] = []  # of this rank, in the present generation
         self._unscored: list[dict[int, str]] = []  # by function: this rank's completions whose call failed, and why
-        self._counts: dict[str, int] = {}
-
-    def begin(self) -> None:
-        """Called where a generation begins."""
-        self._counts = {name: len(values) for name, values in self.figures.items()}
 
     def around(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """The functions as TRL is to call them. Reward models, which are modules, stay as they are."""
@@ -135,11 +129,7 @@ class RewardGuard:
         )
 
     def _resume(self) -> str:
-        """Saves without the figures of the generation that failed, which will be made again. Returns how to go on."""
-        for name, values in list(self.figures.items()):
-            del values[self._counts.get(name, 0) :]
-            if not values:
-                del self.figures[name]  # TRL's log takes the mean of each
+        """Saves, and returns how to go on."""
         return f"--resume_from_checkpoint {self.save()}"
 
 

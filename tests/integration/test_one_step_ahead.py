@@ -4,13 +4,16 @@ kill. Stand-ins play the servers, whose answers are drawn from the seeds alone.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE, StandIn
@@ -66,6 +69,34 @@ def _with_each_weights(server: StandIn, limit: int) -> list[int]:
         elif path in GENERATE and _length(body) == limit:
             counts[-1] += 1
     return counts
+
+
+def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
+    """Neither in the figures of the next log, nor in the tokens that were seen, nor in what a method remembers."""
+    assert main(words(tmp_path / "whole", server, max_steps=2)) == 0
+    (tmp_path / "mine.py").write_text(FAILS)
+    failing = {"adora_reward": f"{tmp_path / 'mine.py'}:fails", "save_steps": 4}
+    assert main(words(tmp_path / "reward", server, **failing)) == 1, "after the wait for the rollouts was logged"
+    assert main(words(tmp_path / "drift", server, adora_max_drift=1e-3, adora_method="daro")) == 1, "in the first pass"
+    for name, step in (("reward", 2), ("drift", 0)):
+        checkpoint = tmp_path / name / f"checkpoint-{step}"
+        facts = facts_of(checkpoint)
+        assert (facts["metrics"], facts["methods"]) == ({}, {})
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        assert state["num_input_tokens_seen"] == _tokens(tmp_path / "whole" / f"checkpoint-{step}")
+
+
+def _tokens(checkpoint: Path) -> int:
+    """Seen until then; none before the first step."""
+    file = checkpoint / "trainer_state.json"
+    return int(json.loads(file.read_text())["num_input_tokens_seen"]) if file.is_file() else 0
+
+
+FAILS = """
+def fails(completions, trainer_state, **kwargs):
+    assert trainer_state.global_step < 2
+    return [float(len(text) % 2) for text in map(str, completions)]
+"""
 
 
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):

@@ -306,6 +306,7 @@ def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     _steps(first, 5)
     resumed = AdvantagePipeline({"daro": DaroOptions()})
     resumed.load(json.loads(json.dumps(first.state())))
+    assert resumed.state() == first.state(), "also where the run stops again before its first batch"
     assert all(torch.equal(a, b) for a, b in zip(_steps(resumed, 3, first=5), expected, strict=True))
     assert resumed.state() == whole.state()
     fresh = AdvantagePipeline({"daro": DaroOptions()})

@@ -396,7 +396,7 @@ def saving(folder: Path, saved: list[Path]) -> Any:
 
 def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_failed(tmp_path):
     saved: list[Path] = []
-    guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)), {})
+    guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)))
     sound, failing = guard.around([lambda completions, **k: [1.0] * len(completions), fails_on_one], ["a", "mine"])
     call(sound, ["0", "1"])
     guard.check(2)
@@ -409,27 +409,8 @@ def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_fai
     assert text.endswith(f"go on with --resume_from_checkpoint {tmp_path}") and saved == [tmp_path]
 
 
-def test_the_checkpoint_has_no_figures_of_the_generation_that_failed():
-    """They will be logged when it is made again, and a mean over a log's steps would count them twice."""
-    figures, saved = {"reward": [0.5], "kl": [0.1]}, list[dict[str, list[float]]]()
-
-    def save() -> Path:
-        saved.append({name: values[:] for name, values in figures.items()})
-        return Path("checkpoint-1")
-
-    guard = RewardGuard(step_context(save_now=save), figures)
-    guard.begin()
-    figures["reward"].append(0.7)
-    figures["new"] = [1.0]
-    (failing,) = guard.around([fails_on_one], ["mine"])
-    call(failing, ["0", "1"])
-    with pytest.raises(RunError):
-        guard.check(1)
-    assert saved == [{"reward": [0.5], "kl": [0.1]}]
-
-
 def test_reward_models_and_the_time_of_presets_are_left_alone():
-    guard, model = RewardGuard(step_context(save_now=Path, adora_reward_timeout=0.2), {}), torch.nn.Linear(1, 1)
+    guard, model = RewardGuard(step_context(save_now=Path, adora_reward_timeout=0.2)), torch.nn.Linear(1, 1)
     preset = choose_rewards(["accuracy"]).functions[0]
     around = guard.around([model, preset], ["model", "accuracy_reward"])
     assert around[0] is model
@@ -444,7 +425,7 @@ def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_fail
     elsewhere: list[RewardFailure] = []
     monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: [*mine, *elsewhere])
     saved: list[Path] = []
-    guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)), {})
+    guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)))
     guard.check(0)
     elsewhere.append(RewardFailure("mine", "row row/7", "ZeroDivisionError: why"))
     with pytest.raises(RunError, match="step 1: reward mine: row row/7: ZeroDivisionError: why. Nothing of this step"):

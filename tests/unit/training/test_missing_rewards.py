@@ -18,6 +18,7 @@ from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, group_advanta
 from adora_vl.advantage.adora import AdoraOptions, weigh_groups
 from adora_vl.advantage.experimental import CanonOptions, D3sOptions, SsbOptions
 from adora_vl.advantage.grpo import DapoOptions
+from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, adora_metrics, leave_out_dissolved, read_metrics
 from adora_vl.record.trackers import show_all
 from adora_vl.report.run_view import load_run
@@ -195,7 +196,7 @@ async def failing_async(completions: list[Any], **columns: Any) -> list[Any]:
 
 def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completion():
     """What `asyncio.gather(..., return_exceptions=True)` returns. Nothing stops, and the reason is known."""
-    guard = RewardGuard(step_context(), {})
+    guard = RewardGuard(step_context())
     one, other = guard.around([failing, failing_async], ["one", "other"])
     texts = ["fine", "lost", "?"]
     assert one(completions=texts) == [1.0, None, None]
@@ -207,7 +208,7 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
 
 def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
     """Rank 1 of 3 asks; each rank has four rollouts."""
-    guard = RewardGuard(step_context(), {})
+    guard = RewardGuard(step_context())
     (function,) = guard.around([failing], ["one"])
     function(completions=["fine", "lost", "fine", "fine"])
     monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: [[(3, 0, "a")], *mine, []])
@@ -220,7 +221,7 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
     def refused(**arguments: Any) -> list[float]:
         raise UserError("adora_reward: judge: the key is refused")
 
-    guards = [RewardGuard(step_context(save_now=lambda: tmp_path), {}) for _ in range(2)]
+    guards = [RewardGuard(step_context(save_now=lambda: tmp_path)) for _ in range(2)]
     for guard, function in zip(guards, (refused, failing), strict=True):
         (around,) = guard.around([function], ["judge"])
         around(completions=["fine"])
@@ -232,10 +233,7 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
 
 
 def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
-    figures = {"reward": [0.5]}
-    guard = RewardGuard(step_context(save_now=lambda: tmp_path), figures)
-    guard.begin()
-    figures["judge/failed"] = [1.0]
+    guard = RewardGuard(step_context(save_now=lambda: tmp_path))
     guard.check_scored(rewards([0.0] * 4, [1.0, NAN, NAN, NAN]).missing, 2)
     with pytest.raises(RunError) as error:
         guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing, 2)
@@ -243,7 +241,6 @@ def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
         "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was applied. Repair the "
         f"reward, and go on with --resume_from_checkpoint {tmp_path}"
     )
-    assert figures == {"reward": [0.5]}, "the checkpoint has no figures of the generation that will be made again"
 
 
 # ----------------------------------------------------------------------------------------------- the whole run
@@ -313,6 +310,8 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(own,
         r"Nothing of this step was applied\. Repair the reward, and go on with --resume_from_\w+ \S+checkpoint-1",
         line,
     )
+    saved = facts_of(tmp_path / "run" / "checkpoint-1")["metrics"]
+    assert saved == {}, "a mean over the steps of a log would count those of the second generation twice"
     own.with_name("back").touch()
     assert main([*words, *line.split()[-2:]]) == 0
     metrics = [line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line]
