@@ -100,6 +100,17 @@ def pair_of(run: Run) -> Pair:
     return run.get("arithmetic", ""), run["seed"]
 
 
+LASTING: Columns = (
+    ("accuracy, end", end("accuracy"), 100),
+    ("B, end", end("accuracy_B"), 100),
+    ("chains, steps 1 to 5", over_steps("chains", 0, 5), 100),
+    ("6 to 10", over_steps("chains", 5, 10), 100),
+    ("56 to 60", over_steps("chains", 55, 60), 100),
+    ("end", end("chains"), 100),
+    ("runs that end with chains", mostly_chains, 100),
+)
+
+
 def select(runs: Sequence[Run], regime: str, recipe: str, arm: str, *, engine: bool = False) -> dict[Pair, Run]:
     """The runs of an arm by their pair: those that Transformers sampled, or those of the engine."""
     wanted = (regime, recipe, arm, engine)
@@ -113,16 +124,54 @@ def levels(runs: Sequence[Run], regime: str, recipe: str, columns: Columns) -> l
         "|---" * (len(columns) + 2) + "|",
     ]
     for arm, title in ARMS.items():
-        chosen = select(runs, regime, recipe, arm)
-        if not chosen:
-            continue
-        cells = []
-        for _, value, factor in columns:
-            known = [v for v in map(value, chosen.values()) if v is not None]
-            mean = factor * statistics.fmean(known) if known else float("nan")
-            cells.append(f"{mean:.1f}" if factor == 100 else f"{mean:.2f}")
-        lines.append(f"| {title} | {len(chosen)} | " + " | ".join(cells) + " |")
+        lines += _level(title, select(runs, regime, recipe, arm), columns)
     return lines
+
+
+def _level(title: str, chosen: dict[Pair, Run], columns: Columns) -> list[str]:
+    """A row of means over runs, or none without a run."""
+    cells = []
+    for _, value, factor in columns:
+        known = [v for v in map(value, chosen.values()) if v is not None]
+        mean = factor * statistics.fmean(known) if known else float("nan")
+        cells.append(f"{mean:.1f}" if factor == 100 else f"{mean:.2f}")
+    return [f"| {title} | {len(chosen)} | {' | '.join(cells)} |"] if chosen else []
+
+
+def by_recipe(runs: Sequence[Run], regime: str) -> list[str]:
+    """A Markdown table of a regime's recipes, each with GRPO and ADORA: how long the chains last."""
+    recipes = [recipe for one, recipe in conditions(runs) if one == regime]
+    if len(recipes) < 2:
+        return []
+    lines = [
+        f"| {regime}, recipe and arm | seeds | " + " | ".join(title for title, _, _ in LASTING) + " |",
+        "|---" * (len(LASTING) + 2) + "|",
+    ]
+    for recipe in recipes:
+        for arm in ("grpo", "adora"):
+            lines += _level(f"`{recipe}`, {ARMS[arm]}", select(runs, regime, recipe, arm), LASTING)
+    return lines
+
+
+def by_model(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
+    """A Markdown table of ADORA against GRPO for each arithmetic model, if starts are made of several."""
+    models = list(dict.fromkeys(run.get("arithmetic", "") for run in runs))
+    lines = [
+        f"| {regime}, `{recipe}`: starts of | seeds | GRPO | ADORA 0.1 | ADORA - GRPO [95 %] | smallest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for number, model in enumerate(models, 1):
+        own = [run for run in runs if run.get("arithmetic", "") == model]
+        ahead = paired(own, regime, recipe, "adora", "grpo", end("accuracy"))
+        if not ahead:
+            continue
+        means = [
+            statistics.fmean(100 * run["held_out"][-1]["accuracy"] for run in select(own, regime, recipe, arm).values())
+            for arm in ("grpo", "adora")
+        ]
+        cells = f"{len(ahead)} | {means[0]:.1f} | {means[1]:.1f} | {interval(ahead)} | {min(ahead):+.1f}"
+        lines.append(f"| arithmetic model {number} | {cells} |")
+    return lines if len(lines) > 3 else []
 
 
 def paired(
@@ -279,18 +328,17 @@ def conditions(runs: Sequence[Run], arms: int = 1) -> list[tuple[str, str]]:
 
 def all_tables(runs: Sequence[Run]) -> str:
     """All tables as Markdown."""
-    parts = []
-    for title, value in (
-        ("accuracy, end", end("accuracy")),
-        ("accuracy, mean over steps", area("accuracy")),
-        ("chains, end", end("chains")),
-    ):
-        parts += [*summary(runs, title, value), ""]
-    for regime, recipe in conditions(runs):
-        parts += [f"## {regime}, `{recipe}`", "", *levels(runs, regime, recipe, HELD_OUT), ""]
-        parts += [*levels(runs, regime, recipe, TRAINING), ""]
-        parts += [*comparisons(runs, regime, recipe), ""]
-    parts += [*engines(runs), ""]
+    known = conditions(runs)
+    tables = [
+        summary(runs, "accuracy, end", end("accuracy")),
+        summary(runs, "accuracy, mean over steps", area("accuracy")),
+    ]
+    tables += [by_recipe(runs, regime) for regime in sorted({regime for regime, _ in known})]
+    tables += [by_model(runs, *condition) for condition in known]
+    for regime, recipe in known:
+        tables += [[f"## {regime}, `{recipe}`"], levels(runs, regime, recipe, HELD_OUT)]
+        tables += [levels(runs, regime, recipe, TRAINING), comparisons(runs, regime, recipe)]
+    parts = ["\n".join(table) + "\n" for table in [*tables, engines(runs)] if table]
     seconds = sum(run["processor_seconds"] for run in runs)
     commits = ", ".join(sorted({run["commit"] for run in runs}))
     mean = statistics.fmean(run["processor_seconds"] for run in runs)

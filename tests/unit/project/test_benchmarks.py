@@ -32,6 +32,8 @@ from benchmarks.attenuation.__main__ import main as attenuation
 from benchmarks.attenuation.report import (
     HELD_OUT,
     area,
+    by_model,
+    by_recipe,
     comparisons,
     end,
     engines,
@@ -173,7 +175,6 @@ def test_one_file_of_all_runs_prints_every_table(tmp_path, capsys, monkeypatch):
     assert rows == [
         "| R2, `grpo` | 50.0 (2) | 40.0 (2) | **-10.0 [-10.0, -10.0]** | 0.500 |",
         "| R2, `grpo` | 32.5 (2) | 35.0 (2) | **+2.5 [+2.5, +2.5]** | 0.500 |",
-        "| R2, `grpo` | 50.0 (2) | 50.0 (2) | +0.0 [+0.0, +0.0] | 1.000 |",
     ]
     monkeypatch.setattr(sys, "argv", ["attenuation", "--tables", str(tmp_path / "none.json")])
     with pytest.raises(SystemExit, match="--tables: .*none.json is no runs.jsonl"):
@@ -202,6 +203,22 @@ def test_runs_are_added_to_those_of_another_machine_once_and_pair_with_their_own
     row = next(line for line in summary(lines, "accuracy", end("accuracy")) if line.startswith("| R2"))
     assert row.startswith("| R2, `grpo` | 50.0 (2) | 70.0 (1) |"), row
     assert paired(lines, "R2", "grpo", "adora", "grpo", end("accuracy")) == pytest.approx([10.0])
+
+
+def test_recipes_and_arithmetic_models_have_a_row_each():
+    runs = [run(arm, seed, (0.2, 0.3, last)) for seed in (0, 1) for arm, last in (("grpo", 0.4), ("adora", 0.8))]
+    runs += [one | {"arithmetic": "1f", "seed": one["seed"] + 6} for one in runs]
+    assert by_recipe(runs, "R2") == [], "one recipe needs no table of recipes"
+    rows = by_recipe([*runs, run("grpo", 0, (0.2, 0.3, 0.5)) | {"recipe": "kl"}], "R2")[2:]
+    assert [row.split(" | ")[:3] for row in rows] == [
+        ["| `grpo`, GRPO", "4", "40.0"],
+        ["| `grpo`, ADORA 0.1", "4", "80.0"],
+        ["| `kl`, GRPO", "1", "50.0"],
+    ]
+    models = by_model(runs, "R2", "grpo")[2:]
+    figures = "2 | 40.0 | 80.0 | **+40.0 [+40.0, +40.0]** | +40.0 |"
+    assert models == [f"| arithmetic model {number} | {figures}" for number in (1, 2)]
+    assert by_model(runs[:4], "R2", "grpo") == []
 
 
 def test_the_page_has_the_tables_that_the_command_prints(capsys, monkeypatch):
