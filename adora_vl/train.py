@@ -165,9 +165,20 @@ def load_quietly(run: Run, log: Path) -> AdoraGRPOTrainer:
         return load(run)
 
 
+def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
+    """Note that a signal stopped the run after this step, and print how it goes on."""
+    from adora_vl.checkpoint.stop import mark_stopped
+    from adora_vl.record.manifest import end_manifest
+
+    mark_stopped(output_dir, step)
+    end_manifest(manifest, output_dir, "stopped", step)
+    print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}:", file=sys.stderr)
+    print(manifest["command"], file=sys.stderr)
+
+
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
-    from adora_vl.checkpoint.stop import EXIT_STOPPED, mark_stopped
+    from adora_vl.checkpoint.stop import EXIT_STOPPED
     from adora_vl.checkpoint.universal import expect_universal, is_universal
     from adora_vl.checkpoint.writer import delete_aside, set_aside
     from adora_vl.record.card import model_card
@@ -209,11 +220,7 @@ def train(arguments: Sequence[str]) -> int:
     seconds = time.perf_counter() - started
     if stop.stopped:
         if is_main:
-            step = trainer.state.global_step
-            mark_stopped(output_dir, step)
-            end_manifest(manifest, output_dir, "stopped", step)
-            print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}:", file=sys.stderr)
-            print(manifest["command"], file=sys.stderr)
+            note_stop(manifest, output_dir, trainer.state.global_step)
     else:
         with failure_noted(manifest, output_dir, lambda: trainer.state.global_step, is_main):
             model_folder = save_final_model(trainer, output_dir)

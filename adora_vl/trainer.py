@@ -127,10 +127,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             partials = PartialRollouts(context, self._sample_alone, lambda: self.vllm_generation, self.train_dataset)
             self.extensions.insert(0, partials)
         if args.adora_async_rollouts:
-            engine = self.vllm_generation
-            drift = self.images.vision.unshared()(partial(measured_drift, self, self.drift_guard.check))
-            ahead = RolloutsAhead(context, engine, self._sync, self._tokenized, lambda ns: self._next_rows(ns), drift)
-            self.extensions.insert(0, ahead)
+            asks = self._sync, self._tokenized, self._rows_after
+            self.extensions.insert(0, RolloutsAhead(context, self.vllm_generation, *asks, self._check_drift))
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
         self.tie_notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         self._generation: Generation | None = None  # the one that is being learned from
@@ -170,13 +168,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             batch = self._generate_and_score_completions(rows)  # TRL's name for it, which a subclass may override
             generation = self._collecting
             assert generation is not None
-            generation.batch = batch
 
             def further(rows: list[Row], attempt: int) -> Batch:
                 return self._collect(self._begin(rows, attempt)).batch
 
-            drawn_from = DistinctRows(self.train_dataset)
-            generation.batch = self.resample(generation.batch, further, drawn_from, generation.key)
+            generation.batch = self.resample(batch, further, DistinctRows(self.train_dataset), generation.key)
         for extension in self.extensions:
             extension.before_split(generation)
         generation.micro_batches = self.batcher.split(generation.batch, generation.key)
@@ -243,9 +239,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         assert scores is not None
         if training:
             self.drift_guard.check_batch(batch, generation.step)
-        weighed = generation.advantages = self.advantages(
-            scores, batch, generation.group_size, generation.step, training=training
-        )
+        weighed = self.advantages(scores, batch, generation.group_size, generation.step, training=training)
+        generation.advantages = weighed
         metrics.add_weighed_figures(self._metrics[mode], weighed, scores)
         trackers.add_weighed(self._logs, weighed, texts=trackers.logs_tables(self.args))
         trackers.show_all(self._logs["rewards"], scores.rewards, self.reward_func_names)
@@ -296,6 +291,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self):
             return cast("tuple[Any, ...]", self._tokenize_prompts(messages_of(rows)))
 
+    def _check_drift(self, rows: list[Row], step: int) -> None:
+        """Of the present weights, on short rollouts of some of these rows."""
+        with self.images.vision.unshared():  # a rank may have an image among them where another one has none
+            measured_drift(self, self.drift_guard.check, rows, step)
+
     def _generate(self, prompts: list[Any]) -> Any:
         """Stock TRL processes images, samples and decodes here, timed for wandb alone; ours times it for the log."""
         with self.clock.phase("rollout"), self.server_guard.watching():
@@ -331,8 +331,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         has_work = not self._cuts or bool(self._prepare_inputs(inputs))
         self._current_train_step_time += time.perf_counter() - started
         if has_work:
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return loss
+            return cast("Tensor", super().training_step(model, inputs, num_items_in_batch))
         self._step += 1
         return torch.zeros((), device=self.args.device)
 
@@ -402,10 +401,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             table = trackers.to_json(self._logs)
             for extension in self.extensions:
                 extension.save(folder)
-            generation = self._generation
             left: list[Batch] | None = self._buffered_inputs
             if self._cuts:
-                left = None if generation is None else generation.micro_batches
+                left = None if self._generation is None else self._generation.micro_batches
             return {**self._facts(), **self.unfinished.save(folder, self._step, left, table)}
 
         self.checkpoints.write(self.state.global_step, save)
@@ -490,11 +488,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if not is_training or not self.args.adora_cache_images or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         numbered = self.args.adora_rollout_budget is not None or self.args.adora_async_rollouts > 0
-        rows = DistinctRows(dataset, numbered=numbered)
+        rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered)
         loader = super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, dataloader_key)
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
-        self._next_rows = partial(rows.rows_after, order=self._row_order)
         return loader
+
+    def _rows_after(self, numbers: list[int]) -> list[Row]:
+        """The rows of the next generation, by the numbers of the present one's."""
+        return self._distinct_rows.rows_after(numbers, self._row_order)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the epoch's number."""
