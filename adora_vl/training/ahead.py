@@ -28,6 +28,7 @@ from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingReques
 from adora_vl.rollout.servers import Answer, GroupRequest
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import Row, StepContext
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
 FILE = "rollouts-ahead.json"  # in a checkpoint
@@ -75,10 +76,17 @@ class RolloutsAhead(Extension):
     # ------------------------------------------------------------------------------------------ a generation
 
     def before_sampling(self, generation: Generation) -> None:
-        """Join what was asked for, give the servers the present weights, and ask for the next generation."""
+        """Join what was asked for, give the servers the present weights, and ask for the next generation. Raises
+        `UserError` where that one cannot be known.
+        """
         numbers = _without_numbers(generation.rows)
         if generation.mode != "train":
             return
+        if min(numbers, default=0) < 0:
+            raise UserError(
+                "adora_async_rollouts: 1: these rows do not say their numbers, by which the next ones are known (a streamed "
+                "data set, or a data loader of your own); load the data set whole, or set adora_async_rollouts: 0"
+            )
         asked = self.pending
         fits = asked is not None and (asked.where, asked.numbers) == (generation.where, numbers)
         if not all(gather_object([fits])):  # where a run begins

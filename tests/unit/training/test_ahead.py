@@ -1,0 +1,38 @@
+"""Rollouts that are asked for a generation ahead: what is refused where the next generation cannot be known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.rollout.engine import SamplingRequest
+from adora_vl.training.ahead import RolloutsAhead
+from adora_vl.training.generation import Generation
+from adora_vl.utils.errors import UserError
+from tests.support.step_context import step_context
+
+
+def test_rows_without_numbers_are_refused_in_training_and_in_place_of_working_in_sequence():
+    """A streamed data set has none. Without them nothing would ever be asked for ahead, and nobody would hear of it."""
+    synced: list[bool] = []
+
+    def sync() -> None:
+        synced.append(True)
+        raise InterruptedError
+
+    keys = {"use_vllm": True, "vllm_mode": "server", "adora_weight_transfer": "file", "adora_async_rollouts": 1}
+    unused: Any = None
+    ahead = RolloutsAhead(step_context(**keys), unused, sync, unused, unused, unused)
+
+    def generation(mode: Any, **column: int) -> Generation:
+        rows: list[Any] = [{"problem": "Find x.", **column}]
+        return Generation(rows, mode, 0, "0/0", 0, 1, SamplingRequest())
+
+    ahead.before_sampling(generation("eval"))
+    with pytest.raises(UserError, match=r"^adora_async_rollouts: 1: these rows do not say .*streamed.*rollouts: 0$"):
+        ahead.before_sampling(generation("train"))
+    assert not synced, "nothing was begun"
+    with pytest.raises(InterruptedError):
+        ahead.before_sampling(generation("train", **{ROW_NUMBER: 0}))
