@@ -118,14 +118,18 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
 def _quick_png(image: Image.Image) -> bytes:
     """As `png_bytes`, in about a quarter of its time and with a tenth more bytes.
 
-    Pillow tries five filters on each line. Here each line is its difference from the one above (filter 2).
+    Pillow tries five filters on each line. Here each line is its difference from the one above (filter 2). Where most
+    of these differ, as in a photograph, zlib looks for runs alone: a search for longer repetitions takes twice as long
+    and finds none.
     """
     pixels = np.asarray(_rgb(image)).reshape(image.height, -1)
     lines = np.full((image.height, 1 + pixels.shape[1]), 2, np.uint8)
     lines[0, 1:] = pixels[0]
     np.subtract(pixels[1:], pixels[:-1], out=lines[1:, 1:])
+    dense = np.count_nonzero(lines) > lines.size // 2
+    packer = zlib.compressobj(1, strategy=zlib.Z_RLE if dense else zlib.Z_DEFAULT_STRATEGY)
     header = struct.pack(">2I5B", *image.size, 8, 2, 0, 0, 0)  # 8 bits a channel, RGB, not interlaced
-    chunks = (b"IHDR" + header, b"IDAT" + zlib.compress(lines.tobytes(), 1), b"IEND")
+    chunks = (b"IHDR" + header, b"IDAT" + packer.compress(lines.data) + packer.flush(), b"IEND")
     packed = (struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks)
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
@@ -143,7 +147,9 @@ def _chunks(encoded: bytes) -> Iterator[bytes]:
 
 def diagram_hash(image: Image.Image) -> str:
     """SHA-256 of the RGB pixels and the size, in hexadecimal."""
-    return hashlib.sha256(f"{image.size}".encode() + _rgb(image).tobytes()).hexdigest()
+    digest = hashlib.sha256(f"{image.size}".encode())
+    digest.update(_rgb(image).tobytes())
+    return digest.hexdigest()
 
 
 def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
@@ -212,7 +218,7 @@ def _refuse_degenerate(image: Image.Image) -> None:
     width, height = image.size
     if min(width, height) < MIN_SIDE:
         raise UnreadableImageError("image_degenerate", f"{width} x {height} pixels are too few for a diagram")
-    if all(low == high for low, high in (channel.getextrema() for channel in image.split())):
+    if all(low == high for low, high in (image.getchannel(band).getextrema() for band in range(len(image.getbands())))):
         colour = image.getpixel((0, 0))
         raise UnreadableImageError("image_degenerate", f"all of its {width} x {height} pixels are {colour}")
     if max(width, height) > WIDEST * min(width, height):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
@@ -76,6 +76,9 @@ def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothin
     text.add_text("author", "somebody")
     see_through = picture.convert("RGBA")
     see_through.putalpha(128)
+    noise = Image.effect_noise((40, 30), 80).convert("RGB")
+    lines = Image.new("L", (40, 30), "white")
+    ImageDraw.Draw(lines).line((3, 5, 35, 20), fill=0)
     cases: list[tuple[str, Image.Image, str, dict[str, Any], bool]] = [
         ("photograph", picture, "JPEG", {"quality": 80}, True),
         ("drawing", picture, "PNG", {"dpi": (72, 72)}, True),
@@ -90,6 +93,8 @@ def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothin
         ("see-through", see_through, "PNG", {}, False),
         ("colour that stands for none", picture, "PNG", {"transparency": (255, 255, 255)}, False),
         ("another format", picture, "WEBP", {"lossless": True}, False),
+        ("noise in another format", noise, "WEBP", {"lossless": True}, False),
+        ("grey lines", lines, "PNG", {}, False),
     ]
     for name, image, form, options, same in cases:
         with subtests.test(name):
