@@ -9,6 +9,7 @@ from typing import Any
 from adora_vl.data.prompts import PLACEHOLDER
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # in the form of ShareGPT
+_PICTURES = ("image", "image_url")
 _SENTENCE_ENDS = re.compile(r"(?<=[.?!:])\s+|\n+")
 _SAYS_HOW = re.compile(
     r"</?think>|</?answer>|\\boxed|####|step[ -]by[ -]step|reasoning process|thinking process|internal monologue"
@@ -22,14 +23,40 @@ def text_of_chat(value: Any) -> str | None:
     """The one question of a conversation, with `<image>` for each image part in it. None where there are several, or
     none, or it is no conversation. What a system message or an answer says is no part of the problem.
     """
+    asked = _asked(value)
+    return _text_of_content(asked[0]) if len(asked) == 1 else None
+
+
+def pictures_of_chat(value: Any) -> list[Any]:
+    """What the image parts of the one question hold: a path, an address, `{"bytes": ...}`; None for a part that is only
+    a mark. Empty where all of them are, since the pictures then stand in a column of their own.
+    """
+    asked = _asked(value)
+    parts = asked[0] if len(asked) == 1 and isinstance(asked[0], list) else []
+    found = [_picture_of(part) for part in parts if isinstance(part, Mapping) and part.get("type") in _PICTURES]
+    return found if any(picture is not None for picture in found) else []
+
+
+def _asked(value: Any) -> list[Any]:
+    """The contents of the user's messages; none where it is no conversation."""
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-        return None
-    asked = []
+        return []
+    found = []
     for message in value:
         role = message.get("role", message.get("from"))
         if (_ROLES.get(role, role) if isinstance(role, str) else role) == "user":
-            asked.append(_text_of_content(message.get("content", message.get("value"))))
-    return asked[0] if len(asked) == 1 else None
+            found.append(message.get("content", message.get("value")))
+    return found
+
+
+def _picture_of(part: Mapping[str, Any]) -> Any:
+    """`{"image_url": {"url": X}}`, `{"image_url": X}`, `{"image": X}` and `{"url": X}` hold X."""
+    for key in ("image_url", "image", "url", "path"):
+        value = part.get(key)
+        value = value["url"] if isinstance(value, Mapping) and "url" in value else value
+        if value and not (isinstance(value, Mapping) and all(inner is None for inner in value.values())):
+            return value
+    return None
 
 
 def _text_of_content(content: Any) -> str | None:
@@ -39,7 +66,7 @@ def _text_of_content(content: Any) -> str | None:
         return None
     pieces = []
     for part in content:
-        if part.get("type") in ("image", "image_url"):
+        if part.get("type") in _PICTURES:
             pieces.append(PLACEHOLDER)
         elif isinstance(part.get("text"), str):
             pieces.append(part["text"])

@@ -21,7 +21,7 @@ from data_prep.columns import Columns, columns_from
 from data_prep.hub import commit_of, open_hub
 from data_prep.pipeline import Cleaning, SplitReads, check_options, check_target, clean_source, pixel_limits, recorded
 from data_prep.quarantine import MAX_SHARE
-from data_prep.records import named_files
+from data_prep.records import named_files, pictures_asked
 from data_prep.tables import (
     HUB_ID,
     DrawnTests,
@@ -187,9 +187,10 @@ def source_files(location: str, columns: Columns) -> list[str]:
     found: dict[str, None] = {}
     for part in _parts(location, columns):
         found[str(part.file)] = None
-        for _, record in part.begin() if columns.images else ():
+        for _, record in part.begin():
             if isinstance(record, Mapping):
-                named = (path for name in columns.images for path in named_files(record.get(name), part.files))
+                held = [*(record.get(name) for name in columns.images), pictures_asked(record, columns)]
+                named = (path for value in held for path in named_files(value, part.files))
                 found.update(dict.fromkeys(map(str, named)))
     return list(found)
 

@@ -6,6 +6,7 @@ import base64
 import binascii
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,17 +16,19 @@ from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
+from urllib.parse import unquote
 
 from adora_vl.data.images import UnreadableImageError, file_within
 from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.utils.cli import shown
-from data_prep.chat import text_of_chat, without_instruction
+from data_prep.chat import pictures_of_chat, text_of_chat, without_instruction
 from data_prep.columns import Columns
 from data_prep.placeholders import in_words, place_images
 from data_prep.problem import MAX_FILE_BYTES, RawProblem, RowError, reads_as_letter, storable
 
-_DATA_URL = re.compile(r"data:image/[\w.+-]+(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:image(?:/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
+_FILE_URL = "file://"
 _WEB = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _LONGEST_PATH = 1024  # a longer text is Base64
 Fetch = Callable[[str], bytes]
@@ -54,7 +57,7 @@ class FileRoot:
 
 
 def picture_bytes(value: Any, files: FileRoot) -> bytes:
-    """The encoded picture of a value: bytes, `{"bytes": ..., "path": ...}`, a data URL, Base64, or a path.
+    """The encoded picture of a value: bytes, `{"bytes": ..., "path": ...}`, a data URL, Base64, a path or its file URL.
 
     Raises `PictureError`.
     """
@@ -74,7 +77,7 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
         except Exception as error:  # the hub's library raises its own, the network's and the file system's
             why = f"is {shown(text)}, which the hub does not give ({type(error).__name__})"
             raise PictureError("file_missing", why, "check it in") from error
-    if _WEB.match(text):
+    if _WEB.match(text) and not text.lower().startswith(_FILE_URL):
         raise PictureError(
             "not_a_file", f"is the address {shown(text)}, and nothing is downloaded", "put the picture itself into"
         )
@@ -115,11 +118,14 @@ def _of_base64(text: str, why: str) -> bytes:
 
 
 def _inside(name: str, files: FileRoot) -> Path:
-    """The file that a path leads to. Raises `PictureError` where that is not in the input's folder."""
+    """The file that a path or file URL leads to. Raises `PictureError` where that is not in the input's folder."""
     if files.folder is None or files.root is None:
         raise PictureError("not_a_file", f"is the path {shown(name)}, and there are no files", "put the bytes into")
+    path = unquote(name[len(_FILE_URL) :]) if name.lower().startswith(_FILE_URL) else name
+    if Path(path).is_absolute():
+        path = os.path.relpath(path, files.folder)
     try:
-        return file_within(files.folder, name, files.root)
+        return file_within(files.folder, path, files.root)
     except UnreadableImageError as error:
         if error.kind == "path_outside":
             wrong, remedy = (
@@ -363,6 +369,11 @@ def _gold(letter: str, choices: Sequence[str]) -> str:
     return letter if verify_gold(text, choices) is not None or reads_as_letter(text) else text
 
 
+def pictures_asked(record: Record, columns: Columns) -> list[Any]:
+    """The pictures that stand in the conversation itself, in the parts of its question."""
+    return pictures_of_chat(_listed(record.get(columns.problem), texts_only=True))
+
+
 def _images(record: Record, context: Context, refuse: Refuse) -> tuple[tuple[bytes, ...], bool]:
     """The pictures, and whether there are none: no such column was named, or the row has nothing in it."""
     names = context.columns.images
@@ -372,6 +383,11 @@ def _images(record: Record, context: Context, refuse: Refuse) -> tuple[tuple[byt
         value = _listed(record.get(names[0]), context.texts_only) if names else None
         value = value.strip() if isinstance(value, str) else value
         values = list(value) if isinstance(value, list | tuple) else [] if value in _EMPTY_PICTURES else [value]
+    asked = pictures_asked(record, context.columns)
+    if values and asked:
+        wrong = "there are pictures in the conversation and beside it"
+        raise refuse("field_type", wrong, "leave them out of one of the two in")
+    values = values or asked
     found = []
     for number, value in enumerate(values):
         try:

@@ -25,7 +25,16 @@ from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.columns import Columns, picked, require_columns
 from data_prep.leakage import question_key
 from data_prep.problem import Reads
-from data_prep.records import BadRecord, Context, FileRoot, PictureError, Record, picture_bytes, read_record
+from data_prep.records import (
+    BadRecord,
+    Context,
+    FileRoot,
+    PictureError,
+    Record,
+    picture_bytes,
+    pictures_asked,
+    read_record,
+)
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?:@[\w./-]+)?")
 SPLIT_OF = {"train": "train", "validation": "validation", "val": "validation", "valid": "validation",
@@ -94,8 +103,7 @@ class DrawnTests:
         if isinstance(record, BadRecord):
             return f"broken {number}".encode()
         asked = [question_key(str(record.get(self._columns.problem))).encode("utf-8", "replace")]
-        for name in self._columns.images:
-            value = record.get(name)
+        for value in (*(record.get(name) for name in self._columns.images), pictures_asked(record, self._columns)):
             for image in value if isinstance(value, list | tuple) else [value]:
                 try:
                     asked.append(hashlib.sha256(picture_bytes(image, files)).digest())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import pytest
 from adora_vl.data.dataset import Row, read_manifest, stored_rows
 from data_prep.chat import without_instruction
 from data_prep.cli import main
+from data_prep.convert import ensure_converted
 from data_prep.placeholders import Placed, place_images
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused
 from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, table
 
 COLUMNS = ("problem=q", "answer=a", "images=i", "choices=c")
+HOW_LONG = {"type": "text", "text": "How long is AB?", "image": None, "image_url": None}
 ONE = {"q": "Find x.", "a": "5", "i": "pics/0.png"}
 
 
@@ -221,6 +224,75 @@ def test_the_documented_rows_of_other_trainers(case: Case) -> None:
             assert main(["convert", *words, "--output", str(folder / "out")]) == 0
             (found,) = kept(folder / "out")
             assert (found["problem"], found["answer"], len(found["images"])) == (problem, "3", images)
+
+
+def test_pictures_inside_of_a_conversation(case: Case) -> None:
+    """ms-swift and the chat templates put them into the parts of the question, each in a form of its own."""
+    data = "data:image/png;base64," + base64.b64encode(PICTURES[0]).decode()
+    for name, part in {
+        "address object": {"type": "image_url", "image_url": {"url": "pics/0.png", "detail": "auto"}},
+        "address": {"type": "image_url", "image_url": "./pics/0.png"},
+        "data URL": {"type": "image_url", "image_url": {"url": data}},
+        "data URL without a type": {"type": "image", "image": data.replace("/png", "")},
+        "file URL": {"type": "image", "image": "file://FOLDER/pics/0.png"},
+        "relative file URL": {"type": "image", "url": "file://pics/0.png"},
+        "escaped file URL": {"type": "image", "path": "FILE://FOLDER/pics/%30.png"},
+        "whole path": {"type": "image", "text": None, "image": "FOLDER/pics/0.png"},
+        "path and no bytes": {"type": "image", "image": {"bytes": None, "path": "pics/0.png"}},
+    }.items():
+        with case(name) as folder:
+            part = json.loads(json.dumps(part).replace("FOLDER", str(folder / "in")))
+            source = jsonl(folder / "in", [_asked([part, HOW_LONG])])
+            assert main(["convert", "--preset", "swift", "--input", str(source), "--output", str(folder / "out")]) == 0
+            (row,) = kept(folder / "out")
+            assert row["problem"] == "How long is AB?" and [i["bytes"] for i in row["images"]] == [PICTURES[0]]
+
+
+def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(case: Case) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "pics/1.png"}}
+    mark, text = {"type": "image"}, {"type": "text", "text": " or "}
+    system = {"role": "system", "content": [{"type": "image", "image": "pics/3.png"}]}
+    fine = [
+        (_asked([{"type": "text", "text": "Is "}, picture, text, {"type": "image", "image": "pics/0.png"}]), [1, 0]),
+        (_asked([{"type": "text", "text": "Is "}, mark, text, mark], images=["pics/2.png", "pics/0.png"]), [2, 0]),
+        (_asked([{"type": "text", "text": "Is "}, picture, text, picture], system), [1, 1]),
+    ]
+    for row, pictures in fine:
+        with case(str(row)) as folder:
+            words = ["--preset", "swift", "--input", str(jsonl(folder / "in", [row])), "--output", str(folder / "out")]
+            assert main(["convert", *words]) == 0
+            (found,) = kept(folder / "out")
+            assert found["problem"] == "Is <image> or <image>"
+            assert [image["bytes"] for image in found["images"]] == [PICTURES[number] for number in pictures]
+    for address, reason, said in [
+        ("https://example.org/a.png", "not_a_file", "nothing is downloaded; put the picture itself into line 3"),
+        ("file:///etc/hostname", "path_outside", "'file:///etc/hostname', which leads out of the input's folder"),
+        ("file://../outside.png", "path_outside", "leads out of the input's folder"),
+        ("file://pics/9.png", "file_missing", "no file"),
+        (None, "no_image", "image 1 is null; put the picture, or its path, into line 3"),
+        ("twice", "field_type", "pictures in the conversation and beside it; leave them out of one of the two in"),
+    ]:
+        with case(str(address)) as folder:
+            both = {"images": ["pics/0.png"]} if address == "twice" else {}
+            row = _asked([picture, text, {"type": "image_url", "image_url": {"url": address}}], **both)
+            source = jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
+            words = ["--preset", "swift", "--input", str(source), "--allow-quarantined", "0.5"]
+            assert main(["convert", *words, "--output", str(folder / "out")]) == 0
+            (line,) = quarantined(folder / "out")
+            assert line["reason"] == reason and said in line["detail"], line
+
+
+def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config_anew(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in", [_asked([{"type": "image", "image": "file://pics/0.png"}, HOW_LONG])])
+    columns = {"problem": "messages", "answer": "solution"}
+    folder = ensure_converted(str(source), columns, tmp_path / "cache")
+    (tmp_path / "in" / "pics" / "0.png").write_bytes(encoded(drawing(7, 64)))
+    assert ensure_converted(str(source), columns, tmp_path / "cache") == folder
+    assert [image["bytes"] for image in kept(folder)[0]["images"]] == [encoded(drawing(7, 64))]
+
+
+def _asked(content: list[dict[str, Any]], *before: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    return {"messages": [*before, {"role": "user", "content": content}], "solution": "3", **columns}
 
 
 def test_a_percentage_that_nobody_asked_for_is_counted(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
