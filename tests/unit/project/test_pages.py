@@ -1,4 +1,4 @@
-"""The pages name what there is: the way through the code, the notebooks, and the request of docs/serving.md."""
+"""The pages name what there is: the way through the code, the notebooks, and the request of docs/evaluation.md."""
 
 from __future__ import annotations
 
