@@ -4,7 +4,7 @@ Trains every (method, seed) from the same start with the given config (the demo'
 held-out problems, and says whether ADORA helped (`python -m adora_vl.report --compare`). On drawn problems it also
 prints the accuracy by kind of problem, the share of answers with a working, and how often the criterion marked each
 kind, and draws the curves. A finished run is not repeated. `--store FILE` keeps GRPO's first score, to be shown beside
-others.
+others. `--key KEY=VALUE` compares the config as it is with itself and this key, in the place of GRPO and ADORA.
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ def methods(config: dict[str, Any]) -> dict[str, list[str]]:
         return {"grpo": [], "adora": ["--adora_method", "adora" if method == "grpo" else f"{method}+adora"]}
     own = "attenuation" if mode in (False, "off") else str(mode)
     return {"grpo": ["--adora_mode", "off"], "adora": ["--adora_mode", own]}
+
+
+def sides_of(config: dict[str, Any], key: str | None) -> dict[str, list[str]]:
+    """The name of each side and its options. `key`: `KEY=VALUE`, which the second one has in addition."""
+    if key is None:
+        return methods(config)
+    name, _, value = key.partition("=")
+    return {"without": [], "with": [f"--{name}", value]}
 
 
 def command(*words: str | Path) -> None:
@@ -86,6 +94,19 @@ def by_kind(out: Path, data: Path, folders: Mapping[str, Sequence[Path]]) -> lis
 def _score(folder: Path) -> Score:
     found: Score = json.loads((folder / "score.json").read_text())
     return found
+
+
+def learned_lines(sides: Mapping[str, Sequence[Path]]) -> list[str]:
+    """What each side has learned from, by its record: with `adora_rollout_budget` early generations are smaller."""
+    rows, shares = [], []
+    for runs in sides.values():
+        parts = [pq.read_table(part, columns=["segments"]) for run in runs for part in run.glob("rollouts/*.parquet")]
+        segments = [number or 1 for part in parts for number in part["segments"].to_pylist()]
+        rows.append(f"{len(segments) / len(runs):<24,.0f}")
+        shares.append(f"{sum(number > 1 for number in segments) / len(segments):<24.2f}")
+    names = "".join(f"{name:<24}" for name in sides)
+    cells = ("", names), ("rollouts learned from", "".join(rows)), ("in several segments", "".join(shares))
+    return [f"{title:<28}{row}".rstrip() for title, row in cells]
 
 
 def accuracy_table(before: Score, sides: Mapping[str, Sequence[Score]]) -> list[str]:
@@ -198,6 +219,7 @@ def store(run: Path, target: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--key", metavar="KEY=VALUE", help="of the config's second side; default: GRPO and ADORA")
     parser.add_argument("--config", type=Path, default=DEMO, help="training config; default: the demo's")
     parser.add_argument("--accelerate", type=Path, default=REPOSITORY / "configs" / "accelerate" / "cpu.yaml")
     parser.add_argument("--data", type=Path, help="prepared data with a test split; default: the demo's")
@@ -220,16 +242,17 @@ def main() -> None:
     evaluate(local_model(str(config["model_name_or_path"])), out / "before", options, data, tokens)
     folders: dict[str, list[Path]] = {}
     for seed in range(options.seeds):
-        for method, words in methods(config).items():
+        for method, words in sides_of(config, options.key).items():
             folder = out / f"{method}-{seed}"
             one_run(folder, [*words, "--seed", str(seed), "--save_strategy", "no"], options, data, tokens)
             folders.setdefault(method, []).append(REPOSITORY / folder)
             print(f"{folder.name} done", flush=True)
-    print("\n".join(comparison_lines(folders["grpo"], folders["adora"])))
+    print("\n".join(comparison_lines(*folders.values())))
+    print("\n".join(["", *learned_lines(folders)]))
     print("\n".join(by_kind(REPOSITORY / out, REPOSITORY / data, folders)))
     draw_curves(folders, REPOSITORY / out / "curves.png")
     if options.store:
-        store(folders["grpo"][0], options.store)
+        store(next(iter(folders.values()))[0], options.store)
 
 
 if __name__ == "__main__":
