@@ -119,8 +119,11 @@ def check_speed(config: Any) -> None:
         )
 
 
-# Of vLLM's parameters those that say nothing about the beginning or the length of an answer.
-_KNOW_NO_BEGINNING = {"logit_bias", "stop_token_ids", "ignore_eos", "detokenize", "skip_special_tokens"}
+# Of vLLM's parameters those that say nothing about the beginning or the length of an answer. A loop that had begun
+# before an answer goes on is found some repetitions later.
+_KNOW_NO_BEGINNING = {
+    "logit_bias", "stop_token_ids", "ignore_eos", "detokenize", "skip_special_tokens", "repetition_detection",
+}  # fmt: skip
 
 
 def check_budget(config: Any) -> None:

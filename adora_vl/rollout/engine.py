@@ -43,6 +43,7 @@ from adora_vl.utils.seeding import rollout_seed
 
 # The context in which something of this name runs, which counts its seconds.
 Timed = Callable[[str], AbstractContextManager[Any]]
+LOOPS = "repetition_detection"  # vLLM's parameter that stops an answer which repeats itself
 
 
 class AlterImages(Protocol):
@@ -104,7 +105,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         timed: Timed = nullcontext,
         **kwargs: Any,
     ) -> None:
-        """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its seconds."""
+        """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its seconds.
+
+        Raises `UserError` for a `repetition_detection` that vLLM does not take.
+        """
         processing_class = kwargs["processing_class"]
         self.settings, self._timed = settings, timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
@@ -113,13 +117,18 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.request = SamplingRequest()
         self._reasons: list[str] = []  # why each row of the last request with segments ended
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
-        self._bans_only = not generation_kwargs  # the user's settings do not change what is sampled
+        self._bans_only = not {*generation_kwargs} - {LOOPS}  # the user's settings do not change what is sampled
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
         if banned:
             generation_kwargs["logit_bias"] = {**(generation_kwargs.get("logit_bias") or {}), **banned}
         # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them text is made.
-        if kwargs.get("mode", "colocate") == "colocate" and not generation_kwargs.get("stop"):
+        colocated = kwargs.get("mode", "colocate") == "colocate"
+        if colocated and not generation_kwargs.get("stop"):
             generation_kwargs.setdefault("detokenize", False)
+        if colocated and isinstance(generation_kwargs.get(LOOPS), dict):
+            from adora_vl.rollout.llm import stopping_of_loops
+
+            generation_kwargs[LOOPS] = stopping_of_loops(generation_kwargs[LOOPS])
         super().__init__(*args, **{**kwargs, "generation_kwargs": generation_kwargs})
 
     def _init_vllm(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from torch import nn
 from vllm import LLM
 from vllm.config import ModelConfig
 from vllm.distributed.device_communicators import cpu_communicator
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.multimodal.media import MediaWithBytes
+from vllm.sampling_params import RepetitionDetectionParams
 
 from adora_vl.data.dataloader import KeptImage
 from adora_vl.utils import compat
+from adora_vl.utils.errors import UserError, in_one_line
 
 LATER = "adora_later"
 
@@ -41,6 +44,23 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
 
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows names that shm_open was given
+
+
+def stopping_of_loops(asked: Mapping[str, Any]) -> RepetitionDetectionParams:
+    """vLLM's `repetition_detection` from what a config says of it: vLLM takes a mapping too, and fails when it uses it.
+
+    Raises `UserError`.
+    """
+    known = [field.name for field in fields(RepetitionDetectionParams)]
+    try:
+        if unknown := {*asked} - {*known}:
+            raise ValueError(f"it has no {min(unknown)}, but {', '.join(known)}")
+        return RepetitionDetectionParams(**asked)
+    except (ValueError, VLLMValidationError) as error:
+        raise UserError(
+            f"generation_kwargs: repetition_detection: {dict(asked)} is not taken by vLLM ({in_one_line(error)}); give "
+            'max_pattern_size and min_count, such as {"max_pattern_size": 32, "min_count": 8}'
+        ) from error
 
 
 @contextmanager

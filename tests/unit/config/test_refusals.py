@@ -184,7 +184,7 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
     ours = {"adora_rollout_budget": 100, "use_vllm": True, "per_device_train_batch_size": 16}
     check_budget(config(**ours))
     check_budget(config(**{**ours, "adora_rollout_budget": None, "use_vllm": False}))
-    check_budget(config(**ours, generation_kwargs={"stop_token_ids": [3]}))
+    check_budget(config(**ours, generation_kwargs={"stop_token_ids": [3], "repetition_detection": {}}))
     for keys, words in (
         ({"use_vllm": False}, "use_vllm: false"),
         ({"vllm_mode": "server"}, "vllm_mode: server"),

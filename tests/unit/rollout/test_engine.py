@@ -27,7 +27,7 @@ from adora_vl.rollout.prompt_tokens import (
     never_sample,
     never_sampled_ids,
 )
-from adora_vl.utils.errors import RolloutError
+from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
@@ -36,6 +36,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.multimodal.hasher import MultiModalHasher  # noqa: E402
 from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids  # noqa: E402
 from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
+from vllm.v1.core.sched.utils import check_sequence_repetition  # noqa: E402
 
 from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.rollout.llm import GroupingLLM, Request, asking_once, plan_requests, with_known_images  # noqa: E402
@@ -54,6 +55,13 @@ def test_log_probabilities_are_the_trainers_own_where_nothing_but_the_bans_chang
             assert engine._logprobs_mode() == ("raw_logprobs" if number < 2 else "processed_logprobs")
 
 
+def generation_with(asked: dict[str, Any] | None, mode: str = "colocate") -> AdoraVLLMGeneration:
+    """With these `generation_kwargs`, and no engine."""
+    tokenizer = SimpleNamespace(get_vocab=lambda: {})
+    given = {"model": None, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
+    return AdoraVLLMGeneration(**given, mode=mode, generation_kwargs=asked, settings=EngineSettings())
+
+
 def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_string(monkeypatch, subtests):
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     cases: list[Any] = [
@@ -65,11 +73,25 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
     ]
     for mode, asked, detokenize in cases:
         with subtests.test(f"{mode} {asked}"):
-            tokenizer = SimpleNamespace(get_vocab=lambda: {})
-            given = {"model": None, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
-            engine = AdoraVLLMGeneration(**given, mode=mode, generation_kwargs=asked, settings=EngineSettings())
+            engine = generation_with(asked, mode)
             assert engine.generation_kwargs.get("detokenize") is detokenize
             SamplingParams(**engine.generation_kwargs)  # vLLM refuses strings to stop at without a text
+
+
+def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(monkeypatch):
+    monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
+    engine = generation_with({"repetition_detection": {"max_pattern_size": 2, "min_count": 3}})
+    asked = SamplingParams(**engine.generation_kwargs).repetition_detection
+    assert asked is not None and asked.max_pattern_size == 2
+    found = [check_sequence_repetition(tokens, asked) for tokens in ([7, 1, 2, 1, 2, 1, 2], [7, 1, 2, 1, 2, 1])]
+    assert found == [True, False]
+    assert engine._bans_only, (
+        "each token is sampled as without it, so the log-probabilities are those of before the bans"
+    )
+    for wrong in ({"max_pattern_size": 2}, {"max_pattern_size": "x"}, {"max_pattern_size": 2, "count": 2}):
+        with pytest.raises(UserError, match="generation_kwargs: repetition_detection: {.*such as") as refused:
+            generation_with({"repetition_detection": wrong})
+        assert "\n" not in str(refused.value)
 
 
 def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
