@@ -22,7 +22,12 @@ def test_rows_without_numbers_are_refused_in_training_and_in_place_of_working_in
         synced.append(True)
         raise InterruptedError
 
-    keys = {"use_vllm": True, "vllm_mode": "server", "adora_weight_transfer": "file", "adora_async_rollouts": 1}
+    keys: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "adora_weight_transfer": "file",
+        "adora_async_rollouts": 1,
+    }
     unused: Any = None
     ahead = RolloutsAhead(step_context(**keys), unused, sync, unused, unused, unused)
 
