@@ -296,6 +296,27 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subt
             assert len(calls) == (1 if kept else 3)
 
 
+def test_scored_beside_a_generation_no_process_waits_for_another(one_of_many, monkeypatch):
+    """As one step ahead does for its drift: a process whose rows have an image, and one whose rows have none, ask the
+    others for the same while the features of a frozen tower are due.
+    """
+    asked: list[str] = []
+    monkeypatch.setattr(distributed, "all_reduce", lambda tensor, op: asked.append("the most passes"))
+    wanted = []
+    for shown in ([0], []):
+        model, vision = model_of("qwen2_5_vl"), SharedVision(ImageBanks())
+        model.model.visual.requires_grad_(False)
+        model.model.visual.register_forward_hook(lambda *_: asked.append("weights"))
+        vision.install(model)
+        vision.banks.new("train").hold("of the generation", pictures()[1], GRIDS[1])
+        pixels = torch.cat([torch.zeros(0, 16, dtype=torch.float64), *(pictures()[one] for one in shown)])
+        with vision.unshared():
+            model.model.get_image_features(pixels, GRIDS[shown])
+        wanted.append([*asked])
+        asked.clear()
+    assert wanted == [["weights"], ["weights"]]
+
+
 def tower() -> Any:
     """Three blocks, the middle one of full attention, with the real windows of 112 pixels."""
     config = Qwen2_5_VLVisionConfig(
