@@ -252,7 +252,7 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
     )
     adora_method_options: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": "The method's own options, a mapping (JSON on the command line); see docs/algorithm.md."},
+        metadata={"help": "The method's own options, a mapping (JSON on the command line); see docs/methods.md."},
     )
     adora_mode: str = field(
         default="attenuation",
