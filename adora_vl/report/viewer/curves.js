@@ -12,6 +12,8 @@ const CURVES = [
   { title: "KL to the reference", keys: [["kl", ""]], zero: true },
   { title: "Gradient norm", keys: [["grad_norm", ""]], zero: true },
   { title: "Drift of engine and trainer, nats per token", keys: [["adora/drift", ""]], zero: true },
+  { title: "Age of the rollouts in generations", keys: [["adora/staleness", ""]], zero: true, optional: true },
+  { title: "Seconds waited", keys: [["adora/trainer_waited_s", "by the trainer"], ["adora/servers_waited_s", "by the servers"]], zero: true, optional: true },
 ];
 const PHASES = ["rollout", "grading", "policy", "sync", "wake", "sleep", "other"];
 const TABLE = [
@@ -75,7 +77,7 @@ class Curves {
     const specs = wanted.map((curve) => ({ format: figure, ...curve, series: seriesOf(this.runs, curve.keys, curve.sparse ? 1 : window) }));
     this.charts = [...specs, ...phaseCharts(this.runs)].filter(({ series }) => series.length).map((spec) => new Chart(spec, this.pick));
     byId("charts").replaceChildren(...this.charts.map((chart) => chart.node));
-    const missing = specs.filter(({ series }) => !series.length).map(({ title }) => title);
+    const missing = specs.filter(({ series, optional }) => !series.length && !optional).map(({ title }) => title);
     if (missing.length) byId("charts").append(el("p", { class: "hint" }, `Not logged by these runs: ${missing.join("; ")}.`));
     this.charts.forEach((chart) => chart.draw());
   }

@@ -141,6 +141,25 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
     assert browser.js("document.querySelectorAll('#charts path.faint').length") == 0
 
 
+def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(browser, tmp_path):
+    """Another run is not told that it lacks them."""
+    ahead, other = write_run(tmp_path / "ahead", 3), write_run(tmp_path / "other", 3)
+    waited = {"adora/trainer_waited_s": 1.5, "adora/servers_waited_s": 0.5}
+    lines = [{**line, "adora/staleness": 1, **waited} for line in read_metrics(ahead / "metrics.jsonl")]
+    (ahead / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    own = {"Age of the rollouts in generations", "Seconds waited"}
+    browser.open(make_page(tmp_path / "ahead.html", ahead))
+    titles = browser.texts("#charts figcaption")
+    assert own <= set(titles)
+    waits = f"#charts figure:nth-child({titles.index('Seconds waited') + 1})"
+    browser.js(f"document.querySelector('{waits} .plot').focus()")
+    browser.press("ArrowLeft")
+    assert browser.text(f"{waits} .reading") == "step 3: by the trainer 1.5, by the servers 0.5"
+    browser.open(make_page(tmp_path / "other.html", other))
+    assert not own & set(browser.texts("#charts figcaption"))
+    assert not any(title in browser.text("#charts > .hint") for title in own)
+
+
 def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path):
     run = write_run(tmp_path / "adora", 3)
     keys = ("adora/tds_share", "adora/pass_rate", "eval_geometry3k_accuracy", "kl")
