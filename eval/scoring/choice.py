@@ -99,9 +99,8 @@ class _Reader:
             if not key or key in (self.keys[i] for i in range(index)):
                 continue
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
-            for match in re.finditer(pattern, text):
-                places.append((match.start(), index))
-                text = text[: match.start()] + "\0" * len(match[0]) + text[match.end() :]
+            places += [(match.start(), index) for match in re.finditer(pattern, text)]
+            text = re.sub(pattern, "\0" * len(key), text)
         return [index for _, index in sorted(places)]
 
 

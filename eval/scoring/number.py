@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from typing import Any, NamedTuple
 
 from adora_vl.rewards.completion import last_boxed
@@ -175,10 +176,11 @@ def _from_sentence(sentence: str, own: set[str]) -> str | None:
     new = [spot for spot in spots if spot[1] not in own]
     if not new:
         new = [(m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)] or spots
+    places = [place for place, _ in new]
     for verb in reversed(list(_VERB.finditer(sentence))):
-        after = [number for place, number in new if place >= verb.end()]
-        if after:
-            return after[0]
+        first = bisect_left(places, verb.end())
+        if first < len(new):
+            return new[first][1]
     return new[-1][1] if new else None
 
 

@@ -57,14 +57,15 @@ def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
         "the answer is" + "\n " * 50_000 + "x",
         "x" + " \n" * 100_000 + "x",
         "is " * 50_000 + "5",
+        "7 " * 12_500 + "=" * 25_000,
     ]
     for response in cases:
         with subtests.test(f"{response!r:.80}"):
-            start = time.perf_counter()
+            start = time.process_time()
             extract_choice(response, FRUIT)
             extract_number(response, "How many?")
             extract_list(response)
-            assert time.perf_counter() - start < 10  # quadratic ones take minutes
+            assert time.process_time() - start < 5  # quadratic ones take ten seconds, or minutes
 
 
 def row(pid: str, response: str, **fields: Any) -> dict[str, Any]:
