@@ -576,6 +576,7 @@ def test_the_tokenizer_has_the_special_tokens_where_the_config_says(built):
     assert never_sampled_ids(processor.tokenizer) == [151655, 151656, 151652, 151653, 151654]
 
 
+@pytest.mark.slow
 def test_chance_solves_some_of_the_problems_and_any_token_can_be_decoded(built):
     tokenizer, data = AutoProcessor.from_pretrained(built / "model").tokenizer, load_split(built / "data", "train")
     draw = torch.Generator().manual_seed(0)
@@ -587,12 +588,14 @@ def test_chance_solves_some_of_the_problems_and_any_token_can_be_decoded(built):
     assert {"correct", "wrong"} <= set(verdicts)
 
 
+@pytest.mark.slow
 def test_the_images_are_as_large_as_those_that_people_train_on(built):
     processor, data = AutoProcessor.from_pretrained(built / "model"), load_split(built / "data", "train")
     grids = processor.image_processor(images=[row["images"][0] for row in data], return_tensors="pt")["image_grid_thw"]
     assert (grids.prod(dim=-1) // 4).tolist() == [324, 961, 324, 961]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bfloat16_weights(built, tmp_path):
     build_model(tmp_path / "model", slice_config(1, 2, **NARROW), draw_rows(4))
     one, two = (AutoModelForImageTextToText.from_pretrained(f / "model", dtype="auto") for f in (built, tmp_path))

@@ -24,7 +24,7 @@ from benchmarks.gpu.checks import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import Line, Verdict, at_least, at_most, exit_code, failed, holds, skipped, table
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow  # starts processes, or computes: `make test` has what judges their figures
 
 SMALL = Setting(full=False, device=torch.device("cpu"))
 # In a process of its own: what needs a process group or an engine.
@@ -61,6 +61,7 @@ def nothing_wrong(lines: list[Line]) -> None:
     assert any(line.verdict is Verdict.OK for line in lines)
 
 
+@slow
 @pytest.mark.parametrize("name", HERE)
 def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
     lines = lines_of(name)
@@ -71,6 +72,7 @@ def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
     assert all(line.note for line in lines), "each line says where its bound comes from, or why it was skipped"
 
 
+@slow
 @pytest.mark.parametrize("name", APART)
 def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name, monkeypatch):
     """With what DeepSpeed has compiled for other tests, which takes it most of a minute."""
@@ -104,27 +106,32 @@ def builds(monkeypatch: pytest.MonkeyPatch, prepare: str | None = None) -> dict[
 ON, OFF = (f"CPUAdam, the environment's bin {where} PATH" for where in ("on", "not on"))
 
 
+@slow
 @pytest.mark.usefixtures("no_other_ninja")
 def test_the_compiler_is_found_with_and_without_the_environments_programs(monkeypatch):
     assert builds(monkeypatch) == {"import": Verdict.OK, ON: Verdict.OK, OFF: Verdict.OK}
 
 
+@slow
 @pytest.mark.usefixtures("no_other_ninja")
 def test_a_build_that_does_not_find_ninja_fails(monkeypatch):
     assert builds(monkeypatch, prepare="pass") == {"import": Verdict.OK, ON: Verdict.OK, OFF: Verdict.FAIL}
 
 
+@slow
 def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
     monkeypatch.setattr(precision, "restore_buffers", lambda model: [])
     what = {line.what for line in failures(lines_of("rounding"))}
     assert "rotary frequencies" in what and "from float32 at token 1000" in what
 
 
+@slow
 def test_a_check_that_would_not_notice_rounding_fails(monkeypatch):
     monkeypatch.setattr(precision, "with_rounded", lambda model: model)
     assert [line.what for line in failures(lines_of("rounding"))] == ["rounded frequencies, seen at token 1000"]
 
 
+@slow
 def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
     right = lm_head.fused
     monkeypatch.setattr(lm_head, "fused", lambda *inputs: 1.01 * right(*inputs))
@@ -158,6 +165,7 @@ def test_runs_without_any_noise_may_differ_by_a_rounding():
     assert offload.same_weights(unpinned + 1e-4, unpinned, unpinned).verdict is Verdict.FAIL
 
 
+@slow
 def test_weights_sent_without_their_adapters_fail(monkeypatch):
     def unmerged(model, gather, wanted):
         for name, parameter in model.named_parameters():
@@ -168,6 +176,7 @@ def test_weights_sent_without_their_adapters_fail(monkeypatch):
     assert [line.what for line in failures(lines_of("lora_sync"))] == ["sent weights, from float64"]
 
 
+@slow
 def test_a_policy_merged_in_place_fails(monkeypatch):
     right = streaming.send
 
@@ -195,10 +204,12 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
     return {check.name: [line for line in lines if line.check == check.name] for check in wrong}
 
 
+@slow
 def test_the_others_go_on_after_one_that_breaks(broken):
     assert [line.verdict for line in broken["fine"]] == [Verdict.OK]
 
 
+@slow
 def test_what_was_found_stays_and_the_end_has_its_reason(broken):
     for name, reason in {"killed": "SIGKILL", "memory": "OutOfMemoryError: tried to allocate 80 GiB"}.items():
         found, end = broken[name]
@@ -209,6 +220,7 @@ def test_what_was_found_stays_and_the_end_has_its_reason(broken):
     assert line.verdict is Verdict.SKIPPED and "no_such_package not installed" in line.note
 
 
+@slow
 def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
     monkeypatch.setattr(checks, "LEAST", 0.5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -231,16 +243,15 @@ def test_what_makes_a_run_wrong_comes_before_what_makes_it_slow_and_what_few_nee
     assert several == ["cards", "server"] and names.index("cards") > names.index("engine")
 
 
-@pytest.mark.parametrize(
-    ("count", "given", "seen"),
-    [(1, None, "0"), (1, "3,5", "3"), (2, "3,5", "3,5"), (2, None, "all of them"), (2, "", "")],
-)
-def test_a_check_for_two_cards_sees_both(monkeypatch, count, given, seen):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    (line,) = checks.run(GPUCheck("two", f"{BROKEN}:visible", 300, cards=count), "small")
-    assert line.note == seen
+@slow
+def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
+    for count, given, seen in ((1, "3,5", "3"), (2, "3,5", "3,5"), (2, None, "all of them"), (2, "", "")):
+        with subtests.test(f"{count} of {given}"):
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            if given is not None:
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+            (line,) = checks.run(GPUCheck("two", f"{BROKEN}:visible", 300, cards=count), "small")
+            assert line.note == seen
 
 
 def test_a_run_without_a_gpu_says_so_and_ends_well(capsys, monkeypatch):
@@ -437,6 +448,7 @@ def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatc
     assert verdict is Verdict.FAIL or line.note == "no_such_package not installed"
 
 
+@slow
 def test_without_vllm_and_deepspeed_every_check_that_needs_neither_can_be_imported():
     block = "import sys; sys.modules['vllm'] = sys.modules['deepspeed'] = None\n"
     loads = "from benchmarks.gpu.checks import CHECKS\n[check.load() for check in CHECKS]\n"
