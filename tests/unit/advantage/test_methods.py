@@ -170,6 +170,16 @@ def test_d3s_takes_the_best_of_all_subsets(subtests):
             assert chosen.sum() == keep and values[0][chosen].var().item() == pytest.approx(best)
 
 
+def test_d3s_keeps_as_many_where_values_tie_and_equal_ones_in_equal_shares():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([0.0, 0.1, 1.0])[torch.randint(0, 3, (200, 8), generator=generator)]
+    same = values[:, :, None] == values[:, None, :]
+    for keep in (2, 3, 4, 7):
+        shares = most_varied(values, keep)
+        assert shares.sum(dim=1).tolist() == pytest.approx([keep] * 200)
+        assert torch.equal(shares[:, :, None].expand_as(same)[same], shares[:, None, :].expand_as(same)[same])
+
+
 def test_ssb_by_hand():
     advantages = torch.tensor([[3.0, -1.0, 0.0], [0.0, 0.0, 0.0]])  # four free places, drawn with 3/4 and 1/4
     assert ssb(advantages).tolist() == [[3 * 4.0, -2.0, 0.0], [0.0, 0.0, 0.0]]

@@ -158,6 +158,28 @@ def test_differences_name_what_a_person_sets_first():
     assert differences(before, now) == expected
 
 
+def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_path):
+    """A folder that was moved is the same. One of which a file was written anew, in another size, is not."""
+
+    def of(home: Path) -> dict[str, str]:
+        model = str(home / "model")
+        return fingerprint(AdoraKeys(), data=[home / "data"], model=model, revision="main", processes=1)
+
+    home = tmp_path / "here"
+    files = {"model/config.json": b"{}", "model/model.safetensors": b"12", "data/manifest.json": b"{}"}
+    for name, content in {**files, "data/data/train-0.parquet": b"12"}.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_bytes(content)
+    before = of(home)
+    moved = home.rename(tmp_path / "there")
+    assert differences(before, of(moved)) == []
+    for key, name in (("dataset", "data/data/train-0.parquet"), ("model", "model/model.safetensors")):
+        (moved / name).write_bytes(b"123")
+        (line,) = differences(before, of(moved))
+        assert line.startswith(f"{key}: ")
+        (moved / name).write_bytes(b"12")
+
+
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
     for step in (5, 10, 15, 20):
         make(tmp_path, step)

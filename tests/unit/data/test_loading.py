@@ -167,6 +167,22 @@ def test_a_table_is_named_with_its_columns_and_converted_once(tmp_path: Path, mo
     assert len(str(error.value).splitlines()) == 2  # what is wrong, and where the rows are
 
 
+def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+
+    def counts(**tables: int) -> Any:
+        for split, rows in tables.items():
+            lines = [json.dumps({"q": f"How long is side {number} of {split}?", "a": number}) for number in range(rows)]
+            (tmp_path / "in" / f"{split}.jsonl").write_text("\n".join(lines))
+        folder = ensure_converted(str(tmp_path / "in"), {"problem": "q", "answer": "a"}, tmp_path / "home")
+        manifest = read_manifest(folder)
+        assert manifest is not None
+        return manifest["counts"]
+
+    assert counts(train=3) == {"train": 3}
+    assert counts(test=2) == {"train": 3, "test": 2}
+
+
 def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path]) -> None:
     script = script_of("--dataset_name", sets[0], "--adora_prompt", "{tip}: {problem}")
     (row, *_) = load_rows(script, data_folders(script), seed=0)

@@ -36,6 +36,7 @@ from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
 from adora_vl.planning.dry_run import dry_run
+from adora_vl.planning.lengths import Lengths, only
 from adora_vl.planning.options import DryRunOptions
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
@@ -330,6 +331,14 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
     assert sum(name.startswith("small") for name in whole) / len(whole) == pytest.approx(0.4, abs=0.1)
     with pytest.raises(UserError, match=r"^adora_mixture: small has a share, but adora_overlong_prompts: drop leaves"):
         load_rows(script, [str(folder) for folder in sets], 3, lambda rows, texts: range(40))
+
+
+def test_a_plan_keeps_the_rows_that_it_has_not_measured():
+    """`--rows 3` of 40: one of the three is left out, and 39 are trained on."""
+    sets = [Lengths([5, 90, 7], [0, 0, 4], [], 40, ["a", "b", "c"]), Lengths([8], [0], [], 1, ["d"])]
+    first, second = only(sets, [0, 2, 3])
+    assert (first.ids, first.prompt, first.image, first.rows) == (["a", "c"], [5, 7], [0, 4], 39)
+    assert (second.ids, second.prompt, second.rows) == (["d"], [8], 1)
 
 
 def test_nothing_left_is_an_error(data: Path, tmp_path: Path, capsys: Any, subtests: pytest.Subtests) -> None:

@@ -171,6 +171,8 @@ def test_zero_divides_what_its_stage_says(seven):
     assert (three.weights, three.reference, three.optimizer) == (2 * total // 8, 2 * total // 8, 12 * total // 8)
     assert two.gradients == three.gradients == 2 * total // 8 + 2 * BUCKET
     assert (offloaded.optimizer, offloaded.host_optimizer) == (0, 18 * total // 8)
+    for sharding in (Sharding(8), Sharding(8, 3)):  # TRL takes the adapters off for it
+        assert states(replace(seven, adapters=True), sharding, reference=True, mixed=True).reference == 0
     alone = states(seven, Sharding(1), reference=False, mixed=True)
     assert (alone.weights, alone.gradients, alone.optimizer, alone.reference) == (2 * total, 2 * total, 4 * total, 0)
 

@@ -152,6 +152,18 @@ def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
     assert re.fullmatch(r"step  1/10  reward 0\.412 .* left\n", out) and err == ""
 
 
+def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(tmp_path, capsys, monkeypatch):
+    """A run that goes on at step 4 of 10, with 10 seconds a step: after step 6 there are 40."""
+    seconds = iter(range(0, 99, 10))
+    monkeypatch.setattr("adora_vl.record.metrics.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    line = ProgressLine()
+    line.on_train_begin(settings(tmp_path), state(4), None)
+    for step in (5, 6):
+        line.on_step_end(settings(tmp_path), state(step), None)
+    line.on_log(settings(tmp_path), state(6), None, logs={"reward": 0.5})
+    assert capsys.readouterr().out == "step  6/10  reward 0.500 | 40s left\n"
+
+
 def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     """The lines of steps that a crash has undone go away, a half line too; nothing is there twice or missing."""
     file = MetricsFile()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adora_vl.report.__main__ import main
-from adora_vl.report.compare import at_budget, between_seeds, rollouts_per_step
+from adora_vl.report.compare import PASS_RATE, at_budget, between_seeds, read_compared, rollouts_per_step
 from adora_vl.report.compare import main as gain
 from eval.geometry3k import BENCHMARK
 from eval.scoring.score import Graded, aggregate
@@ -81,6 +81,16 @@ def test_rollouts_of_a_step():
         ({"generation_batch_size": 64, "steps_per_generation": 1, "num_iterations": 2}, 32),
     ]
     assert [rollouts_per_step(config) for config, _ in steps] == [rollouts for _, rollouts in steps]
+
+
+def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path):
+    """`logging_steps: 5` writes the mean seconds of a step."""
+    folder = Path(run(tmp_path / "a", [0.1]))
+    lines = [{"step": step, "kind": "train", PASS_RATE: 0.5, "seconds/rollout": 2.0, "seconds/policy": 1.0}
+             for step in (5, 10)]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    points = read_compared(folder).curves[PASS_RATE]
+    assert [(point.rollouts, point.seconds) for point in points] == [(80, 15), (160, 30)]
 
 
 def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):

@@ -146,7 +146,10 @@ def test_choices_belong_to_their_own_row() -> None:
 def test_rounding_is_off_unless_asked_for() -> None:
     texts = conversational([r"\boxed{8.66}"])
     assert trl_call(reward_function("adora"), texts, answer=[r"5\sqrt{3}"]) == [0.1]
-    assert trl_call(reward_function("adora", rounding=True), texts, answer=[r"5\sqrt{3}"]) == [1.0]
+    rounding = reward_function("adora", rounding=True)
+    assert trl_call(rounding, texts, answer=[r"5\sqrt{3}"]) == [1.0]
+    by_letter = trl_call(rounding, texts, answer=["B"], choices=[["5", r"5\sqrt{3}"]])
+    assert by_letter == [0.1], "a letter asks for the very value of its choice"
 
 
 def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:

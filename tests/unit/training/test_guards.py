@@ -65,9 +65,9 @@ def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(trainin
 
 
 def test_bad_steps_in_a_row_save_and_stop(training):
-    training.step(1.0, 1.0)
-    training.step(float("nan"), 1.0)
-    assert not training.control.should_training_stop
+    for gradient in (1.0, float("nan"), 1.0, float("nan")):  # a good one between them begins anew
+        training.step(gradient, 1.0)
+        assert not training.control.should_training_stop
     training.step(float("nan"), 1.0)
     assert "2 steps in a row" in training.guard.reason
     assert training.control.should_save and training.control.should_training_stop

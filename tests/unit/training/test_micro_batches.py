@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config.batch_plan import unit_size
+from adora_vl.config.batch_plan import Shape, unit_size
 from adora_vl.dedup.image_store import ImageBanks, ProcessedImage
 from adora_vl.record.recorder import RolloutNumbers
 from adora_vl.training.batch_rows import (
@@ -38,6 +38,16 @@ from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waite
 from tests.support.step_context import step_context
 
 CPU = torch.device("cpu")
+
+
+def test_the_micro_batches_of_a_generation_that_one_optimizer_step_learns_from():
+    """By steps_per_generation and gradient_accumulation_steps: these may be merged. Where the two do not divide each
+    other, a generation's are spread over optimizer steps unevenly, and each stays as it is.
+    """
+    chunks = {(4, 4): 4, (8, 4): 4, (1, 1): 1, (2, 4): 2, (1, 8): 1, (4, 6): 1}
+    for (steps, accumulated), chunk in chunks.items():
+        shape = Shape(rows=4, generations=4, steps=steps, iterations=1, accumulated=accumulated)
+        assert shape.chunk == chunk, (steps, accumulated)
 
 
 def image(key: str) -> ProcessedImage:
