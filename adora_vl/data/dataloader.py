@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Protocol
@@ -96,9 +96,9 @@ class DistinctRows(Dataset[dict[str, Any]]):
         after = dict(zip(distinct, order.following(distinct, order.epoch), strict=False))
         return [dict(self.read_ahead(after[number])) for number in numbers] if after else []
 
-    def forget_ahead(self) -> None:
-        """Let go of rows that were read ahead and that no batch has asked for."""
-        self._ahead = {}
+    def forget_ahead(self, but: Collection[int] = ()) -> None:
+        """Let go of rows that were read ahead and that no batch has asked for, `but` of those that may still be."""
+        self._ahead = {index: row for index, row in self._ahead.items() if index in but}
 
     def _taken(self, index: int) -> dict[str, Any]:
         ahead = self._ahead.pop(index, None)
@@ -152,10 +152,11 @@ class ImagePrefetch(NoPrefetch):
         The loader may be a batch ahead of the generation. Then the images of its last batch are still to be processed.
         """
         self.finish()
-        self._rows.forget_ahead()
+        latest = self._rows.latest
+        coming = dict.fromkeys([*latest, *self._order.following(latest, self._order.epoch)])
+        self._rows.forget_ahead(but=coming)  # what was asked for ahead has read the next ones already
         self._ending.clear()
-        arguments = (self._rows.latest, self._order.epoch)
-        self._thread = threading.Thread(target=self._work, args=arguments, name="prefetch")
+        self._thread = threading.Thread(target=self._work, args=(list(coming),), name="prefetch")
         self._thread.start()
 
     def finish(self) -> None:
@@ -165,9 +166,9 @@ class ImagePrefetch(NoPrefetch):
             self._thread.join()
             self._thread = None
 
-    def _work(self, latest: list[int], epoch: int) -> None:
+    def _work(self, coming: list[int]) -> None:
         held = 0
-        for index in dict.fromkeys([*latest, *self._order.following(latest, epoch)]):
+        for index in coming:
             interpreter_ends = not threading.main_thread().is_alive()  # it waits for this thread
             if self._ending.is_set() or interpreter_ends or held > self._limit_bytes:
                 return

@@ -90,6 +90,18 @@ def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
     assert stored.read == [(main, 0), (main, 1), ("prefetch", 2), ("prefetch", 3)]
 
 
+def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
+    stored = Stored(8)
+    rows = DistinctRows(stored, numbered=True)
+    prefetch = Patient(rows, InOrder(), lambda row: 1, 100)
+    for batch in ([0, 0, 1, 1], [2, 2, 3, 3]):
+        rows.__getitems__(batch)
+        assert [row["id"] for row in rows.rows_after(batch, InOrder())] == [number + 2 for number in batch]
+        prefetch.start()
+        prefetch.finish()
+    assert sorted(index for _, index in stored.read) == [0, 1, 2, 3, 4, 5]
+
+
 def test_rows_that_nobody_asked_for_are_let_go():
     rows = DistinctRows(Stored(8))
     prefetch = Patient(rows, InOrder(), lambda row: 1, 100)
