@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from adora_vl.rewards import forms
@@ -227,16 +228,22 @@ def answer_to(reference: Form, response: str, given: str, answer_tags: bool) -> 
 def by_form(answer: Form, reference: Form, rounding: bool) -> forms.Compared:
     """The verdict on an answer to a reference answer that `has_form`, with the parts that were compared."""
     try:
-        wanted = forms.parse(reference.whole)
+        wanted = _shape(reference.whole)
     except forms.NoShapeError as error:
         reason = error.reason if error.reason in forms.REFUSALS else reference.reason
         return forms.Compared("wrong", f"gold_{reason}")
     try:
-        given = forms.parse(answer.whole)
+        given = _shape(answer.whole)
     except forms.NoShapeError as error:
         refused = error.reason if error.reason in forms.REFUSALS or not answer.reason else answer.reason
         return forms.Compared("unparseable" if answer.kind == "unreadable" else "wrong", refused)
     return forms.compare(given, wanted, lambda one, other: _compared(one, other, rounding))
+
+
+@lru_cache(maxsize=256)
+def _shape(text: str) -> forms.AnswerShape:
+    """The shape of a text. The rollouts of a group share their reference answer, and often their answer."""
+    return forms.parse(text)
 
 
 def comparison(response: str, gold: str, *, rounding: bool = False, answer_tags: bool = False) -> forms.Compared | None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Literal
 
 from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, unknowns
@@ -73,8 +74,9 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
     """
     compared = 0
     nothing: Comparison = "undefined"
-    for at in _places(unknowns(answer) | unknowns(reference)):
-        left, right = _value_at(answer, at), _value_at(reference, at)
+    names = unknowns(answer) | unknowns(reference)
+    for at, right in zip(_places(names), _values(reference, names), strict=True):
+        left = _value_at(answer, at)
         if isinstance(left, _Ball) and isinstance(right, _Ball):
             same = _same(left, right)
             if not same:
@@ -91,8 +93,9 @@ def factor_between(answer: Tree, reference: Tree) -> int:
     """The sign of the factor, not 0, by which the answer is the reference at six points; 0 where there is none."""
     base: tuple[_Ball, _Ball] | None = None
     zeros = []
-    for at in _places(unknowns(answer) | unknowns(reference)):
-        left, right = _value_at(answer, at), _value_at(reference, at)
+    names = unknowns(answer) | unknowns(reference)
+    for at, right in zip(_places(names), _values(reference, names), strict=True):
+        left = _value_at(answer, at)
         if not isinstance(left, _Ball) or not isinstance(right, _Ball):
             if left != right:
                 return 0
@@ -155,6 +158,12 @@ def _places(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
     ordered = sorted(names)
     for index in range(len(_POINTS)):
         yield {name: _POINTS[(index + k) % len(_POINTS)] + k for k, name in enumerate(ordered)}
+
+
+@lru_cache(maxsize=256)
+def _values(reference: Tree, names: frozenset[str]) -> tuple[_Ball | Literal["too_large", "undefined"], ...]:
+    """The values of a reference answer at the six points, which the rollouts of a group share."""
+    return tuple(_value_at(reference, at) for at in _places(names))
 
 
 def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> _Ball | Literal["too_large", "undefined"]:
