@@ -22,7 +22,7 @@ from typing import Literal
 from adora_vl.rewards.canonical import Form, read
 from adora_vl.rewards.grammar import Tree, unknowns
 from adora_vl.rewards.numeric import factor_between, is_constant, same_number, zero_of
-from adora_vl.rewards.solutions import REVERSED, Solution, decides, of_absolute, same_solutions
+from adora_vl.rewards.solutions import REVERSED, Solution, between, decides, of_absolute, same_solutions
 
 MAX_PARTS = 24  # numbers in one answer; comparing lists takes the square of it
 MAX_SIDES = 5  # of a chain of inequalities
@@ -36,7 +36,6 @@ _OR = re.compile(r",?(?<![A-Za-z\\])or(?![a-z])")
 _SEMICOLON = re.compile(r";")
 _UNION = re.compile(r"\\cup(?![A-Za-z])|∪")
 _PLUS_MINUS, _MINUS_PLUS = re.compile(r"\\pm(?![A-Za-z])\s*|±"), re.compile(r"\\mp(?![A-Za-z])\s*|∓")
-_COMMA_SIGN = re.compile(r",")
 _MEMBER = re.compile(r"\\in(?![A-Za-z])|∈")
 _SIGNS = {
     **dict.fromkeys(("<=", "≤", r"\leqslant", r"\leq", r"\le"), "<="),
@@ -241,19 +240,22 @@ def _bracketed(text: str, depth: int) -> AnswerShape | None:
         if (opening == "{") != (closing == "}"):
             return None
         inner = _parse(inside, depth + 1)
-        if opening == "{" and inner.kind != "unordered":
+        of_set = inner.text.startswith(r"\{")
+        if opening == "{" and (of_set or inner.kind != "unordered"):
             return inner
         parts = inner.parts if inner.kind == "unordered" and not inner.label else (inner,)
-        if any(part.kind not in {"value", "ordered"} for part in parts):
+        if of_set or any(part.kind not in {"value", "ordered"} for part in parts):
             raise NoShapeError("enumeration")
         return AnswerShape("unordered", text, parts)
-    pieces, _ = _split(inside, _SEMICOLON if _split(inside, _SEMICOLON)[1] else _COMMA_SIGN)
+    pieces, _ = _split(inside, _SEMICOLON if _split(inside, _SEMICOLON)[1] else re.compile(","))
     if len(pieces) < 2 or closing not in {")", "]"}:
         return None
     parts = tuple(_end(piece, depth + 1) for piece in pieces)
     if any(part.kind == "unordered" and not part.both_signs for part in parts):
         raise NoShapeError("enumeration")  # (3,5; 4)
-    return AnswerShape("ordered", text, parts, brackets=opening + closing, solution=_interval(parts, opening + closing))
+    ends = [part.value.number if part.value and part.value.kind == "number" else part.text for part in parts]
+    interval = between(*ends, opening + closing) if len(ends) == 2 else None
+    return AnswerShape("ordered", text, parts, brackets=opening + closing, solution=interval)
 
 
 def _end(text: str, depth: int) -> AnswerShape:
@@ -264,25 +266,12 @@ def _end(text: str, depth: int) -> AnswerShape:
     return AnswerShape("value", name, value=Form(name, "text", "not_finite"))
 
 
-def _interval(parts: Sequence[AnswerShape], brackets: str) -> Solution | None:
-    """What lies between two ends; None where that is nothing or everything, or the ends are no numbers."""
-    if len(parts) != 2:
-        return None
-    atoms = []
-    for part, sign, infinite, bracket in zip(parts, "><", ("-infinity", "infinity"), brackets, strict=True):
-        if part.text == infinite and bracket in "()":
-            continue
-        if not (part.value and part.value.number) or part.value.kind != "number":
-            return None
-        atoms.append(("is", sign + "=" * (bracket in "[]"), part.value.number))
-    found = ("and", *atoms)
-    return found if atoms and decides(found) else None
-
-
 def _both_signs(text: str) -> AnswerShape | None:
     r"""`1 \pm \sqrt{2}` as its two values."""
     if not _PLUS_MINUS.search(text) and not _MINUS_PLUS.search(text):
         return None
+    if len(_PLUS_MINUS.findall(text)) > 1:
+        raise NoShapeError("enumeration")  # two values, or four?
     values = []
     for plus, minus in ("+-", "-+"):
         form = read(_MINUS_PLUS.sub(minus, _PLUS_MINUS.sub(plus, text)))
@@ -299,25 +288,25 @@ def _both_signs(text: str) -> AnswerShape | None:
 
 def _related(text: str, sides: list[str], signs: list[str], depth: int) -> AnswerShape:
     """What signs stand between: an inequality, a value with its name, a chain, or an equation."""
-    if not all(sides):
+    if not all(sides) or "~" in signs[:-1]:
         raise NoShapeError("relation")
     if set(signs) - {"=", "~"}:
         return _inequality(text, sides, signs)
-    if "~" in signs[:-1]:
-        raise NoShapeError("relation")
     named = _NAME.fullmatch(sides[0]) is not None
     if len(sides) == 2 and not named and _NAME.fullmatch(sides[1]) and signs == ["="]:
         sides, named = sides[::-1], True  # 5 = x
     if len(sides) == 2 and (_NAMES.fullmatch(sides[0]) or _POINT.fullmatch(text)):
         inner = _bracketed(sides[1], depth)
-        names = re.split("[,;]", sides[0])
-        if not inner or inner.kind != "ordered" or (sides[0][0] == "(" and len(names) != len(inner.parts)):
+        names = re.split(r"[,;]\s?", sides[0][1:-1]) if sides[0][0] == "(" else []
+        if not inner or inner.kind != "ordered" or (names and len(names) != len(inner.parts)):
             raise NoShapeError("equation")
-        return replace(inner, text=text, label="" if sides[0][0] == "(" else sides[0])
+        parts = tuple(replace(part, label=name) for part, name in zip(inner.parts, names, strict=True)) if names else ()
+        return replace(inner, text=text, parts=parts or inner.parts, label="" if names else sides[0])
     if named and len(sides) == 2:
         inner = _parse(sides[1], depth + 1)
         tree = read(sides[0]).tree
-        if tree and tree[0] == "unknown" and inner.value and inner.value.kind == "expression":  # y = 2x + 1
+        solved = signs == ["="] and inner.value is not None and inner.value.kind == "expression"
+        if solved and tree and tree[0] == "unknown":  # y = 2x + 1
             return replace(_equation(text, sides), parts=(inner,), label=sides[0])
         if inner.kind not in {"value", "ordered", "unordered"}:
             raise NoShapeError("equation")
@@ -413,8 +402,9 @@ def compare(answer: AnswerShape, reference: AnswerShape, same: Same) -> Compared
         return Compared("wrong", "different_solutions")
     if reference.kind == "equation" and answer.kind == "value" and reference.parts and not answer.label:
         return compare(answer, replace(reference.parts[0], label=""), same)
-    if reference.kind == "unordered" and answer.kind == "ordered" and any(part.label for part in reference.parts):
-        return _in_order(answer, reference, same) if answer.brackets == "()" else Compared("wrong", "different_form")
+    if reference.kind == "unordered" and answer.brackets == "()" and any(part.label for part in reference.parts):
+        by_name = all(part.label for part in answer.parts)
+        return (_in_any_order if by_name else _in_order)(answer, reference, same)
     if reference.kind == "unordered" and answer.kind == "value" and len(reference.parts) == 1:
         return compare(answer, reference.parts[0], same)
     if answer.kind != reference.kind:
@@ -453,12 +443,22 @@ def _in_order(answer: AnswerShape, reference: AnswerShape, same: Same) -> Compar
     if len(answer.parts) != len(reference.parts):
         return Compared("wrong", "different_length")
     pairs = []
+    if _other_names(answer, reference):
+        return Compared("wrong", "different_label")
     for given, wanted in zip(answer.parts, reference.parts, strict=True):
         found = compare(given, wanted, same)
         pairs.append(Pair(given.text, wanted.text, found.reason))
         if found.verdict != "correct":
             return Compared(found.verdict, "different_part", tuple(pairs))
     return Compared("correct", "same_parts", tuple(pairs))
+
+
+def _other_names(answer: AnswerShape, reference: AnswerShape) -> bool:
+    """Whether parts are named in another order, or all by the name of one. Where nothing has a name, x is before y."""
+    names, wanted = ([_bare(part.label) for part in shape.parts] for shape in (answer, reference))
+    order = wanted if any(wanted) else list("xyz")
+    places = [order.index(name) for name in names if name and name in order]
+    return places != sorted(places) or (answer.label != "" and _bare(answer.label) in wanted)
 
 
 def _in_any_order(answer: AnswerShape, reference: AnswerShape, same: Same) -> Compared:
@@ -471,8 +471,7 @@ def _in_any_order(answer: AnswerShape, reference: AnswerShape, same: Same) -> Co
     for given in answer.parts:
         found = next((one for one in left if _matches(given, one, by_label, same)), None)
         if found is None:
-            pairs.append(Pair(given.text, "-", "different_part"))
-            return Compared("wrong", "different_part", tuple(pairs))
+            return Compared("wrong", "different_part", (*pairs, Pair(given.text, "-", "different_part")))
         left.remove(found)
         pairs.append(Pair(given.text, found.text, "same_part"))
     return Compared("correct", "same_parts", tuple(pairs))

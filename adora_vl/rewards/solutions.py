@@ -29,6 +29,21 @@ def of_absolute(atom: Solution) -> Solution | None:
     return ("and" if "<" in sign else "or", atom, ("is", REVERSED[sign], below))
 
 
+def between(low: Number | str | None, high: Number | str | None, brackets: str) -> Solution | None:
+    """What lies between two ends, of which `-infinity` and `infinity` are no number; None where that is nothing or
+    everything, or an end is not known.
+    """
+    atoms = []
+    for end, sign, infinite, bracket in zip((low, high), "><", ("-infinity", "infinity"), brackets, strict=True):
+        if end == infinite and bracket in "()":
+            continue
+        if not isinstance(end, Number):
+            return None
+        atoms.append(("is", sign + "=" * (bracket in "[]"), end))
+    found = ("and", *atoms)
+    return found if atoms and decides(found) else None
+
+
 def _atoms(solution: Solution) -> Iterator[Solution]:
     if solution[0] == "is":
         yield solution

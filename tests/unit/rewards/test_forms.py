@@ -1,6 +1,6 @@
 r"""Answers of several parts, relations and intervals: what must not matter does not, and what must does.
 
-Each property is tried on generated answers; the labelled ones are in `benchmarks/grading_corpus/forms.jsonl`.
+Each property is tried on generated answers; the labelled ones are in `benchmarks/grading_corpus`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from adora_vl.rewards.explain import RULES, explanation
 from adora_vl.rewards.forms import MAX_PARTS
 from benchmarks.grading_corpus import cases
 
-CASES = [case for case in cases() if case.kind == "forms"]
+CASES = [case for case in cases() if case.kind in ("forms", "guesses")]
 QUICK = settings(max_examples=60)
 NUMBERS = st.sampled_from(["0", "3", "-4", "0.5", r"\frac{7}{3}", r"2\sqrt{5}", r"-\pi", "1200", r"1+\sqrt{2}"])
 SEVERAL = st.lists(NUMBERS, min_size=2, max_size=6, unique=True)
@@ -54,6 +54,8 @@ def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObje
     assert verify_gold(gold) is None
     named = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
     assert verdict(gold, gold) == verdict(f"P{gold}", gold) == verdict(named, gold) == "correct"
+    exchanged = named.replace("(p, q", "(q, p")
+    assert verdict(gold, named) == verdict(named, named) == "correct" and verdict(exchanged, named) == "wrong"
     place = data.draw(st.integers(0, len(values) - 1))
     changed = [*values[:place], "77", *values[place + 1 :]]
     for other in (changed, values[:-1], [*values, "0"], values[::-1]):

@@ -1,6 +1,6 @@
 r"""The grader on answers that people and models really write, near misses, and reference answers: rows of JSONL files.
 
-`cases/README.md` says how to add one. The labelled corpus in `benchmarks/` has no reasons, and other graders run on it.
+`cases/README.md` says how to add one. The labelled corpus in `benchmarks/` names no rules, and other graders run on it.
 """
 
 from __future__ import annotations

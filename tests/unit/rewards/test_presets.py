@@ -240,7 +240,7 @@ def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
 def test_an_answer_in_its_tags_is_graded_as_one_in_a_box() -> None:
     """All of the labelled corpus: in tags each answer has the verdict and the reason that it has in a box."""
     boxes = [(case, last_boxed(case.response)) for case in cases() if case.kind != "attacks" and not case.rounding]
-    pairs = [(case, box) for case, box in boxes if box is not None and "\\boxed" not in box]
+    pairs = [(case, box) for case, box in boxes if box is not None and "box" not in box]
     assert len(pairs) > 600
     references, choices = [case.gold for case, _ in pairs], [case.choices for case, _ in pairs]
     boxed = grade_batch([rf"\boxed{{{box}}}" for _, box in pairs], references, choices=choices)
