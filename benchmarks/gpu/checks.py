@@ -153,15 +153,22 @@ def guarded(check: GPUCheck, setting: Setting) -> Iterator[Line]:
         yield failed("the rest of it", one_line(error))
 
 
-def main(place: str, size: str, cards: str, results: str) -> int:
-    """What the child process runs."""
-    from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
+def prepare_for(cards: int) -> None:
+    """As a run of one process prepares its environment, which sees the first card alone; for several, all of them."""
+    from adora_vl.utils.launch import prepare_engine_environment
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    prepare_engine_environment()  # before anything imports vLLM
-    if int(cards) > 1:  # it has chosen the first one
+    prepare_engine_environment()
+    if cards > 1:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}
+
+
+def main(place: str, size: str, cards: str, results: str) -> int:
+    """What the child process runs."""
+    from adora_vl.utils.launch import use_expandable_segments
+
+    prepare_for(int(cards))  # before anything imports vLLM
     use_expandable_segments()  # as a run does, before torch is imported
     from benchmarks.gpu.setting import here
 

@@ -17,7 +17,7 @@ import torch
 from adora_vl.doctor.engine import FEATURES
 from adora_vl.models.precision import wrong_buffers
 from adora_vl.models.shape import describe
-from adora_vl.utils.launch import free_port
+from adora_vl.utils.launch import free_port, use_one_gpu
 from benchmarks.gpu import cards, checks, engine, lm_head, offload, precision, server, setting, streaming, vision
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.checks import CHECKS, GPUCheck
@@ -243,15 +243,23 @@ def test_what_makes_a_run_wrong_comes_before_what_makes_it_slow_and_what_few_nee
     assert several == ["cards", "server"] and names.index("cards") > names.index("engine")
 
 
-@slow
 def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
-    for count, given, seen in ((1, "3,5", "3"), (2, "3,5", "3,5"), (2, None, "all of them"), (2, "", "")):
+    monkeypatch.setattr("adora_vl.utils.launch.prepare_engine_environment", use_one_gpu)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for count, given, seen in ((1, None, "0"), (1, "3,5", "3"), (2, "3,5", "3,5"), (2, None, None), (2, "", "")):
         with subtests.test(f"{count} of {given}"):
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            if given is not None:
-                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-            (line,) = checks.run(GPUCheck("two", f"{BROKEN}:visible", 300, cards=count), "small")
-            assert line.note == seen
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(given))
+            if given is None:
+                monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+            checks.prepare_for(count)
+            assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+
+
+@slow
+def test_the_process_of_a_check_knows_for_how_many_cards_it_is(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    (line,) = checks.run(GPUCheck("two", f"{BROKEN}:visible", 300, cards=2), "small")
+    assert line.note == "3,5"
 
 
 def test_a_run_without_a_gpu_says_so_and_ends_well(capsys, monkeypatch):
