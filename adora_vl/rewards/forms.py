@@ -254,7 +254,7 @@ def _bracketed(text: str, depth: int) -> AnswerShape | None:
     if any(part.kind == "unordered" and not part.both_signs for part in parts):
         raise NoShapeError("enumeration")  # (3,5; 4)
     ends = [part.value.number if part.value and part.value.kind == "number" else part.text for part in parts]
-    interval = between(*ends, opening + closing) if len(ends) == 2 else None
+    interval = between(ends[0], ends[1], opening + closing) if len(ends) == 2 else None
     return AnswerShape("ordered", text, parts, brackets=opening + closing, solution=interval)
 
 
