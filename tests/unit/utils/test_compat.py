@@ -26,7 +26,8 @@ PATCHES = {name: value for name, value in vars(compat).items() if isinstance(val
 FIELDS = {
     "training arguments": {"disable_tqdm", "eval_on_start", "eval_strategy", "log_completions", "model_init_kwargs"}
     | {"model_name_or_path", "output_dir", "report_to", "save_strategy", "use_cpu"},
-    "Transformers' control of a training": {"should_log", "should_save", "should_training_stop"},
+    "Transformers' control and state of a training": {"num_input_tokens_seen", "should_log", "should_save"}
+    | {"should_training_stop"},
     "tensors": {"data", "grad"},
     "models, processors and tokenizers of ours": {"chat_template", "decoder", "eos_token_id", "generation_config"}
     | {"pad_token_id", "padding_side", "pooler_output", "pre_tokenizer", "size", "suppress_tokens"},
