@@ -67,7 +67,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     reward_funcs: list[Any]
-    _before: Before | None = None  # what was known where the present generation began
+    _before: Before | None = None  # what was known where the first generation of the present step began
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, processing_class: Any = None,
@@ -205,7 +205,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.prefetch.finish()
         self.row_guard.check(rows, self.state.global_step)
         training = self.model.training
-        if training and not attempt:
+        if training and not attempt and self._step == self._step_began:
             figures = {name: list(values) for name, values in self._metrics["train"].items()}
             self._before = Before(self._step, self.state.num_input_tokens_seen, figures, self.methods.state())
         generation = Generation(
@@ -404,7 +404,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             left: list[Batch] | None = self._buffered_inputs
             if self._cuts:
                 left = None if self._generation is None else self._generation.micro_batches
-            return {**self._facts(), **self.unfinished.save(folder, self._step, left, table)}
+            return {**self._facts(), **self.unfinished.save(folder, self._step_began, left, table)}
 
         self.checkpoints.write(self.state.global_step, save)
 
@@ -452,9 +452,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return {**self.run_facts, "methods": self.methods.state(), "metrics": self._metrics["train"]}
 
     @property
+    def _step_began(self) -> int:
+        """TRL's `_step` where the present optimizer step began. A run that goes on from a checkpoint makes it whole."""
+        return self._step - self._step % self.args.gradient_accumulation_steps
+
+    @property
     def _begins_again(self) -> Before | None:
         """What was known before the present generation, unless something was learned from it."""
-        return self._before if self._before is not None and self._before.micro_step == self._step else None
+        return self._before if self._before is not None and self._before.micro_step == self._step_began else None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Stock TRL saves weights and processor; ours also writes the model card, in checkpoints too, and lets others

@@ -16,6 +16,8 @@ import pytest
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.train import main
+from adora_vl.training.guards import DriftGuard
+from adora_vl.utils.errors import RolloutError
 from benchmarks.stand_in_server import GENERATE, StandIn
 from tests.support.tiny_run import arguments
 
@@ -84,6 +86,31 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
         assert (facts["metrics"], facts["methods"]) == ({}, {})
         state = json.loads((checkpoint / "trainer_state.json").read_text())
         assert state["num_input_tokens_seen"] == _tokens(tmp_path / "whole" / f"checkpoint-{step}")
+
+
+def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_step(tmp_path, server, monkeypatch):
+    """Its checkpoint is of the step before, whether one generation has two micro-batches or each is a generation."""
+    check = DriftGuard.check
+    for generations, changed in (("one", {}), ("two", {"steps_per_generation": 1})):
+        keys = {"adora_async_rollouts": 0, "gradient_accumulation_steps": 2, "max_steps": 3, "save_steps": 3}
+        keys |= {"per_device_train_batch_size": 8, **changed}
+        assert main(words(tmp_path / generations, server, **keys)) == 0
+        passes: list[int] = []
+
+        def drifts(guard: DriftGuard, *given: Any) -> None:
+            check(guard, *given)
+            passes.append(given[-1])
+            if len(passes) == 4:
+                raise RolloutError(str(guard.save()))
+
+        stopped = tmp_path / f"{generations}-stopped"
+        with monkeypatch.context() as patched:
+            patched.setattr(DriftGuard, "check", drifts)
+            assert main(words(stopped, server, **keys)) == 1 and passes == [0, 0, 1, 1]
+        assert main(words(stopped, server, **keys)) == 0
+        one, other = tmp_path / generations, stopped
+        assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+        assert _tokens(one / "checkpoint-3") == _tokens(other / "checkpoint-3")
 
 
 def _tokens(checkpoint: Path) -> int:
