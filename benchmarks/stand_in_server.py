@@ -31,6 +31,7 @@ class StandIn:
         """`seconds_per_token`: how long a request for rollouts waits, by its limit. `tokens`: of a rollout."""
         self.seconds_per_token, self.tokens, self.vocabulary = seconds_per_token, tokens, vocabulary
         self.life = uuid.uuid4().hex
+        self.logprobs_mode = "raw_logprobs"
         self.dead = False
         self.asked: list[tuple[str, Body]] = []
         self.weights: list[list[str]] = []  # the names of the tensors that each sync brought
@@ -75,7 +76,7 @@ class StandIn:
         self.life, self.dead, self.weights = uuid.uuid4().hex, False, []
 
     def told(self, path: str) -> Body | None:
-        model = {"logprobs_mode": "raw_logprobs"}
+        model = {"logprobs_mode": self.logprobs_mode}
         known: dict[str, Body] = {
             "/health": {},
             "/v1/models": {"data": [{"id": "stand-in", "max_model_len": 4096}]},

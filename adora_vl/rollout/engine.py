@@ -156,10 +156,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.served = Served(self.accelerator, self._place_features, None)
         if self.accelerator.is_main_process:
             addresses = (self.server_base_url or f"http://{self.server_host}:{self.server_port}").split(",")
-            mode, patience_s = self._logprobs_mode(), self.server_timeout
-            clients = connect([one.strip() for one in addresses], self.group_port, patience_s, mode)
+            patience_s = self.server_timeout
+            clients = connect([one.strip() for one in addresses], self.group_port, patience_s)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
-            self.served.servers = Servers(clients, patience_s, self.settings.answer_s)
+            self.served.servers = Servers(clients, patience_s, self.settings.answer_s, self._logprobs_mode())
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
 
     def _build_llm(self, **kwargs: Any) -> Any:

@@ -30,7 +30,6 @@ from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, in_o
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1"
 _CONNECT_S = 10.0
 _LIVING_S, _GONE_S = (_CONNECT_S, 60.0), (1.0, 10.0)  # to connect, and to answer a short question
-_READING_S = 1800.0  # for all weights, from a shared disk
 _BETWEEN_LOOKS_S = 2.0
 _REFUSED = "Request failed: 4"  # TRL's words for an HTTP status of the 400s
 _AT_A_TIME = 64  # requests that a server has at a time
@@ -99,18 +98,20 @@ class Server:
     """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
 
     def __init__(self, client: VLLMClient, answer_s: float) -> None:
-        """`answer_s`: how long it may take to sample what is one request."""
+        """`answer_s`: how long it may take to sample what is one request, or to read all weights."""
         for scheme in ("http://", "https://"):
             client.session.mount(scheme, _Adapter(answer_s))
         self.client, self._answer_s = client, answer_s
         self.address: str = client.base_url
         self.life = ""  # which start of the server answers now
         self.synced_life = ""  # which one has the weights of the last sync
+        self.logprobs_mode = ""  # vLLM's name for the log-probabilities that it gives
 
     def look(self, timeout: tuple[float, float] = _LIVING_S) -> None:
         """See whether it answers, and which start of it does. `timeout`: seconds to connect, and to answer."""
         found = self._json("GET", "server_info?config_format=json", timeout=timeout)
         self.life = str(found["vllm_config"]["instance_id"])
+        self.logprobs_mode = str(found["vllm_config"]["model_config"]["logprobs_mode"])
 
     def check_weights(self) -> None:
         """Raise `UnusableServerError` where it was started again since it read the weights: it has its checkpoint's."""
@@ -143,7 +144,7 @@ class Server:
     def read_weights(self, folder: Path) -> None:
         """Have it read the tensors in `folder`, and forget what it computed with the old ones."""
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self._ask("POST", "collective_rpc", json=arguments, timeout=(_CONNECT_S, _READING_S))
+        self._ask("POST", "collective_rpc", json=arguments)
         self.forget()
         self.synced_life = self.life
 
@@ -169,11 +170,15 @@ class Server:
 class Servers:
     """All servers of a run, those that fail left out until they are back."""
 
-    def __init__(self, clients: Sequence[VLLMClient], patience_s: float, answer_s: float) -> None:
-        """`patience_s`: how long a sync waits for a first server to be there. `answer_s`: how long one may sample."""
+    def __init__(
+        self, clients: Sequence[VLLMClient], patience_s: float, answer_s: float, logprobs_mode: str = ""
+    ) -> None:
+        """`patience_s`: how long a sync waits for a first server to be there. `answer_s`: how long one may sample.
+        `logprobs_mode`: the trainer's; one that gives others is named at its first sync.
+        """
         self._all = [Server(client, answer_s) for client in clients]
         self.living = list(self._all)
-        self._patience_s = patience_s
+        self._patience_s, self._logprobs_mode = patience_s, logprobs_mode
 
     def find(self) -> bool:
         """See which servers are there, for a sync. Returns whether one of them has not the weights of the last one.
@@ -190,10 +195,20 @@ class Servers:
                 elif problem is not None and server in self.living:
                     self._leave_out(server, problem)
             if self.living:
-                return any(server.synced_life != server.life for server in self.living)
+                new = [server for server in self.living if server.synced_life != server.life]
+                for server in new:
+                    self._compare_modes(server)
+                return bool(new)
             if time.monotonic() >= end:
                 raise NoServerError(_none_left(next(filter(None, problems.values()))))
             time.sleep(_BETWEEN_LOOKS_S)
+
+    def _compare_modes(self, server: Server) -> None:
+        if server.logprobs_mode != self._logprobs_mode:
+            tqdm.write(
+                f"Server {server.address} was started with --logprobs-mode {server.logprobs_mode}; "
+                f"{self._logprobs_mode} is the trainer's."
+            )
 
     def _look(self, server: Server) -> None:
         """One that is left out may be switched off, and must not delay every sync."""
@@ -313,20 +328,15 @@ def _none_left(problem: BaseException | None, more: str = "") -> str:
     return f"no vLLM server is left{more}{last}. Start one again"
 
 
-def connect(addresses: Sequence[str], group_port: int, patience_s: float, logprobs_mode: str) -> list[VLLMClient]:
-    """TRL's clients of the servers, which answer within `patience_s`. Raises `EngineError` where one does not.
-
-    `logprobs_mode`: vLLM's name for the log-probabilities that are the trainer's own. Other ones are said in a line.
-    """
+def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> list[VLLMClient]:
+    """TRL's clients of the servers, which answer within `patience_s`. Raises `EngineError` where one does not."""
 
     def client(address: str) -> VLLMClient:
         try:
             found = VLLMClient(base_url=address, group_port=group_port, connection_timeout=patience_s)
-            mode = found.get_server_info()["model_config"]["logprobs_mode"]
+            found.get_server_info()
         except Exception as error:  # TRL raises `Exception` for a status that it does not expect
             raise EngineError(f"vllm_server_base_url: {address} cannot be used ({in_one_line(error)})") from error
-        if mode != logprobs_mode:
-            tqdm.write(f"Server {address} was started with --logprobs-mode {mode}; {logprobs_mode} is the trainer's.")
         return found
 
     return [future.result() for future in _on_threads([partial(client, one) for one in addresses], len(addresses))]

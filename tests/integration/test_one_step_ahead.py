@@ -90,19 +90,19 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
 
 def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_step(tmp_path, server, monkeypatch):
     """Its checkpoint is of the step before, whether one generation has two micro-batches or each is a generation."""
-    check = DriftGuard.check
+    check, passes = DriftGuard.check, list[int]()
+
+    def drifts(guard: DriftGuard, *given: Any) -> None:
+        check(guard, *given)
+        passes.append(given[-1])
+        if len(passes) == 4:
+            raise RolloutError(str(guard.save()))
+
     for generations, changed in (("one", {}), ("two", {"steps_per_generation": 1})):
         keys = {"adora_async_rollouts": 0, "gradient_accumulation_steps": 2, "max_steps": 3, "save_steps": 3}
         keys |= {"per_device_train_batch_size": 8, **changed}
         assert main(words(tmp_path / generations, server, **keys)) == 0
-        passes: list[int] = []
-
-        def drifts(guard: DriftGuard, *given: Any) -> None:
-            check(guard, *given)
-            passes.append(given[-1])
-            if len(passes) == 4:
-                raise RolloutError(str(guard.save()))
-
+        passes.clear()
         stopped = tmp_path / f"{generations}-stopped"
         with monkeypatch.context() as patched:
             patched.setattr(DriftGuard, "check", drifts)

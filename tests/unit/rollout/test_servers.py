@@ -54,8 +54,8 @@ def engine_of(
     engine.settings, engine.request = EngineSettings(weight_folder=str(folder)), SamplingRequest(seed=(3, "train/0"))
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
-    clients = connect([one.url for one in stand_ins], 0, 5.0, "raw_logprobs")
-    servers, files = Servers(clients, patience_s, answer_s), WeightFiles(folder, folder)
+    clients = connect([one.url for one in stand_ins], 0, 5.0)
+    servers, files = Servers(clients, patience_s, answer_s, "raw_logprobs"), WeightFiles(folder, folder)
     engine.served = Served(accelerator, engine._place_features, servers, files)
     return engine
 
@@ -275,14 +275,35 @@ time.sleep(0.2)
     assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
 
 
-def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins, capsys):
+def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_its_starts(stand_ins, tmp_path, capsys):
+    """When it gets weights: what is said while the model is loaded goes into a file."""
+    stand_ins[1].logprobs_mode = "processed_logprobs"
+    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
+    assert capsys.readouterr().out == ""
+    for start in (lambda: None, stand_ins[1].start_again):
+        start()
+        engine.sync_weights()
+        engine.sync_weights()
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) == 1 and said[0].startswith(f"Server {stand_ins[1].url} was started with --logprobs-mode proc")
+
+
+def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(stand_ins, tmp_path, capsys):
+    """While the other ranks still wait for the first one."""
+    engine, answered, woken = engine_of(stand_ins, tmp_path / "w", nn_model(), answer_s=1.0), StandIn.answered, Event()
+    stand_ins[1].answered = lambda path, body: woken.wait(60) and answered(stand_ins[1], path, body)
+    engine.sync_weights()
+    stand_ins[1].dead = True
+    woken.set()
+    assert len(stand_ins[0].weights) == 1 and capsys.readouterr().out.count(" is left out (1 of 2") == 1
+
+
+def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins):
     with pytest.raises(EngineError, match=r"vllm_server_base_url: http://127.0.0.1:9 cannot be used"):
-        connect([stand_ins[0].url, "http://127.0.0.1:9"], 0, 0.0, "raw_logprobs")
-    connect([stand_ins[0].url], 0, 0.0, "processed_logprobs")
-    assert "started with --logprobs-mode raw_logprobs; processed_logprobs is the trainer's" in capsys.readouterr().out
+        connect([stand_ins[0].url, "http://127.0.0.1:9"], 0, 0.0)
     stand_ins[0].told = lambda path: None if path == "/server_info" else {"data": [{"id": "m"}]}
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
-        connect([stand_ins[0].url], 0, 0.0, "raw_logprobs")
+        connect([stand_ins[0].url], 0, 0.0)
 
 
 def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path):
