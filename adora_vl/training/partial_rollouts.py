@@ -2,7 +2,8 @@
 
 Sources: Kimi k1.5 (arXiv 2501.12599, section 2.6.2) and APRIL (arXiv 2509.18521), for texts. Ours keeps whole groups,
 takes the images along, and drops nothing: a group is learned from when its last rollout has ended, the oldest groups
-first, and towards the end of the training only as many groups begin as can still be learned from.
+first. Where complete groups wait for a place fewer begin, since waiting makes them stale; and towards the end of the
+training only as many begin as can still be learned from. A problem that does not begin is the first to begin later.
 
 All ranks begin, keep and learn from equally many groups, so only the groups themselves have to be remembered.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class PartialGroup:
     row: Row
     number: int  # of the row in the data set
     began: int  # the generation in which it began
-    where: str  # the name of that generation
+    where: str  # the name of that in which it was drawn
     place: int  # its number there, over all ranks
     rollouts: tuple[PartialRollout, ...]
 
@@ -81,15 +82,19 @@ class Waiting:
     """What is carried from one generation to the next."""
 
     groups: tuple[PartialGroup, ...] = ()  # of this rank, the oldest first
+    drawn: tuple[PartialGroup, ...] = ()  # those that have not begun, without their rows
+    complete: int = 0  # how many of `groups` are, on the rank with the fewest
     lengths: tuple[tuple[int, ...], ...] = ()  # tokens of the answers of the last generations, of all ranks
 
 
-def groups_to_begin(waiting: int, places: int, left: int) -> int:
-    """How many groups begin in a generation: as many as it has places, but no more than can be learned from.
+def groups_to_begin(waiting: int, complete: int, places: int, left: int) -> int:
+    """How many groups begin in a generation: as many as it has places, but no more than can be learned from, and fewer
+    where more are complete already than fill half of the places.
 
-    `waiting`: groups of earlier generations. `left`: generations of the training, with the present one.
+    `waiting`: groups of earlier generations, `complete` of which are. `left`: generations of the training, with the
+    present one.
     """
-    return max(0, min(places, left * places - waiting))
+    return max(0, min(places - max(0, complete - places // 2), left * places - waiting))
 
 
 def groups_to_complete(groups: int, places: int, left: int, least: int) -> int:
@@ -137,7 +142,8 @@ class PartialRollouts(Extension):
         left = math.ceil((self.state().max_steps - generation.step) / self.steps)
         if self._sampled_at < 0:
             self._say_what_is_lost(generation.step, left)
-        groups = [*self.waiting.groups, *self._begun(generation, present, left)]
+        begun, drawn = self._begun(generation, present, left)
+        groups = [*self.waiting.groups, *begun]
         needed = groups_to_complete(len(groups), self.places, left, self.least)
         budget = self._budget()
         with self.engine().staying_awake():
@@ -149,7 +155,7 @@ class PartialRollouts(Extension):
             if short > 0:  # as where a training begins: the oldest go on to their ends at once
                 behind = [number for number, group in enumerate(groups) if not group.complete][:short]
                 groups = self._sampled(groups, dict.fromkeys(behind), generation)
-        self._give(generation, groups, present, budget)
+        self._give(generation, groups, drawn, present, budget)
 
     def _say_what_is_lost(self, step: int, left: int) -> None:
         """Of a run that goes on with fewer steps than it had begun groups for. Said once, by the first rank."""
@@ -170,15 +176,27 @@ class PartialRollouts(Extension):
         least = math.ceil(self.config.max_completion_length / parts)
         return given if isinstance(given, int) else automatic_budget(self.waiting.lengths, least)
 
-    def _begun(self, generation: Generation, present: int, left: int) -> list[PartialGroup]:
+    def _begun(
+        self, generation: Generation, present: int, left: int
+    ) -> tuple[list[PartialGroup], tuple[PartialGroup, ...]]:
+        """Of those that were drawn, the groups that begin now, and the others without their rows."""
         size, first = generation.group_size, self.accelerator.process_index * self.places
-        count = groups_to_begin(len(self.waiting.groups), self.places, left)
-        rows: list[Any] = [dict(row) for row in generation.rows[: count * size : size]]
-        numbers = [row.pop(ROW_NUMBER) for row in rows]
-        return [
-            PartialGroup(row, number, present, generation.where, first + place, (PartialRollout(),) * size)
-            for place, (row, number) in enumerate(zip(rows, numbers, strict=True))
-        ]
+        drawn = list(self.waiting.drawn)
+        for place, drawn_row in enumerate(generation.rows[::size]):
+            row: Any = dict(drawn_row)
+            number = row.pop(ROW_NUMBER)
+            drawn.append(
+                PartialGroup(row, number, present, generation.where, first + place, (PartialRollout(),) * size)
+            )
+        count = groups_to_begin(len(self.waiting.groups), self.waiting.complete, self.places, left)
+        begun = [replace(group, began=present) for group in self._with_rows(drawn[:count])]
+        return begun, _without_rows(drawn[count:])
+
+    def _with_rows(self, groups: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
+        """The groups, with problems from the data set where they have none."""
+        lacking = [group for group in groups if not group.row]
+        rows: Iterator[Any] = iter(self.rows.__getitems__([group.number for group in lacking]))
+        return tuple(group if group.row else replace(group, row=next(rows)) for group in groups)
 
     def _sampled(
         self, groups: list[PartialGroup], limits: dict[int, int | None], generation: Generation
@@ -232,11 +250,19 @@ class PartialRollouts(Extension):
         """The tokens at which an answer is cut off."""
         return int(self.config.max_completion_length)
 
-    def _give(self, generation: Generation, groups: list[PartialGroup], present: int, budget: int | None) -> None:
+    def _give(
+        self,
+        generation: Generation,
+        groups: list[PartialGroup],
+        drawn: tuple[PartialGroup, ...],
+        present: int,
+        budget: int | None,
+    ) -> None:
         """Give the oldest complete groups to the generation, equally many on every rank, and keep the others."""
         complete = [number for number, group in enumerate(groups) if group.complete]
         device, gather = self.accelerator.device, self.accelerator.gather
-        count = int(gather(torch.tensor([min(len(complete), self.places)], device=device)).min())
+        fewest = int(gather(torch.tensor([len(complete)], device=device)).min())
+        count = min(fewest, self.places)
         learned = [groups[number] for number in complete[:count]]
         generation.rows = [Row(**group.row) for group in learned for _ in group.rollouts]
         rollouts = [rollout for group in learned for rollout in group.rollouts]
@@ -252,7 +278,7 @@ class PartialRollouts(Extension):
         )
         kept = tuple(group for number, group in enumerate(groups) if number not in complete[:count])
         self._before, self._sampled_at = self.waiting, generation.step
-        self.waiting = replace(self.waiting, groups=kept)
+        self.waiting = replace(self.waiting, groups=kept, drawn=drawn, complete=fewest - count)
         unfinished = sum(not rollout.ended for group in kept for rollout in group.rollouts)
         sums_R3 = gather(torch.tensor([[sum(ages), max(ages), unfinished]], device=device))
         self._figures = {
@@ -277,9 +303,9 @@ class PartialRollouts(Extension):
         what waited before it is written.
         """
         waiting = self._before if self.state().global_step == self._sampled_at else self.waiting
-        groups = [asdict(replace(group, row=Row())) for group in waiting.groups]
+        plain = replace(waiting, groups=_without_rows(waiting.groups))
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"groups": groups, "lengths": waiting.lengths}, file_of(folder, self.accelerator.process_index))
+        torch.save(asdict(plain), file_of(folder, self.accelerator.process_index))
 
     def load(self, checkpoint: Path) -> None:
         """Read what `save` wrote; the problems are read from the data set.
@@ -299,12 +325,18 @@ class PartialRollouts(Extension):
         own = file_of(checkpoint, self.accelerator.process_index)
         if own.is_file():
             found = torch.load(own, map_location="cpu", weights_only=True)
-        rows: list[Any] = self.rows.__getitems__([group["number"] for group in found["groups"]])
-        groups = tuple(
-            PartialGroup(**{**group, "row": row, "rollouts": tuple(PartialRollout(**one) for one in group["rollouts"])})
-            for group, row in zip(found["groups"], rows, strict=True)
+        groups, drawn = (
+            tuple(
+                PartialGroup(**{**group, "rollouts": tuple(PartialRollout(**one) for one in group["rollouts"])})
+                for group in found.get(name, ())
+            )
+            for name in ("groups", "drawn")
         )
-        self.waiting = Waiting(groups, found["lengths"])
+        self.waiting = Waiting(self._with_rows(groups), drawn, found.get("complete", 0), found["lengths"])
+
+
+def _without_rows(groups: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
+    return tuple(replace(group, row=Row()) for group in groups)
 
 
 def file_of(folder: Path, rank: int) -> Path:
