@@ -143,6 +143,7 @@ def check_budget(config: Any) -> None:
         (config.adora_dynamic_sampling, f"adora_dynamic_sampling: {config.adora_dynamic_sampling}"),
         (config.adora_noisy_rollouts, f"adora_noisy_rollouts: {config.adora_noisy_rollouts}"),
         (not config.adora_cache_images, "adora_cache_images: false"),
+        (not config.vllm_importance_sampling_correction, "vllm_importance_sampling_correction: false"),
         (config.vllm_structured_outputs_regex, "vllm_structured_outputs_regex"),
         (parameters, f"generation_kwargs: {', '.join(parameters)}"),
         (not_regrouped, not_regrouped),
@@ -150,6 +151,13 @@ def check_budget(config: Any) -> None:
         (rows < 2 * config.num_generations, "one group per process, which has to end in every generation"),
         (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
     )
+    mode = config.vllm_importance_sampling_mode
+    if mode.startswith("sequence"):
+        raise UserError(
+            f"{key} learns less from an answer the longer it is where the ratio to the earlier weights is one for the "
+            f"whole answer (vllm_importance_sampling_mode: {mode}, TRL's default is sequence_mask); set "
+            "vllm_importance_sampling_mode: token_truncate"
+        )
 
 
 def _refuse_beside(key: str, *others: tuple[object, str]) -> None:

@@ -181,7 +181,10 @@ def test_dynamic_sampling_needs_whole_groups_and_a_loss_that_can_be_regrouped() 
 
 
 def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
-    ours = {"adora_rollout_budget": 100, "use_vllm": True, "per_device_train_batch_size": 16}
+    ours = {
+        "adora_rollout_budget": 100, "use_vllm": True, "per_device_train_batch_size": 16,
+        "vllm_importance_sampling_mode": "token_truncate",
+    }  # fmt: skip
     check_budget(config(**ours))
     check_budget(config(**{**ours, "adora_rollout_budget": None, "use_vllm": False}))
     check_budget(config(**ours, generation_kwargs={"stop_token_ids": [3], "repetition_detection": {}}))
@@ -192,6 +195,7 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
         ({"adora_dynamic_sampling": 2}, "adora_dynamic_sampling: 2"),
         ({"adora_noisy_rollouts": 0.5}, "adora_noisy_rollouts: 0.5"),
         ({"adora_cache_images": False}, "adora_cache_images: false"),
+        ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction: false"),
         ({"generation_kwargs": {"min_tokens": 5, "stop": ["."]}}, "generation_kwargs: min_tokens, stop"),
         ({"loss_type": "bnpo"}, "loss_type: bnpo"),
         ({"steps_per_generation": 1, "gradient_accumulation_steps": 2}, "several generations for one optimizer step"),
@@ -203,6 +207,10 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
     half = config(**ours)
     half.per_device_train_batch_size = 4  # half a group on each of two processes, which TRL allows
     assert "4 rollouts per process, which are no whole groups" in refusal(check_budget, half)
+    by_default = {key: value for key, value in ours.items() if key != "vllm_importance_sampling_mode"}
+    line = refusal(check_budget, config(**by_default))
+    assert "less from an answer the longer it is" in line and line.endswith("sampling_mode: token_truncate")
+    check_budget(config(**{**by_default, "adora_rollout_budget": None}))
 
 
 def model_with(text: dict[str, int], tower: dict[str, int]) -> Any:

@@ -97,7 +97,7 @@ class Run:
     def __init__(self, steps: int, accelerator: Any = None, updates: int = 1, **keys: Any) -> None:
         self.engine, self.state, self.log = Engine(), TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
         self.updates = updates
-        keys = {"adora_rollout_budget": 60, "use_vllm": True, **keys}
+        keys = {"adora_rollout_budget": 60, "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", **keys}
         context = step_context(
             self.log, accelerator=accelerator or Alone(), state=self.state, num_generations=SIZE,
             per_device_train_batch_size=PLACES * SIZE, steps_per_generation=updates, gradient_accumulation_steps=1,
