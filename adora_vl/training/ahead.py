@@ -24,6 +24,7 @@ from accelerate.utils import gather_object
 from adora_vl.config.batch_plan import Shape
 from adora_vl.config.checks import check_async
 from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.loading import unreadable_rows
 from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest
 from adora_vl.rollout.servers import Answer, GroupRequest
 from adora_vl.training.generation import Extension, Generation
@@ -114,9 +115,10 @@ class RolloutsAhead(Extension):
         if step >= self.state().max_steps:
             return
         rows: list[Row] = []
-        with suppress(Exception):  # an unreadable image: the step that draws the row says so, on all ranks
+        with suppress(Exception):
             rows = self.next_rows(numbers)
-        if not all(gather_object([bool(rows)])):
+        readable = bool(rows) and not unreadable_rows(rows)  # else the step that draws the row says so, on all ranks
+        if not all(gather_object([readable])):
             return
         following = _without_numbers(rows)
         where = replace(generation, key=f"{step}/0").where

@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -71,3 +74,11 @@ def processes_with(mark: str) -> list[str]:
             break
         time.sleep(0.2)
     return found
+
+
+def damage(split: Path, row: int) -> None:
+    """Cut the image of a row short, in the Parquet file."""
+    table = pq.read_table(split)
+    rows = table.to_pylist()
+    rows[row]["images"][0]["bytes"] = rows[row]["images"][0]["bytes"][:60]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), split)

@@ -11,25 +11,15 @@ import sys
 import uuid
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from adora_vl.checkpoint.store import STAGING, checkpoints, problem_of
 from data_prep.cli import main as data_prep
-from tests.integration.support import processes_with, run
+from tests.integration.support import damage, processes_with, run
 
 pytestmark = pytest.mark.slow
-
-
-def damage(split: Path, row: int) -> None:
-    """Cut the image of a row short, in the Parquet file."""
-    table = pq.read_table(split)
-    rows = table.to_pylist()
-    rows[row]["images"][0]["bytes"] = rows[row]["images"][0]["bytes"][:60]
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), split)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from adora_vl.train import main
 from adora_vl.training.guards import DriftGuard
 from adora_vl.utils.errors import RolloutError
 from benchmarks.stand_in_server import GENERATE, StandIn
+from data_prep.cli import main as data_prep
+from tests.integration.support import damage
 from tests.support.tiny_run import arguments
 
 pytestmark = pytest.mark.slow
@@ -111,6 +113,16 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
         one, other = tmp_path / generations, stopped
         assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
         assert _tokens(one / "checkpoint-3") == _tokens(other / "checkpoint-3")
+
+
+def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(tmp_path, server, capsys):
+    """Which says the row and has a checkpoint; it is not asked for ahead."""
+    assert data_prep(["synthetic", "--output", str(tmp_path / "data"), "--rows", "40", "--test-rows", "4"]) == 0
+    damage(tmp_path / "data" / "data" / "train-00000-of-00001.parquet", 14)  # a row of the second step
+    assert main(words(tmp_path / "out", server, dataset_name=tmp_path / "data", save_steps=9)) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: step 2: row synthetic/0/train/14: an image cannot be read: ")
+    assert last.endswith(f"--resume_from_checkpoint {tmp_path / 'out' / 'checkpoint-1'}")
 
 
 def _tokens(checkpoint: Path) -> int:
