@@ -118,7 +118,7 @@ def read_compared(folder: Path) -> ComparedRun:
     if config.get("adora_dynamic_sampling"):
         notes.append(f"{folder}: the further batches of adora_dynamic_sampling are not counted as rollouts")
     if config.get("adora_rollout_budget") is not None:
-        notes.append(f"{folder}: the first generations of adora_rollout_budget have fewer rollouts than are counted")
+        notes.append(f"{folder}: some generations of adora_rollout_budget have fewer rollouts than are counted")
     recipe = facts_of_run(manifest)["recipe"]
     scores, more = _scores(folder)
     curves = _curves(lines, rollouts_per_step(config))
