@@ -288,7 +288,7 @@ def _together(servers: Sequence[Server], do: Callable[[Server], None]) -> dict[S
     def tried(server: Server) -> Exception | None:
         try:
             do(server)
-        except (requests.RequestException, UnusableServerError, ValueError, LookupError) as error:
+        except Exception as error:  # also what reading a reply of another form raises
             return error
         return None
 

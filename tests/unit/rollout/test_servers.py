@@ -234,6 +234,19 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
         assert shared.is_dir() and not other.exists()
 
 
+def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_path, capsys):
+    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
+    told, answered = stand_ins[1].told, stand_ins[1].answered
+    nonsense: dict[str, Any] = {"told": lambda path: [path], "answered": lambda path, body: None if body else []}
+    for question, reply in nonsense.items():
+        setattr(stand_ins[1], question, reply)
+        engine.sync_weights()
+        assert capsys.readouterr().out.count(" is left out (1 of 2") == 1, question
+        stand_ins[1].told, stand_ins[1].answered = told, answered
+        engine.sync_weights()
+        assert "is back" in capsys.readouterr().out
+
+
 def test_a_server_that_takes_connections_and_says_nothing_is_left_out(stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("adora_vl.rollout.servers._LIVING_S", (5.0, 0.3))
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
