@@ -322,9 +322,11 @@ class PartialRollouts(Extension):
                 f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollout_budget) of "
                 f"{len(files)} processes, now {ranks}; start as many as before"
             )
-        own = file_of(checkpoint, self.accelerator.process_index)
-        if own.is_file():
+        if len(files) == ranks:
+            own = file_of(checkpoint, self.accelerator.process_index)
             found = torch.load(own, map_location="cpu", weights_only=True)
+        else:  # what was drawn belongs to those processes; it comes again in a later epoch
+            found["drawn"] = ()
         groups, drawn = (
             tuple(
                 PartialGroup(**{**group, "rollouts": tuple(PartialRollout(**one) for one in group["rollouts"])})

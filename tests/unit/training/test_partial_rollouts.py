@@ -373,5 +373,18 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
         assert "has unfinished rollouts (adora_rollout_budget) of 1 processes, now 2" in line and "\n" not in line
 
 
+def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
+    run = Run(30).go_on()
+    assert run.partial.waiting.drawn and not run.partial.waiting.groups
+    run.partial.save(tmp_path)
+
+    def longer(rank: int, accelerator: Any) -> list[str]:
+        again = resumed(run, tmp_path, 30, 33, accelerator=accelerator).go_on()
+        return [problem for problem, _ in again.answers[::SIZE]]
+
+    for rank, problems in enumerate(on_two(longer)):
+        assert sorted(problems) == [f"{rank}/{number}" for number in range(30 * PLACES, 30 * PLACES + len(problems))]
+
+
 def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path):
     assert resumed(Run(3), tmp_path, 0).go_on().sizes[-1] == PLACES
