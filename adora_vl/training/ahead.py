@@ -90,7 +90,9 @@ class RolloutsAhead(Extension):
             )
         asked = self.pending
         fits = asked is not None and (asked.where, asked.numbers) == (generation.where, numbers)
-        if not all(gather_object([fits])):  # where a run begins
+        if not all(gather_object([fits])):  # where a run begins, or goes on with other rows
+            if asked is not None and asked.found is not None:
+                asked.found.exception()  # servers that still sample cannot take weights
             self.sync()
             asked = self._ask(generation.rows, numbers, generation.sampling, generation.where, generation.step)
         assert asked is not None

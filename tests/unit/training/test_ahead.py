@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.rollout.engine import SamplingRequest
-from adora_vl.training.ahead import RolloutsAhead
+from adora_vl.training.ahead import Pending, RolloutsAhead
 from adora_vl.training.generation import Generation
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
+
+
+def rollouts_ahead(sync: Callable[[], None]) -> RolloutsAhead:
+    """One whose engine is never reached: `sync` raises."""
+    keys: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "adora_weight_transfer": "file",
+        "adora_async_rollouts": 1,
+    }
+    unused: Any = None
+    return RolloutsAhead(step_context(**keys), unused, sync, unused, unused, unused)
+
+
+def generation(mode: Any, **column: int) -> Generation:
+    rows: list[Any] = [{"problem": "Find x.", **column}]
+    return Generation(rows, mode, 0, "0/0", 0, 1, SamplingRequest())
 
 
 def test_rows_without_numbers_are_refused_in_training_and_in_place_of_working_in_sequence():
@@ -22,22 +41,31 @@ def test_rows_without_numbers_are_refused_in_training_and_in_place_of_working_in
         synced.append(True)
         raise InterruptedError
 
-    keys: dict[str, Any] = {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "adora_weight_transfer": "file",
-        "adora_async_rollouts": 1,
-    }
-    unused: Any = None
-    ahead = RolloutsAhead(step_context(**keys), unused, sync, unused, unused, unused)
-
-    def generation(mode: Any, **column: int) -> Generation:
-        rows: list[Any] = [{"problem": "Find x.", **column}]
-        return Generation(rows, mode, 0, "0/0", 0, 1, SamplingRequest())
-
+    ahead = rollouts_ahead(sync)
     ahead.before_sampling(generation("eval"))
     with pytest.raises(UserError, match=r"^adora_async_rollouts: 1: these rows do not say .*streamed.*rollouts: 0$"):
         ahead.before_sampling(generation("train"))
     assert not synced, "nothing was begun"
     with pytest.raises(InterruptedError):
         ahead.before_sampling(generation("train", **{ROW_NUMBER: 0}))
+
+
+def test_servers_that_sample_what_nobody_wants_any_more_are_waited_for_before_they_get_weights():
+    """They would refuse to empty their caches, and be left out."""
+
+    class Asked(Future[Any]):
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            self.set_result(([], 0.0))  # whoever waits is answered
+            return super().exception(timeout)
+
+    found, done = Asked(), list[bool]()
+
+    def sync() -> None:
+        done.append(found.done())
+        raise InterruptedError
+
+    ahead = rollouts_ahead(sync)
+    ahead.pending = Pending("train/0/0", [5], 0, found)
+    with pytest.raises(InterruptedError):
+        ahead.before_sampling(generation("train", **{ROW_NUMBER: 6}))
+    assert done == [True]
