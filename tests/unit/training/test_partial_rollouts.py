@@ -182,7 +182,8 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
     draw = random.Random(0)
     for number in range(12):
         updates, staleness = draw.choice((1, 1, 2, 3)), draw.randint(1, 6)
-        keys = {"adora_rollout_budget": draw.choice((5, 30, 100, 250, "auto")), "adora_max_staleness": staleness}
+        keys: dict[str, Any] = {"adora_rollout_budget": draw.choice((5, 30, 100, 250, "auto"))}
+        keys["adora_max_staleness"] = staleness
         generations, killed = draw.randint(1, 30), 0
         run = Run(generations * updates, updates=updates, **keys)
         while run.state.global_step < run.state.max_steps:
