@@ -454,7 +454,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     @property
     def _step_began(self) -> int:
         """TRL's `_step` where the present optimizer step began. A run that goes on from a checkpoint makes it whole."""
-        return self._step - self._step % self.args.gradient_accumulation_steps
+        return int(self._step - self._step % self.args.gradient_accumulation_steps)
 
     @property
     def _begins_again(self) -> Before | None:

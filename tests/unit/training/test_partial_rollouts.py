@@ -155,7 +155,7 @@ def whole_lengths(problem: str, updates: int = 1) -> list[int]:
     return [drawn(rollout_seed(7, where, place, member)) for member in range(SIZE)]
 
 
-def check_learned(run: Run, ended: bool = True) -> list[int]:
+def check_learned(run: Run, ended: bool = True) -> int:
     """Every group once and whole, in no other order than they were drawn but for those that wait. Returns how many
     generations of problems have not begun.
     """
@@ -273,7 +273,8 @@ def test_the_figures_of_a_generation():
 
 def test_how_many_begin_and_have_to_be_complete():
     waits = ((0, 0, 9), (3, 3, 9), (3, 0, 1), (8, 0, 1), (12, 0, 2), (9, 4, 9), (9, 6, 9), (14, 13, 9), (12, 6, 2))
-    assert [groups_to_begin(*numbers, 8, left) for *numbers, left in waits] == [8, 8, 5, 0, 4, 8, 6, 0, 4]
+    begun = [groups_to_begin(waiting, complete, 8, left) for waiting, complete, left in waits]
+    assert begun == [8, 8, 5, 0, 4, 8, 6, 0, 4]
     assert [groups_to_complete(groups, 8, left, 2) for groups, left in ((8, 9), (8, 1), (11, 2), (16, 2), (1, 9))] == [
         2, 8, 3, 8, 1
     ]  # fmt: skip
