@@ -2,7 +2,8 @@
 # Trains on some GPUs of a machine while vLLM servers sample on the others, one server a GPU.
 #
 #   SERVER_GPUS=4,5,6,7 TRAINER_GPUS=0,1,2,3 setup/servers.sh MODEL --config configs/train/X.yaml --output_dir runs/x
-#   SERVER_GPUS=none TRAINER_GPUS=none ACCELERATE_CONFIG=configs/accelerate/cpu.yaml setup/servers.sh ...   # on a CPU
+#   SERVER_GPUS=none TRAINER_GPUS=none ACCELERATE_CONFIG=configs/accelerate/cpu.yaml \
+#     SERVER_OPTIONS=--no-enable-chunked-prefill setup/servers.sh ...   # on a CPU
 #
 # What comes after MODEL goes to `adora_vl.train`. SERVER_OPTIONS are further options of each server, such as
 # '--dtype bfloat16 --mm-processor-kwargs {"max_pixels":1003520}', which have to be those of the training. The servers
