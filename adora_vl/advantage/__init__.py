@@ -16,7 +16,7 @@ are in `experimental`.
 """
 
 from adora_vl.advantage.adora import AdoraOptions, AdoraWeighting, weigh_groups
-from adora_vl.advantage.groups import Groups, Schedule, constant
+from adora_vl.advantage.groups import Groups, Schedule
 from adora_vl.advantage.grpo import group_advantages, is_constant
 from adora_vl.advantage.methods import METHODS, AdvantagePipeline, Method
 
@@ -28,7 +28,6 @@ __all__ = [
     "Groups",
     "Method",
     "Schedule",
-    "constant",
     "group_advantages",
     "is_constant",
     "weigh_groups",

@@ -100,38 +100,33 @@ def difficulty_advantage(facts: GroupFacts, tau: float, needs_correct: bool = Fa
 
 
 def assign_weights(
-    weighting: AdoraWeighting, rewards_PG: Tensor, assign: str, *, mode: str, factor: float, seed: int, step: int
+    weighting: AdoraWeighting, rewards_PG: Tensor, options: AdoraOptions, *, seed: int, step: int
 ) -> AdoraWeighting:
     """The weights of ADORA or of a control, which gives them to other groups or scales the learning rate instead.
 
     Args:
         weighting: what the criteria say.
         rewards_PG: (P, G), of all ranks. NaN marks a rollout that was not scored.
-        assign: `"criterion"` leaves the weights where they are. `"random"` shuffles them among the groups that carry
-            signal, so that as many are attenuated as the criteria attenuate in this step. `"reversed"` gives `factor`
-            to the other side: to TAS groups under attenuation, to TDS groups under amplification. `"rate"` gives every
-            group the weight 1, and `rate` is the mean of the weights that the criteria give to groups with signal.
-        mode: ADORA's mode; with `"off"` all weights are 1 and stay so.
-        factor: ADORA's factor.
+        options: by their `assign`, `"criterion"` leaves the weights where they are. `"random"` shuffles them among the
+            groups that carry signal, so that as many are attenuated as the criteria attenuate in this step.
+            `"reversed"` gives the factor to the other side: to TAS groups under attenuation, to TDS groups under
+            amplification. `"rate"` gives every group the weight 1, and `rate` is the mean of the weights that the
+            criteria give to groups with signal. Where ADORA is off, all weights are 1 and stay so.
         seed: the run's seed.
         step: optimizer steps made. Seed and step alone decide the shuffle, so all ranks make the same one.
 
     Returns:
         The weighting with new `weights_P` and `rate`. Its `tds_P`, `tas_P` and facts stay those of the criteria.
-
-    Raises:
-        ValueError: `assign` is not one of the four.
     """
-    if assign not in ASSIGNMENTS:
-        raise ValueError(f"assign: {assign!r} is not one of {', '.join(ASSIGNMENTS)}")
     weights_P = weighting.weights_P
-    if assign == "criterion" or mode == "off":
+    if options.assign == "criterion" or not options.is_on(step):
         return weighting
-    if assign == "reversed":
-        marked_P = weighting.tas_P if mode == "attenuation" else weighting.tds_P
+    if options.assign == "reversed":
+        marked_P = weighting.tas_P if options.mode == "attenuation" else weighting.tds_P
+        factor = scheduled(options.factor).at(step)
         return replace(weighting, weights_P=torch.where(marked_P, factor, torch.ones_like(weights_P)))
     signal_P = ~is_constant(rewards_PG)
-    if assign == "random":
+    if options.assign == "random":
         shuffled_P = weights_P.clone()
         shuffled_P[signal_P] = _shuffled(weights_P[signal_P], seed, step)
         return replace(weighting, weights_P=shuffled_P)
@@ -209,6 +204,10 @@ class AdoraOptions:
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
             raise ValueError(f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= first < end")
 
+    def is_on(self, step: int) -> bool:
+        """Whether groups get other weights than 1 in a step, counted from 0."""
+        return self.mode != "off" and within(step, self.steps)
+
 
 def weigh_groups(groups: Groups, options: AdoraOptions | None = None, step: int = 0) -> AdoraWeighting:
     """The weight that multiplies the group-normalised advantages of each prompt, and why.
@@ -229,7 +228,6 @@ def weigh_groups(groups: Groups, options: AdoraOptions | None = None, step: int 
     rewards_PG, lengths_PG = groups.rewards_PG, groups.lengths_PG
     if rewards_PG.ndim != 2 or rewards_PG.shape != lengths_PG.shape:
         raise ValueError(f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both be (P, G)")
-    mode = options.mode if within(step, options.steps) else "off"
     facts = group_facts(rewards_PG, lengths_PG, groups.correct_above, groups.truncated_PG)
     verdicts = {
         "length": lambda: length_advantage(facts, options.empty_wrong, options.ties),
@@ -242,6 +240,6 @@ def weigh_groups(groups: Groups, options: AdoraOptions | None = None, step: int 
     tds_P = ~tas_P if options.no_correct == "attenuate" else ~tas_P & facts.any_correct_P
     marked_P = tds_P if options.mode == "attenuation" else tas_P
     ones_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
-    weights_P = ones_P if mode == "off" else torch.where(marked_P, scheduled(options.factor).at(step), ones_P)
+    weights_P = torch.where(marked_P, scheduled(options.factor).at(step), ones_P) if options.is_on(step) else ones_P
     ties_P = tds_P & facts.tied_P if "length" in options.criteria else torch.zeros_like(tds_P)
     return AdoraWeighting(weights_P, tds_P, tas_P, facts, ties_P)

@@ -67,10 +67,6 @@ def scheduled(value: Schedule | float) -> Schedule:
     return value if isinstance(value, Schedule) else Schedule(value)
 
 
-def constant(value: float) -> Schedule:
-    return Schedule(start=value)
-
-
 def within(step: int, steps: tuple[int, int] | None) -> bool:
     """Whether a step, counted from 0, lies in the half-open range `steps`, [first, end). None means all steps."""
     return steps is None or steps[0] <= step < steps[1]

@@ -28,7 +28,7 @@ from adora_vl.advantage.experimental import (
     rrb_all_low,
     ssb,
 )
-from adora_vl.advantage.groups import Groups, NoOptions, scheduled, within
+from adora_vl.advantage.groups import Groups, NoOptions, scheduled
 from adora_vl.advantage.grpo import DapoOptions, drop_constant, group_advantages, is_constant, overlong_penalty
 
 
@@ -208,14 +208,7 @@ class AdvantagePipeline:
         """ADORA's weights and their reasons. The weights are 1 if ADORA is not among the methods."""
         options, step = self.judged_by, groups.step
         weighting = weigh_groups(groups, options, step)
-        mode = options.mode if within(step, options.steps) else "off"
-        given: dict[str, Any] = {
-            "mode": mode,
-            "factor": scheduled(options.factor).at(step),
-            "seed": self.seed,
-            "step": step,
-        }
-        return assign_weights(weighting, groups.rewards_PG, self.judged_by.assign, **given)
+        return assign_weights(weighting, groups.rewards_PG, options, seed=self.seed, step=step)
 
     def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
         """Turn TRL's advantages of whole groups into the ones to learn from, both (P, G).
