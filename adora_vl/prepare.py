@@ -108,7 +108,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     data = _folders(script, config)
     notes = [*notes_on(model.model_name_or_path), *check_family(model, config, model_config)]
     check_machines(config, config.world_size, machines_of())
-    plan = check_run(config, model, model_config, None, config.world_size)
+    plan = check_run(config, model, model_config, config.world_size)
     if config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
     overlong = _overlong_prompts(script, config, model, model_config)

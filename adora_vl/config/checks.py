@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, Trainer, get_scheduler
 from trl import ModelConfig
 
 from adora_vl.config.advantage import check_method, method_needs
-from adora_vl.config.batch_plan import REGROUPABLE, BatchPlan, batch_plan, check_rows, regroup_obstacle, regroups
+from adora_vl.config.batch_plan import REGROUPABLE, BatchPlan, batch_plan, regroup_obstacle, regroups
 from adora_vl.config.experimental import check_noise, check_replay, check_visual, replay_needs, visual_needs
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import check_finite
@@ -281,15 +281,13 @@ def check_run(
     config: AdoraGRPOConfig,
     model: ModelConfig,
     model_config: PretrainedConfig,
-    rows: int | None,
     num_processes: int,
     *,
     for_this_machine: bool = True,
 ) -> BatchPlan:
     """Raise `UserError` for the first thing that cannot work; returns the batch arithmetic.
 
-    `rows`: None where they are not known yet; `check_rows` says later whether they suffice.
-    `for_this_machine`: false leaves out what only vLLM on this machine's CPU cannot do.
+    `for_this_machine`: false leaves out what depends on this machine: whether the optimizer is installed.
     """
     _check_unsupported(config, model, num_processes)
     check_method(config)
@@ -301,10 +299,7 @@ def check_run(
         check_optimizer(config)
     _check_rollouts(config)
     check_tensor_parallel(config, model_config, num_processes)
-    plan = batch_plan(config, num_processes)
-    if rows is not None:
-        check_rows(plan, rows)
-    return plan
+    return batch_plan(config, num_processes)
 
 
 _TURNS = ("tools", "environment_factory", "rollout_func")  # arguments of TRL's trainer

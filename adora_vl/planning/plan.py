@@ -39,7 +39,7 @@ from adora_vl.planning.lengths import Lengths, assumed, character_counter, held_
 from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
 from adora_vl.planning.options import DryRunOptions
 from adora_vl.planning.sharding import Sharding, from_environment, from_file, spread_over
-from adora_vl.rollout.engine_settings import refuse_on_cpu
+from adora_vl.rollout.engine_settings import engine_dtype, refuse_on_cpu
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import GIB
 
@@ -98,7 +98,7 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     limits = limits_of(processor, model_config, config.min_pixels, config.max_pixels)
     if not elsewhere and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
-    batches = check_run(config, model, model_config, None, sharding.processes, for_this_machine=not elsewhere)
+    batches = check_run(config, model, model_config, sharding.processes, for_this_machine=not elsewhere)
     limit = None if uncountable(model_config) else context_limit(config, model_config)
     counter = (
         tokenizer_counter(processor, script.adora_system_prompt, config.chat_template_kwargs)
@@ -228,12 +228,11 @@ def make_setup(
     mixed = bool(config.bf16 or config.fp16)
     sequences = config.per_device_train_batch_size
     generation = sequences * config.steps_per_generation
-    engine_dtype = config.adora_vllm_dtype if config.adora_vllm_dtype != "auto" else None
-    engine = None
+    engine, dtype = None, engine_dtype(config)
     if config.use_vllm and config.vllm_mode == "colocate":
         engine = Engine(
             utilization=config.vllm_gpu_memory_utilization,
-            dtype_bytes=_BYTES[engine_dtype] if engine_dtype else 2 if mixed else shape.weight_bytes,
+            dtype_bytes=_BYTES[dtype] if dtype else shape.weight_bytes,
             max_length=config.vllm_max_model_length or prompt + config.max_completion_length,
             max_sequences=generation * config.vllm_tensor_parallel_size,
             tensor_parallel=config.vllm_tensor_parallel_size,
