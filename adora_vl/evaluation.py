@@ -167,7 +167,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         chat = ChatProcessor(self.trainer.model.name_or_path, args.min_pixels, args.max_pixels, revision)
         engine = VLLMEngine(chat, llm, max_tokens=args.max_completion_length, temperature=0.0, batch_size=256)
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
-        return list(answer_all(share, engine.generate, system_prompt=self.system_prompt, batch_size=engine.batch_size))
+        return answer_all(share, engine, self.system_prompt)
 
     def _log(self, name: str, step: int, values: dict[str, float], total: int) -> None:
         # an entry of its own, as Transformers' evaluations have; TRL's log would average the training's figures so far

@@ -1,57 +1,29 @@
 """Evaluation on an engine that a trainer holds already. No model is loaded, and no file is written.
 
-`answer_all` takes a function that generates and returns predictions rows; `figures` scores them. With several processes
-the rows of all are put together in between.
+`answer_all` returns predictions rows; `figures` scores them. With several processes the rows of all are put together in
+between.
 """
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from adora_vl.data.prompts import SYSTEM_PROMPT
-from adora_vl.utils.openai_client import Reply
 from eval.benchmark import Benchmark, Problem
 from eval.command import score_defaults
-from eval.inference.engines import AnswerRequest, Unanswerable
+from eval.inference.engines import AnswerEngine
 from eval.inference.predictions import Prediction
 from eval.inference.runner import Ask, answer
 from eval.scoring.score import Score, own_cells, score
 
-Generate = Callable[[Sequence[AnswerRequest]], Sequence[Reply | Unanswerable]]
 
-
-@dataclass
-class _Borrowed:
-    """An engine that calls the `generate` function of the caller."""
-
-    batch_size: int
-    call: Generate
-
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
-        return list(self.call(requests))
-
-
-def answer_all(
-    problems: Sequence[Problem],
-    generate: Generate,
-    *,
-    system_prompt: str | None = SYSTEM_PROMPT,
-    samples: int = 1,
-    seed: int = 0,
-    batch_size: int = 256,
-) -> list[Prediction]:
-    """Returns a predictions row for each problem and sample. `generate` gives one answer per request, in order.
-
-    A request has the messages with one placeholder per image, the decoded images, and the seed for sampling its answer.
-    """
-    asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
-    engine = _Borrowed(batch_size, generate)
+def answer_all(problems: Sequence[Problem], engine: AnswerEngine, system_prompt: str | None) -> list[Prediction]:
+    """A predictions row for each problem, `engine.batch_size` of them at a time."""
+    asks = [Ask(problem, 0) for problem in problems]
     rows: list[Prediction] = []
-    for start in range(0, len(asks), batch_size):
-        rows += answer(engine, asks[start : start + batch_size], seed=seed, system_prompt=system_prompt)
+    for start in range(0, len(asks), engine.batch_size):
+        rows += answer(engine, asks[start : start + engine.batch_size], seed=0, system_prompt=system_prompt)
     return rows
 
 

@@ -57,23 +57,21 @@ def wilson(correct: float, total: int) -> tuple[float, float]:
     return (0.0 if correct == 0 else centre - half, 1.0 if correct == total else centre + half)
 
 
-def bootstrap(values: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED) -> tuple[float, float]:
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % percentile interval of the mean of `values` (at least one), by drawing them anew. Repeatable."""
-    draw = random.Random(seed)
-    means = sorted(sum(draw.choices(values, k=len(values))) / len(values) for _ in range(resamples))
-    return means[int(0.025 * resamples)], means[int(0.975 * resamples) - 1]
+    draw = random.Random(SEED)
+    means = sorted(sum(draw.choices(values, k=len(values))) / len(values) for _ in range(RESAMPLES))
+    return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
 
 
-def bootstrap_ratio(
-    above: Sequence[float], below: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED
-) -> tuple[float, float]:
+def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
     """The 95 % percentile interval of sum(above) / sum(below) over paired values, by drawing the pairs anew.
 
     `below` has a value over 0; draws without one are left out. Repeatable.
     """
-    draw, pairs = random.Random(seed), list(zip(above, below, strict=True))
+    draw, pairs = random.Random(SEED), list(zip(above, below, strict=True))
     ratios: list[float] = []
-    for _ in range(resamples):
+    for _ in range(RESAMPLES):
         drawn = draw.choices(pairs, k=len(pairs))
         total = sum(second for _, second in drawn)
         if total:

@@ -19,6 +19,7 @@ from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.in_training import answer_all, figures
 from eval.inference.engines import AnswerRequest
 from eval.inference.predictions import IMAGE_FAILED, read_predictions
+from eval.inference.runner import Ask, answer
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.scoring.score import Graded, aggregate, grade_row
 from eval.scoring.statistics import bootstrap, mcnemar, pass_at, sign_flips, wilson
@@ -177,9 +178,9 @@ def test_answer_form(subtests: pytest.Subtests) -> None:
         ("C", None, "other"),
         ("3x+1", None, "other"),
     ]
-    for answer, choices, form in cases:
-        with subtests.test(f"{answer} {choices!r:.80} {form}"):
-            assert answer_form(answer, choices) == form
+    for given, choices, form in cases:
+        with subtests.test(f"{given} {choices!r:.80} {form}"):
+            assert answer_form(given, choices) == form
 
 
 def test_a_wrong_row_is_named(case: Case) -> None:
@@ -266,14 +267,8 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     score = json.loads((output / "score.json").read_text())
 
     problems, _ = GEOMETRY3K.load(Namespace(data=str(data), split="test"))
-    calls: list[int] = []
-
-    def generate(requests: Sequence[AnswerRequest]) -> list[Reply]:
-        calls.append(len(requests))
-        return Guess().generate(requests)
-
-    rows = answer_all(problems, generate, samples=2, batch_size=4)
-    assert calls == [4, 4, 4, 4, 2]
+    asks = [Ask(problem, sample) for problem in problems for sample in range(2)]
+    rows = answer(Guess(), asks, seed=0, system_prompt=None)
     assert rows == read_predictions(output / "predictions.jsonl")
     logged = figures(GEOMETRY3K, rows)
     assert logged["geometry3k_accuracy"] == score["accuracy"]
@@ -291,7 +286,14 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
     data = write_mathvista(tmp_path, mathvista_rows(7))
     problems, _ = MATHVISTA.load(Namespace(data=str(data), split="testmini", data_revision=None))
-    generate = Guess().generate
-    slices = [row for rank in range(2) for row in answer_all(problems[rank::2], generate)]
-    assert figures(MATHVISTA, slices) == figures(MATHVISTA, answer_all(problems, generate))
+    calls: list[int] = []
+
+    class Counted(Guess):
+        def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
+            calls.append(len(requests))
+            return super().generate(requests)
+
+    slices = [row for rank in range(2) for row in answer_all(problems[rank::2], Guess(), None)]
+    assert figures(MATHVISTA, slices) == figures(MATHVISTA, answer_all(problems, Counted(), None))
+    assert calls == [4, 3], "the engine's batches"
     assert "mathvista_accuracy_ID" in figures(MATHVISTA, slices)
