@@ -183,7 +183,7 @@ def train(arguments: Sequence[str]) -> int:
     from adora_vl.checkpoint.writer import delete_aside, set_aside
     from adora_vl.record.card import model_card
     from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
-    from adora_vl.record.summary import print_summary
+    from adora_vl.record.summary import summary_lines
     from adora_vl.training.guards import errors_with_step
 
     run = prepare(arguments)
@@ -228,7 +228,8 @@ def train(arguments: Sequence[str]) -> int:
             delete_aside(output_dir)
             end_manifest(manifest, output_dir, "finished", trainer.state.global_step)
             log, command = trainer.state.log_history, manifest["command"]
-            print_summary(log, run.config, model_folder, seconds, data=run.data[0], command=command)
+            lines = summary_lines(log, run.config, model_folder, seconds, data=run.data[0], command=command)
+            print("\n".join(lines), flush=True)
     trainer.accelerator.wait_for_everyone()
     stop.release()
     trainer.close()

@@ -116,8 +116,3 @@ def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
     if config.max_steps > 0:
         return f"{command} --max_steps {2 * config.max_steps}"
     return f"{command} --num_train_epochs {2 * config.num_train_epochs:g}"
-
-
-def print_summary(*arguments: Any, **named: Any) -> None:
-    """Print `summary_lines`."""
-    print("\n".join(summary_lines(*arguments, **named)), flush=True)

@@ -323,9 +323,9 @@ def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future
     return futures
 
 
-def _none_left(problem: BaseException | None, more: str = "") -> str:
+def _none_left(problem: BaseException | None) -> str:
     last = f"; the last one: {in_one_line(problem)[:300]}" if problem is not None else ""
-    return f"no vLLM server is left{more}{last}. Start one again"
+    return f"no vLLM server is left{last}. Start one again"
 
 
 def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> list[VLLMClient]:
