@@ -51,7 +51,7 @@ from adora_vl.rollout.prompt_tokens import messages_of, mismatch_named, never_sa
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.dynamic_sampling import DynamicSampling
-from adora_vl.training.generation import Before, Generation
+from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate
@@ -67,7 +67,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     reward_funcs: list[Any]
-    _before: Before | None = None  # what was known where the first generation of the present step began
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, processing_class: Any = None,
@@ -127,7 +126,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             partials = PartialRollouts(context, self._sample_alone, lambda: self.vllm_generation, self.train_dataset)
             self.extensions.insert(0, partials)
         if args.adora_async_rollouts:
-            asks = self._sync, self._tokenized, self._rows_after
+            asks = self._sync, self._tokenized, lambda now: self._distinct_rows.rows_after(now, self._row_order)
             self.extensions.insert(0, RolloutsAhead(context, self.vllm_generation, *asks, self._check_drift))
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
         self.tie_notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
@@ -206,8 +205,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.row_guard.check(rows, self.state.global_step)
         training = self.model.training
         if training and not attempt and self._step == self._step_began:
-            figures = {name: list(values) for name, values in self._metrics["train"].items()}
-            self._before = Before(self._step, self.state.num_input_tokens_seen, figures, self.methods.state())
+            self.unfinished.begins(self._step, self._facts())
         generation = Generation(
             rows=rows,
             mode="train" if training else "eval",
@@ -391,10 +389,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         incomplete checkpoint, or none. Ours lets it write into another folder, seals the result, renames it, and then
         deletes older ones.
         """
-        stock = super()._save_checkpoint
-        before = self._begins_again
-        if before is not None:
-            self.state.num_input_tokens_seen = before.tokens
+        stock, facts = super()._save_checkpoint, self.unfinished.facts(self._step_began, self._facts())
 
         def save(folder: Path) -> dict[str, Any]:
             stock(model, trial)
@@ -404,7 +399,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             left: list[Batch] | None = self._buffered_inputs
             if self._cuts:
                 left = None if self._generation is None else self._generation.micro_batches
-            return {**self._facts(), **self.unfinished.save(folder, self._step_began, left, table)}
+            return {**facts, **self.unfinished.save(folder, self._step_began, left, table)}
 
         self.checkpoints.write(self.state.global_step, save)
 
@@ -445,21 +440,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return self.checkpoints.at(self.state.global_step, lambda: self._save_checkpoint(self.model, None))
 
     def _facts(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says, for a run that goes on from it."""
-        before = self._begins_again
-        if before is not None:
-            return {**self.run_facts, "methods": before.methods, "metrics": before.figures}
-        return {**self.run_facts, "methods": self.methods.state(), "metrics": self._metrics["train"]}
+        """What is known now of the run, for a checkpoint's manifest."""
+        figures = {name: list(values) for name, values in self._metrics["train"].items()}
+        return {**self.run_facts, "methods": self.methods.state(), "metrics": figures}
 
     @property
     def _step_began(self) -> int:
         """TRL's `_step` where the present optimizer step began. A run that goes on from a checkpoint makes it whole."""
         return int(self._step - self._step % self.args.gradient_accumulation_steps)
-
-    @property
-    def _begins_again(self) -> Before | None:
-        """What was known before the present generation, unless something was learned from it."""
-        return self._before if self._before is not None and self._before.micro_step == self._step_began else None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Stock TRL saves weights and processor; ours also writes the model card, in checkpoints too, and lets others
@@ -497,10 +485,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         loader = super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, dataloader_key)
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
         return loader
-
-    def _rows_after(self, numbers: list[int]) -> list[Row]:
-        """The rows of the next generation, by the numbers of the present one's."""
-        return self._distinct_rows.rows_after(numbers, self._row_order)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the epoch's number."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -48,18 +48,6 @@ class Generation:
     def of_rank(self, values_N: Tensor, rank: int) -> Tensor:
         """This rank's part of a value per rollout of all ranks, (B,)."""
         return values_N[rank * len(self.rows) : (rank + 1) * len(self.rows)]
-
-
-@dataclass(frozen=True)
-class Before:
-    """What the run knew where a generation began. A checkpoint that is written before anything is learned from it has
-    this, since a run that goes on there makes the generation again.
-    """
-
-    micro_step: int  # TRL's `_step`
-    tokens: int  # seen so far
-    figures: dict[str, list[float]]  # for the next log
-    methods: dict[str, Any]  # what they remember
 
 
 class Extension:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,15 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"generation-{rank:05}.pt"
 
 
+@dataclass(frozen=True)
+class Before:
+    """What the run knew where the first generation of an optimizer step began."""
+
+    micro_step: int  # TRL's `_step`
+    tokens: int  # seen so far
+    facts: dict[str, Any]  # for the manifest of a checkpoint
+
+
 class UnfinishedGeneration:
     """Lets a run resume within a generation.
 
@@ -40,6 +49,23 @@ class UnfinishedGeneration:
 
     def __init__(self, context: StepContext, banks: ImageBanks) -> None:
         self.accelerator, self.banks, self.shape = context.accelerator, banks, Shape.of(context.config)
+        self.state = context.state
+        self._before: Before | None = None
+
+    def begins(self, micro_step: int, facts: dict[str, Any]) -> None:
+        """Note what is known where the first generation of an optimizer step begins."""
+        self._before = Before(micro_step, self.state().num_input_tokens_seen, facts)
+
+    def facts(self, step_began: int, now: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint is to say of the run: `now`, or what was known before the generations of the present step
+        where nothing was learned from them, since a run that goes on there makes them again. The tokens seen go back
+        with it. `step_began`: the `micro_step` where the present step began.
+        """
+        before = self._before
+        if before is None or before.micro_step != step_began:
+            return now
+        self.state().num_input_tokens_seen = before.tokens
+        return before.facts
 
     def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str) -> dict[str, Any]:
         """Write the micro-batches that are left and the images that they refer to. Between two generations write

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerState
 
 from adora_vl import experimental, trainer
 from adora_vl.checkpoint.store import MANIFEST
@@ -305,6 +306,18 @@ def test_a_checkpoint_between_generations_keeps_none_and_other_sizes_are_refused
     other = UnfinishedGeneration(step_context(**{**KEYS, "per_device_train_batch_size": 2}), ImageBanks())
     with pytest.raises(UserError, match=r"per_device_train_batch_size: 4, now 2; set it as before"):
         other.load(tmp_path)
+
+
+def test_a_generation_that_nothing_was_learned_from_leaves_no_trace_in_a_checkpoint():
+    state = TrainerState()
+    one = UnfinishedGeneration(step_context(state=state), ImageBanks())
+    now = {"metrics": {"reward": [1.0]}}
+    assert one.facts(4, now) is now, "none has begun"
+    state.num_input_tokens_seen = 100
+    one.begins(4, {"metrics": {}})
+    state.num_input_tokens_seen = 900  # it was sampled
+    assert one.facts(5, now) is now and state.num_input_tokens_seen == 900
+    assert one.facts(4, now) == {"metrics": {}} and state.num_input_tokens_seen == 100
 
 
 CYCLE, SAVED, LAST = 4, 3, 7

@@ -304,9 +304,11 @@ def test_a_full_disk_while_saving_is_one_clear_error_and_leaves_nothing(tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(GRPOTrainer, "_save_checkpoint", full)
-    trainer = object.__new__(AdoraGRPOTrainer)
-    trainer.args, trainer.state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=4)
+    trainer: Any = object.__new__(AdoraGRPOTrainer)
+    trainer.args = SimpleNamespace(output_dir=str(tmp_path), gradient_accumulation_steps=1)
+    trainer.state = SimpleNamespace(global_step=4)
     trainer.checkpoints = CheckpointWriter(tmp_path, None, None)
+    trainer._step, trainer._facts, trainer.unfinished = 0, dict, SimpleNamespace(facts=lambda step, now: now)
     with pytest.raises(
         RunError, match=r"checkpoint-4 could not be written .no space left on the disk of .*older checkpoints are as"
     ) as error:
