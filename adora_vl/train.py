@@ -254,8 +254,8 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
 
 def report_mistake(error: UserError) -> None:
     """Print one line. Most mistakes are found by every rank: the first rank of each machine reports them, and the
-    launcher ends the others. A mistake that another rank has found alone leaves the first one waiting, so nobody has
-    ended that rank after some seconds, and it reports the mistake itself.
+    launcher ends the others. A rank that nobody has ended after some seconds has found its mistake alone, and reports
+    it itself.
     """
     place = ""
     if isinstance(error, SharedUserError) and os.environ.get("RANK", "0") != "0":

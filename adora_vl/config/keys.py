@@ -1,7 +1,7 @@
 """The keys that this project adds to those of TRL and Transformers, each with its range, default and help.
 
 Nothing slow is imported here, so `--help` and a wrong value answer at once. The range of a key stands in its
-annotation: in the metadata Transformers' parser would hand it on to argparse.
+annotation, and not in its metadata, which Transformers' parser hands on to argparse.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class AdoraScriptArguments:
         metadata={"help": 'Arguments of reward functions of your own, such as \'{"brevity": {"target": 50}}\'.'},
     )
     adora_rounding: bool = field(
-        default=False, metadata={"help": "Accept a decimal that equals the gold rounded to as many places."}
+        default=False, metadata={"help": "Accept a decimal that equals the reference answer rounded to as many places."}
     )
 
     def __post_init__(self) -> None:

@@ -38,20 +38,20 @@ def _options(row: Row) -> list[str] | None:
 
 def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
     """Each reference answer, boxed, is graded as correct, and a number that answers no problem as wrong."""
-    title = f"grader on {len(rows)} golds"
+    title = f"grader on {len(rows)} reference answers"
     remedy = "prepare the dataset with `python -m data_prep`, which keeps such rows aside (quarantine)"
     for row in rows:
         name, gold, choices = str(row.get("id", "?")), row["answer"], _options(row)
         problem = verify_gold(gold, choices) if isinstance(gold, str) else "not a string"
         if problem:
-            return failed(title, f"{name}: the gold {gold!r} cannot be graded against ({problem})", remedy)
+            return failed(title, f"{name}: the reference answer {gold!r} cannot be graded against ({problem})", remedy)
         right = grade(_boxed(gold), gold, choices=choices, rounding=rounding)
         if right.verdict != "correct":
-            detail = f"{name}: the gold {gold!r}, given as the answer, is {right.verdict} ({right.reason})"
+            detail = f"{name}: the reference answer {gold!r}, given as the answer, is {right.verdict} ({right.reason})"
             return failed(title, detail, remedy)
         wrong = grade(_boxed(WRONG), gold, choices=choices, rounding=rounding)
         if wrong.verdict == "correct":
-            return failed(title, f"{name}: {WRONG} is accepted for the gold {gold!r}", remedy)
+            return failed(title, f"{name}: {WRONG} is accepted for the reference answer {gold!r}", remedy)
     return passed(title, f"each is right by itself, and {WRONG} is not")
 
 

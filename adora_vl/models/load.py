@@ -1,4 +1,4 @@
-"""A model by its name: its folder, config and processor, and whether its files are whole. No weight is loaded."""
+"""A model by its name: its folder, config, processor, whether its files are whole, and its weights put back."""
 
 from __future__ import annotations
 

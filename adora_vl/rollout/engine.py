@@ -346,8 +346,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """Stock TRL sends colocated vLLM expanded image tokens beside the image, and vLLM expands them again.
 
         Ours sends one token per image and checks that the engine arrives at the trainer's own ids. A server is asked
-        as TRL does, which pairs expanded ids with features that the server has made, but with seeds, and with several
-        servers each is asked for some of the groups.
+        in TRL's way, by expanded ids and the features that it has made for them; ours adds seeds, and divides the
+        groups among several servers.
 
         The engine's log-probabilities of a rollout on an altered image do not belong to the trainer's image, so they
         are replaced by None, which becomes NaN. TRL and ours leave such tokens out of the ratio and of the drift.

@@ -30,8 +30,8 @@ class Served:
     def give_weights(self, tensors: Callable[[bool], Tensors]) -> None:
         """Have all servers read the policy's weights from a file.
 
-        `tensors(everything)` yields those that can have changed since the last sync, or all of them where some server
-        has not got that one: because it is the first, or because the server was started again.
+        `tensors(everything)` yields the weights that can have changed since the last sync, or everything where some
+        server has not got that sync: at the first one, and where a server was started again.
         """
         everything = bool(self.first_rank(lambda servers: servers.find()))
 

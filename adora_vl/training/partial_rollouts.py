@@ -52,7 +52,7 @@ class PartialRollout:
         return PartialRollout((*self.tokens, *tokens), (*self.logps, *logps), segments, ended)
 
     def stale(self, step: int) -> int:
-        """How many tokens were sampled by the weights of earlier steps. Those of one step follow all others."""
+        """How many tokens were sampled by the weights of earlier steps; those of this one follow them."""
         return sum(tokens for sampled_at, tokens in self.segments if sampled_at != step)
 
 
@@ -169,8 +169,8 @@ class PartialRollouts(Extension):
             )
 
     def _budget(self) -> int | None:
-        """Of the present generation. With `auto` no answer is so far from the limit when it is sampled to its end that
-        the generation gets longer by it.
+        """Of the present generation. With `auto` it is so large that the oldest answers, which are sampled to their
+        ends, have no more than it left.
         """
         given, parts = self.config.adora_rollout_budget, self.config.adora_max_staleness + 1
         least = math.ceil(self.config.max_completion_length / parts)

@@ -52,7 +52,7 @@ def test_a_healthy_run_passes_every_line(examined):
         LANGUAGE,
         VISION,
         BANNED,
-        "grader on 8 golds",
+        "grader on 8 reference answers",
         "output folder has room",
     ):
         assert status[name] == "passed", name
