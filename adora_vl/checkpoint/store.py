@@ -97,6 +97,22 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
     return facts
 
 
+def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
+    """Write what one rank keeps for a resumed run into the checkpoint `folder`, which may not be there yet."""
+    import torch  # in here, since it takes seconds
+
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(content, folder / f"{kind}-{rank:05}.pt")
+
+
+def load_of_rank(checkpoint: Path, kind: str, rank: int) -> Any:
+    """What `save_of_rank` wrote, its tensors on the CPU; None where it wrote nothing for this rank."""
+    import torch
+
+    file = checkpoint / f"{kind}-{rank:05}.pt"
+    return torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
+
+
 def newest_valid(output_dir: Path) -> Found:
     """The newest whole checkpoint of a run, and what was skipped on the way to it."""
     skipped: list[tuple[Path, str]] = []

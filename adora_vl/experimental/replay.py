@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from adora_vl.checkpoint.store import load_of_rank, save_of_rank
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.training.batch_rows import (
     PackedRows,
@@ -36,6 +37,8 @@ from adora_vl.training.micro_batches import live_units
 from adora_vl.types import Batch, StepContext, loss_mask
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import generator_at
+
+FILES = "replay"  # in a checkpoint, one of each rank
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,6 @@ def drawn(sizes: list[float], alpha: float, count: int, place: str) -> list[int]
         chances, min(count, len(sizes)), generator=generator_at(f"replay/{place}")
     ).tolist()
     return found
-
-
-def file_of(folder: Path, rank: int) -> Path:
-    """The file of a rank in the checkpoint `folder`."""
-    return folder / f"replay-{rank:05}.pt"
 
 
 class SampleReplay(Extension):
@@ -141,12 +139,10 @@ class SampleReplay(Extension):
     def save(self, folder: Path) -> None:
         """Write the kept groups of this rank into a checkpoint."""
         if self.kept:
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save([dict(vars(one)) for one in self.kept], file_of(folder, self.accelerator.process_index))
+            save_of_rank(folder, FILES, self.accelerator.process_index, [dict(vars(one)) for one in self.kept])
 
     def load(self, checkpoint: Path) -> None:
         """Read what `save` wrote; nothing where it wrote nothing, as for a rank that the earlier run did not have."""
-        file = file_of(checkpoint, self.accelerator.process_index)
-        own: list[dict[str, Any]] = torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else []
+        own: list[dict[str, Any]] = load_of_rank(checkpoint, FILES, self.accelerator.process_index) or []
         renamed = [{"packed" if key == "parcel" else key: one[key] for key in one} for one in own]  # as it was called
         self.kept = [Kept(**one) for one in renamed][-self.capacity :]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from adora_vl.checkpoint.store import load_of_rank, save_of_rank
 from adora_vl.config.batch_plan import Shape
 from adora_vl.config.checks import check_budget
 from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
@@ -30,6 +31,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
 
 SHARE, REMEMBERED = 0.9, 4  # `auto`: so many answers end within the budget, by those of as many generations
+FILES = "partial"  # in a checkpoint, one of each rank
 
 # Samples these rows as the request says: tokens and log-probabilities. All ranks call it together, also without rows.
 Sample = Callable[[list[Row], SamplingRequest], tuple[list[list[int]], list[list[float | None]]]]
@@ -304,29 +306,25 @@ class PartialRollouts(Extension):
         """
         waiting = self._before if self.state().global_step == self._sampled_at else self.waiting
         plain = replace(waiting, groups=_without_rows(waiting.groups))
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(asdict(plain), file_of(folder, self.accelerator.process_index))
+        save_of_rank(folder, FILES, self.accelerator.process_index, asdict(plain))
 
     def load(self, checkpoint: Path) -> None:
         """Read what `save` wrote; the problems are read from the data set.
 
         Raises `UserError` where another number of processes wrote it.
         """
-        files = sorted(checkpoint.glob("partial-*.pt"))
-        if not files:
+        first = load_of_rank(checkpoint, FILES, 0)
+        if first is None:
             return
-        found = torch.load(files[0], map_location="cpu", weights_only=True)
-        ranks = self.accelerator.num_processes
-        if found["groups"] and len(files) != ranks:
+        before, ranks = len(list(checkpoint.glob(f"{FILES}-*.pt"))), self.accelerator.num_processes
+        if first["groups"] and before != ranks:
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollout_budget) of "
-                f"{len(files)} processes, now {ranks}; start as many as before"
+                f"{before} processes, now {ranks}; start as many as before"
             )
-        if len(files) == ranks:
-            own = file_of(checkpoint, self.accelerator.process_index)
-            found = torch.load(own, map_location="cpu", weights_only=True)
-        else:  # what was drawn belongs to those processes; it comes again in a later epoch
-            found["drawn"] = ()
+        found = load_of_rank(checkpoint, FILES, self.accelerator.process_index)
+        if before != ranks:  # what was drawn belongs to those processes; it comes again in a later epoch
+            found = {**first, "drawn": ()}
         groups, drawn = (
             tuple(
                 PartialGroup(**{**group, "rollouts": tuple(PartialRollout(**one) for one in group["rollouts"])})
@@ -339,8 +337,3 @@ class PartialRollouts(Extension):
 
 def _without_rows(groups: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
     return tuple(replace(group, row=Row()) for group in groups)
-
-
-def file_of(folder: Path, rank: int) -> Path:
-    """The file of a rank in the checkpoint `folder`."""
-    return folder / f"partial-{rank:05}.pt"

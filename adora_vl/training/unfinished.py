@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import send_to_device
 
-from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.store import facts_of, load_of_rank, save_of_rank
 from adora_vl.config.batch_plan import Shape
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.training.batch_rows import to_cpu
 from adora_vl.types import Batch, StepContext
 from adora_vl.utils.errors import UserError
 
+FILES = "generation"  # in a checkpoint, one of each rank
 _FACTS = "unfinished_generation"  # the key in the manifest of such a checkpoint
 # TRL's keys on which the division into micro-batches depends, by their names in `Shape`. They must not change.
 _KEYS = {
@@ -24,11 +24,6 @@ _KEYS = {
     "steps": "steps_per_generation",
     "iterations": "num_iterations",
 }
-
-
-def file_of(folder: Path, rank: int) -> Path:
-    """The file of a rank in the checkpoint `folder`."""
-    return folder / f"generation-{rank:05}.pt"
 
 
 @dataclass(frozen=True)
@@ -91,8 +86,7 @@ class UnfinishedGeneration:
         if bank is not None:
             own["first"] = bank.first
             own["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(own, file_of(folder, self.accelerator.process_index))
+        save_of_rank(folder, FILES, self.accelerator.process_index, own)
         return {_FACTS: {"micro_step": micro_step, **self._sizes()}}
 
     def load(self, checkpoint: Path) -> tuple[int, list[Batch], str] | None:
@@ -110,8 +104,8 @@ class UnfinishedGeneration:
                     f"with {name}: {facts[name]}, now {now}; set it as before, or name a checkpoint between two "
                     "generations"
                 )
-        file, device = file_of(checkpoint, self.accelerator.process_index), self.accelerator.device
-        own = torch.load(file, map_location="cpu", weights_only=True)
+        device = self.accelerator.device
+        own = load_of_rank(checkpoint, FILES, self.accelerator.process_index)
         bank = self.banks.new("train")
         for key, patches, grid in own["images"]:
             bank.hold(key, patches.to(device), grid)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trl import GRPOTrainer
 
+from adora_vl.checkpoint.store import load_of_rank
 from adora_vl.config.command_line import parse
 from adora_vl.config.experimental import check_replay, replay_needs
 from adora_vl.dedup.image_store import ImageBanks, ImageCache
-from adora_vl.experimental.replay import Kept, SampleReplay, drawn, file_of
+from adora_vl.experimental.replay import FILES, Kept, SampleReplay, drawn
 from adora_vl.rollout.engine import SamplingRequest
 from adora_vl.training.generation import Generation
 from adora_vl.types import Batch
@@ -148,7 +149,7 @@ def test_after_a_resume_the_same_groups_are_there(tmp_path):
     one, other = replay(first), replay(second)
     one(generation(first, "aabb", [1.0, -1.0, 3.0, -3.0]), 0, "0")
     one.save(tmp_path / "new")
-    assert file_of(tmp_path / "new", 0).is_file()
+    assert load_of_rank(tmp_path / "new", FILES, 0)
     other.load(tmp_path / "new")
     whole = one(generation(first, "ccdd", [0.0] * 4), 5, "5")
     resumed = other(generation(second, "ccdd", [0.0] * 4), 5, "5")

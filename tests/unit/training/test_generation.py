@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import TrainerState
 
 from adora_vl import experimental, trainer
-from adora_vl.checkpoint.store import MANIFEST
+from adora_vl.checkpoint.store import MANIFEST, load_of_rank
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.train import main
@@ -23,7 +23,7 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.dynamic_sampling import DynamicSampling, further_rows
 from adora_vl.training.generation import Generation
 from adora_vl.training.micro_batches import MicroBatcher
-from adora_vl.training.unfinished import UnfinishedGeneration, file_of
+from adora_vl.training.unfinished import FILES, UnfinishedGeneration
 from adora_vl.types import Batch, Row
 from adora_vl.utils.errors import UserError
 from benchmarks.kill_and_resume import facts
@@ -363,7 +363,7 @@ def test_rollouts_are_sampled_once_a_generation_and_clipping_acts_after_the_firs
 @pytest.mark.slow
 def test_a_run_that_stopped_within_a_generation_goes_on_to_the_bit(whole, tmp_path):
     run, settings = whole
-    assert file_of(run / f"checkpoint-{SAVED}", 0).is_file()
+    assert load_of_rank(run / f"checkpoint-{SAVED}", FILES, 0)
     again = shutil.copytree(run, tmp_path / "again")
     for step in (2 * SAVED, LAST):
         shutil.rmtree(again / f"checkpoint-{step}")
