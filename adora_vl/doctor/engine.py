@@ -26,6 +26,7 @@ from adora_vl.rollout.agreement import (
     difference,
     head,
     judge,
+    own_rows,
     read_prompts,
     score,
     worst_of_all_ranks,
@@ -305,8 +306,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        data, first = trainer.train_dataset, trainer.accelerator.process_index * self.rows
-        rows = [data[(first + number) % len(data)] for number in range(self.rows)]
+        prompts = read_prompts(trainer, own_rows(trainer, self.rows))
         merge = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", 1)
-        self.checks = examine(Examination(trainer, read_prompts(trainer, rows)), merge)
+        self.checks = examine(Examination(trainer, prompts), merge)
         raise Examined

@@ -161,8 +161,7 @@ def other_processes_line(plan: Plan) -> str:
 
 
 def _spread(name: str, values: Sequence[int]) -> str:
-    figures = (min(values), quantile(values, 0.5), quantile(values, 0.95), max(values))
-    return f"{name:14}" + "".join(f"{figure:>9}" for figure in figures)
+    return f"{name:14}" + "".join(f"{figure:>9}" for figure in _spread_of(values).values())
 
 
 def length_lines(plan: Plan) -> list[str]:

@@ -14,18 +14,19 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl.data_utils import apply_chat_template, prepare_multimodal_messages
+from trl.data_utils import apply_chat_template
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.data.rows import images_of
 from adora_vl.dedup.policy_pass import evaluating
 from adora_vl.models.precision import HasModels, dtype_name
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
-from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
+from adora_vl.rollout.prompt_tokens import PromptMismatchError, messages_of, never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
 from adora_vl.utils.seeding import kept_random_state
@@ -90,15 +91,15 @@ class Rollouts:
     mask_BC: Tensor
 
 
+def own_rows(trainer: HasEngine, count: int) -> list[Any]:
+    """The first rows of the data set, other ones on each rank."""
+    data, first = trainer.train_dataset, trainer.accelerator.process_index * count
+    return [data[(first + number) % len(data)] for number in range(count)]
+
+
 def read_prompts(trainer: HasEngine, rows: Sequence[dict[str, Any]]) -> Prompts:
     """Prompts of dataset rows, made by the trainer's own tokenizing and processor."""
-    images = [row.get("images") or [] for row in rows]
-    messages = [row["prompt"] for row in rows]
-    if any(images):
-        messages = [
-            prepare_multimodal_messages(message, images=list(row))
-            for message, row in zip(messages, images, strict=True)
-        ]
+    images, messages = [images_of(row) for row in rows], messages_of(rows)
     ids, sent_images, _ = trainer._tokenize_prompts(messages)
     names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
     if not any(images):
@@ -370,8 +371,7 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         trainer = self.trainer
         if not trainer.use_vllm or trainer.vllm_mode != "colocate":
             return
-        data, first = trainer.train_dataset, trainer.accelerator.process_index * CHECK_ROWS
-        rows = [data[(first + number) % len(data)] for number in range(CHECK_ROWS)]
+        rows = own_rows(trainer, CHECK_ROWS)
         if gather_object(unreadable_rows(rows)):  # the step that draws the row says so, on all ranks
             return
         checks = EngineProbe(trainer, read_prompts(trainer, rows), tokens=CHECK_TOKENS).cold_on_all_ranks()
