@@ -68,11 +68,11 @@ class GroupFacts:
         return self.longest_correct_P == self.mean_finished_wrong_P
 
 
-def group_facts(rewards_PG: Tensor, lengths_PG: Tensor, correct_above: float, truncated_PG: Tensor) -> GroupFacts:
+def group_facts(groups: Groups) -> GroupFacts:
     """Sort the rollouts of each group. A NaN reward (no reward function scored it) is neither correct nor wrong."""
-    correct_PG = rewards_PG > correct_above
-    wrong_PG = ~correct_PG & ~torch.isnan(rewards_PG)
-    return GroupFacts(correct_PG, wrong_PG, wrong_PG & ~truncated_PG, lengths_PG.to(torch.float32))
+    correct_PG = groups.rewards_PG > groups.correct_above
+    wrong_PG = ~correct_PG & groups.scored_PG
+    return GroupFacts(correct_PG, wrong_PG, wrong_PG & ~groups.truncated_PG, groups.lengths_PG.to(torch.float32))
 
 
 def length_advantage(facts: GroupFacts, empty_wrong: str, ties: str = "attenuate") -> Tensor:
@@ -228,7 +228,7 @@ def weigh_groups(groups: Groups, options: AdoraOptions | None = None, step: int 
     rewards_PG, lengths_PG = groups.rewards_PG, groups.lengths_PG
     if rewards_PG.ndim != 2 or rewards_PG.shape != lengths_PG.shape:
         raise ValueError(f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both be (P, G)")
-    facts = group_facts(rewards_PG, lengths_PG, groups.correct_above, groups.truncated_PG)
+    facts = group_facts(groups)
     verdicts = {
         "length": lambda: length_advantage(facts, options.empty_wrong, options.ties),
         "difficulty": lambda: difficulty_advantage(
