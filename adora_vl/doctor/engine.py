@@ -36,6 +36,7 @@ from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
 LEAST_MOVE = 0.1  # nats: a change that moves the policy by less proves nothing
 
+# Names of checks, and below them what to do where one fails.
 BUFFERS = "constants are as in float32"
 FEATURES = "image tokens equal image features"
 LANGUAGE = "agreement, language model changed"

@@ -33,6 +33,7 @@ from adora_vl.utils.seeding import kept_random_state
 
 TOKENS = 24  # of a probing rollout
 CHECK_ROWS, CHECK_TOKENS = 2, 8  # of each rank, and of each rollout
+# Names of checks, and below them what to do where one fails.
 PROMPTS = "engine reads the trainer's prompts"
 COLD = "agreement, cold"
 DISTANT = "agreement, far from the start"
