@@ -183,8 +183,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Inside, the engine stays awake from the first batch of dynamic sampling to the last, unless the policy makes
         a pass after each of them: then it needs the engine's memory.
         """
-        asks = any(extension.needs_old_logps for extension in self.extensions)
-        passes = asks or self.beta != 0.0 or not self._skips_old_pass
+        passes = self.beta != 0.0 or not self._skips_old_pass
         if not self.use_vllm or not self.args.adora_dynamic_sampling or passes:
             return nullcontext()
         return cast("AbstractContextManager[None]", self.vllm_generation.staying_awake())
@@ -230,8 +229,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if training and not generation.attempt:
             trackers.empty(self._logs)
         processor = self.images.generation(rows, mode, further=generation.attempt > 0, processor=self.processing_class)
-        old_logps = not training or any(extension.needs_old_logps for extension in self.extensions)
-        with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self), self._old_pass(needed=old_logps):
+        with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self), self._old_pass(needed=not training):
             batch = generation.batch = self.images.completed(self._sample_and_grade(generation))
         scores = generation.scores
         assert scores is not None
@@ -244,8 +242,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         trackers.show_all(self._logs["rewards"], scores.rewards, self.reward_func_names)
         if training:
             self.tie_notice.count(weighed.weighting)
-            rank = self.accelerator.process_index
-            batch["advantages"] = generation.of_rank(weighed.advantages_PG.flatten(), rank)
+            batch["advantages"] = generation.of_rank(weighed.advantages_PG.flatten(), self.accelerator.process_index)
             with self.clock.phase("policy"):
                 for extension in self.extensions:
                     extension.after_weighing(generation)
@@ -373,8 +370,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     @property
     def _skips_old_pass(self) -> bool:
-        """Whether the old log-probabilities equal those of the policy's own pass."""
-        return self.args.adora_skip_old_pass and self.shape.has_one_step and not has_dropout(self.model)
+        """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks for them before."""
+        asks = any(extension.needs_old_logps for extension in self.extensions)
+        return self.args.adora_skip_old_pass and self.shape.has_one_step and not has_dropout(self.model) and not asks
 
     def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
         """Inside, TRL makes no pass for the old log-probabilities if they equal those of the policy's own pass."""

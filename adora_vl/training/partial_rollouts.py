@@ -249,7 +249,7 @@ class PartialRollouts(Extension):
         )
 
     def longest(self, group: PartialGroup, member: int) -> int:
-        """The tokens at which an answer is cut off."""
+        """The tokens at which an answer is cut off: the same for all, unless `benchmarks.long_tailed` sets it."""
         return int(self.config.max_completion_length)
 
     def _give(

@@ -66,10 +66,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def trainer(engine: Any, **changed: Any) -> Any:
     """What decides whether the engine stays awake, with dynamic sampling; `changed` in `facts`."""
     facts = {"use_vllm": True, "tries": 2, "old_pass": False, "beta": 0.0, "extension": False} | changed
-    found: Any = object.__new__(type("Trainer", (AdoraGRPOTrainer,), {"_skips_old_pass": not facts["old_pass"]}))
+    found: Any = object.__new__(AdoraGRPOTrainer)
     found.__dict__.update(use_vllm=facts["use_vllm"], beta=facts["beta"], vllm_generation=engine)
+    found.model, found.shape = nn.Linear(1, 1), SimpleNamespace(has_one_step=True)
     found.extensions = [SimpleNamespace(needs_old_logps=facts["extension"])]
-    found.args = SimpleNamespace(adora_dynamic_sampling=facts["tries"])
+    found.args = SimpleNamespace(adora_dynamic_sampling=facts["tries"], adora_skip_old_pass=not facts["old_pass"])
     return found
 
 
