@@ -50,14 +50,14 @@ def packable(config: Any) -> bool:
 class PackedForward:
     """Log-probabilities of a batch with each prompt once and without padding."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
         self.refused = ""  # why prompts are not shared, once that is known
         self.passes = 0
         self._checked = False
 
     def __call__(
         self,
-        accelerator: Accelerator,
         model: Any,
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -68,8 +68,7 @@ class PackedForward:
         separate: Callable[[], Result],
     ) -> Result | None:
         """As TRL's `_get_per_token_logps_and_entropies`. None if separate rows are less work or the only way."""
-        plain = accelerator.unwrap_model(model)
-        config = plain.config
+        config = self._accelerator.unwrap_model(model).config
         if not packable(config):
             self.refused = f"attention {own_attention(config)} of {config.model_type}"
             return None
@@ -86,48 +85,37 @@ class PackedForward:
 
         def packed() -> Result:
             tokens = (input_ids, attention_mask, completion)
-            parts = [
-                self._pass(accelerator, model, plain, part, *tokens, compute_entropy, images, inputs) for part in groups
-            ]
+            parts = [self._pass(model, part, *tokens, compute_entropy, images, inputs) for part in groups]
             entropies = [entropy for _, entropy in parts if entropy is not None]
             return torch.cat([logps for logps, _ in parts]), torch.cat(entropies) if entropies else None, None
 
         if not self._checked:
-            self._check(
-                accelerator, model, packed if pays else separate, separate, attention_mask[:, -completion:], pays
-            )
+            self._check(model, packed if pays else separate, separate, attention_mask[:, -completion:], pays)
         if not pays or self.refused:
             return None
         self.passes += 1
         return packed()
 
     def _check(
-        self,
-        accelerator: Accelerator,
-        model: Any,
-        packed: Callable[[], Result],
-        separate: Callable[[], Result],
-        mask_BC: Tensor,
-        pays: bool,
+        self, model: Any, packed: Callable[[], Result], separate: Callable[[], Result], mask_BC: Tensor, pays: bool
     ) -> None:
         """Compare both passes once, on every rank. If they disagree, go on with separate rows and say so."""
-        if not accelerator.gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
+        gather = self._accelerator.gather
+        if not gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
             return  # nowhere to be used yet
         self._checked = True
         with torch.no_grad():
             gap = (packed()[0] - separate()[0]).abs() * mask_BC
         mean = gap.sum() / mask_BC.sum().clamp(min=1)
-        worst = float(accelerator.gather(mean.reshape(1)).max())
-        bound = bound_of(_computing_dtype(accelerator, model))
+        worst = float(gather(mean.reshape(1)).max())
+        bound = bound_of(_computing_dtype(self._accelerator, model))
         if not worst <= bound:
             self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
             warnings.warn(f"adora_share_prompt: no shared prompts from here on: {self.refused}", stacklevel=2)
 
     def _pass(
         self,
-        accelerator: Accelerator,
         model: Any,
-        plain: Any,
         groups: list[list[int]],
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -136,6 +124,7 @@ class PackedForward:
         images: list[tuple[Tensor, Tensor] | None],
         inputs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
+        plain = self._accelerator.unwrap_model(model)
         rows = [row for group in groups for row in group]
         first = [group[0] for group in groups]
         prompt = input_ids.size(1) - completion
@@ -157,7 +146,7 @@ class PackedForward:
         if grids is not None:
             given["pixel_values"] = torch.cat([pair[0] for pair in held if pair is not None])
             given["image_grid_thw"] = grids
-        with accelerator.autocast():
+        with self._accelerator.autocast():
             outputs = model(**given, shift_labels=packed.labels, fused_lm_head=True)
         # the reference model's head computes no entropy
         return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy) if compute_entropy else None
@@ -252,8 +241,8 @@ class PolicyPass:
 
     def __init__(self, accelerator: Accelerator, switches: SpeedOptions, *, images: bool = False) -> None:
         """`images`: whether rows of other passes have images, so that rows without any get the same columns."""
-        self._accelerator, self._switches, self._images = accelerator, switches, images
-        self.packed = PackedForward()
+        self._switches, self._images = switches, images
+        self.packed = PackedForward(accelerator)
         self._seen: Seen | None = None
 
     @contextmanager
@@ -286,7 +275,7 @@ class PolicyPass:
         separate = partial(separate_rows, model, *tokens, compute_entropy, compute_aux_loss, **inputs)
         result: Result | None = None
         if self._switches.adora_share_prompt and not compute_aux_loss and not self.packed.refused:
-            result = self.packed(self._accelerator, model, *tokens, compute_entropy, inputs, separate)
+            result = self.packed(model, *tokens, compute_entropy, inputs, separate)
         result = result if result is not None else separate()
         if self._seen is not None:
             seen, self._seen = self._seen, None

@@ -318,9 +318,9 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
         return pack(*given)
 
     monkeypatch.setattr(packed_module, "pack", packed)
-    one = PackedForward()
+    one = PackedForward(Accelerator(cpu=True))
     tokens = (rows["ids"], rows["mask"], rows["completion"])
-    logps = one(Accelerator(cpu=True), model, *tokens, None, False, inputs, lambda: (expected, None, None))[0]
+    logps = one(model, *tokens, None, False, inputs, lambda: (expected, None, None))[0]
     assert one.passes == 1 and not one.refused
     assert [len(group) for group in seen[-1]] == ([5, 3] if known else [1] * 8)
     assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
