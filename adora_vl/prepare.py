@@ -253,7 +253,8 @@ def _choose_start(
         sharding=sharding_of(config), rewards=rewards.hashes, left_out=left_out,
     )  # fmt: skip
     output_dir, wanted = Path(config.output_dir), config.resume_from_checkpoint
-    found: list[Any] = [None, own, None, ""]
+    chosen: StartPoint | None = None
+    refusal = token = ""
     if config.process_index == 0:
         try:
             with written_to("output_dir", output_dir):
@@ -261,18 +262,19 @@ def _choose_start(
             if ours:  # else no lock is put into somebody's folder before it was looked at
                 _held.append(lock_output_dir(output_dir))
             refuse_own_files(output_dir, config.overwrite_output_dir)
-            if output_dir.is_dir():
+            if output_dir.is_dir():  # a lock that this process holds already is the same one
                 _held.append(lock_output_dir(output_dir))
             inputs = [("model_name_or_path", name), *(("dataset_name", folder) for folder in data)]
-            found[0] = choose_start(output_dir, wanted, config.overwrite_output_dir, own, inputs)
+            chosen = choose_start(output_dir, wanted, config.overwrite_output_dir, own, inputs)
             _held.append(lock_output_dir(output_dir))
             (output_dir / STOPPED_FILE).unlink(missing_ok=True)
-            found[3] = leave_token(output_dir) if config.world_size > 1 else ""
+            token = leave_token(output_dir) if config.world_size > 1 else ""
         except UserError as error:
-            found[2] = str(error)
+            refusal = str(error)
+    told: list[Any] = [chosen, own, refusal, token]
     if config.world_size > 1:
-        broadcast_object_list(found)
-    start, first, refusal, token = found
+        broadcast_object_list(told)
+    start, first, refusal, token = told
     if refusal:
         raise UserError(refusal)
     if config.world_size > 1:
