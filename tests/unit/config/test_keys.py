@@ -81,7 +81,8 @@ THEIRS = {
     "loss_type": "gpro", "vllm_mode": "colocated", "vllm_importance_sampling_mode": "token", "scale_rewards": "groups",
     "multi_objective_aggregation": "sum", "importance_sampling_level": "tokens", "attn_implementation": "eger",
     "report_to": "wandbb", "lr_scheduler_type": "cosin", "optim": "adamm", "eval_strategy": "step",
-    "save_strategy": "step", "dtype": "bf16", "log_level": "loud",
+    "save_strategy": "step", "dtype": "bf16", "log_level": "loud", "top_p": 3, "top_k": -2, "min_p": 1.5,
+    "repetition_penalty": 0,
 }  # fmt: skip
 
 
