@@ -182,7 +182,7 @@ def agreement_bound(trainer: HasEngine) -> float:
     if args.adora_max_drift is None:
         return rounding
     filtered = (
-        args.temperature != 1.0 or args.top_p != 1.0 or args.top_k or args.min_p or args.repetition_penalty != 1.0
+        args.temperature != 1.0 or args.top_p != 1.0 or args.top_k > 0 or args.min_p or args.repetition_penalty != 1.0
     )
     return float(args.adora_max_drift) if filtered else min(rounding, float(args.adora_max_drift))
 

@@ -128,6 +128,7 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
         ("float32", {"bf16": True}, 0.3),
         ("bfloat16", {"adora_max_drift": 0.1}, 0.1),
         ("float32", {"adora_max_drift": None}, 0.01),
+        ("float32", {"top_k": -1}, 0.01),  # vLLM's word for no filter
         ("float32", {"top_p": 0.9}, 0.3),  # a filter changes the engine's numbers and not the trainer's
     ]
     for engine, keys, bound in cases:
