@@ -90,6 +90,11 @@ class Shape:
         return self.steps * self.iterations
 
     @property
+    def updates(self) -> int:
+        """How many optimizer steps learn from one generation; 1 where a step takes several generations."""
+        return max(1, self.cycle // self.accumulated)
+
+    @property
     def chunk(self) -> int:
         """How many micro-batches of one generation belong to one optimizer step. All but the last may be empty."""
         steps, accumulated = self.steps, self.accumulated

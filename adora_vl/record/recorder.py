@@ -78,8 +78,7 @@ class Recorder:
         config, accelerator = context.config, context.accelerator
         self.accelerator = accelerator
         self.every = config.adora_record_every  # the rollouts of every n-th generation are recorded; 0: of none
-        # optimizer steps that learn from one generation
-        self.cycle_steps = max(1, Shape.of(config).cycle // config.gradient_accumulation_steps)
+        self.updates = Shape.of(config).updates
         self.numbers = RolloutNumbers(accelerator.process_index, accelerator.num_processes)
         self._counted = 0  # this rank's rollouts in the present step
         self._spans: list[slice] = []  # the recorded ones, one entry per generation
@@ -94,7 +93,7 @@ class Recorder:
 
     def records(self, step: int) -> bool:
         """Whether the generation of this step is to be recorded."""
-        return self.every > 0 and step // self.cycle_steps % self.every == 0
+        return self.every > 0 and step // self.updates % self.every == 0
 
     def add(self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]) -> None:
         """Add a generation whose advantages are final. `table`: TRL's completions table. `functions`: the names of the

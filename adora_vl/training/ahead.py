@@ -70,7 +70,7 @@ class RolloutsAhead(Extension):
         self.engine, self.sync, self.tokenized = engine, sync, tokenized
         self.next_rows, self.check_drift = next_rows, check_drift
         shape = Shape.of(context.config)
-        self.steps, self.generations = shape.cycle // shape.accumulated, shape.generations
+        self.steps, self.generations = shape.updates, shape.generations
         self.pending: Pending | None = None
         self._present: Pending | None = None  # what the last generation took
 

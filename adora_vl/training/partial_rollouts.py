@@ -129,7 +129,7 @@ class PartialRollouts(Extension):
         self.places = shape.rows * shape.steps // shape.generations  # groups of one rank
         # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
         self.least = math.ceil(max(self.places / 2, shape.steps // shape.chunk * shape.unit / shape.generations))
-        self.steps = shape.cycle // shape.accumulated  # optimizer steps of a generation
+        self.steps = shape.updates
         self.waiting, self._before = Waiting(), Waiting()  # now, and before the last generation
         self._sampled_at = -1  # the optimizer steps that had been made then
         self._figures: dict[str, float] = {}
