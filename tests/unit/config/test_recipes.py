@@ -135,6 +135,14 @@ def test_noisy_rollouts_ask_for_thinking_and_a_box_and_reward_both():
     assert reward([[{"role": "assistant", "content": text}] for text in forms]) == list(forms.values())
 
 
+def test_knights_and_knaves_has_the_optimizer_and_the_entropy_bonus_of_its_code():
+    """ShadeCloak/ADORA, below ADORA/verl: ppo_trainer.yaml, and the defaults of fsdp_workers.py."""
+    config = parsed("adora_llm_kk")[1]
+    assert (config.learning_rate, config.weight_decay, config.max_grad_norm) == (3e-7, 0.01, 1.0)
+    assert (config.adam_beta1, config.adam_beta2) == (0.9, 0.999)
+    assert (config.epsilon, config.beta, config.entropy_coef) == (0.2, 0.001, 0.001)
+
+
 def differing(one: str, other: str) -> set[str]:
     ours, theirs = content(one), content(other)
     return {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
