@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -39,6 +40,20 @@ def _ip(*words: str) -> bool:
     return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
 
 
+def namespaces() -> set[str]:
+    """The names of this machine's network namespaces."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+def _remove_orphans() -> None:
+    """Delete what killed test runs have left: a name has the id of the process that made it."""
+    for name in namespaces():
+        made = re.fullmatch(r"(?:one|two)-(\d+)-[0-9a-f]{6}", name)
+        if made and not Path("/proc", made[1]).exists():
+            _ip("netns", "del", name)
+
+
 class TwoMachines:
     """Both see the same files. With namespaces, `disks` may hold a folder for a machine's name, which that machine sees
     at the place of `output_dir`.
@@ -46,12 +61,13 @@ class TwoMachines:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
-        self.hosts = [f"one-{self.mark[:6]}", f"two-{self.mark[:6]}"]
+        self.hosts = [f"{name}-{os.getpid()}-{self.mark[:6]}" for name in ("one", "two")]
         self.disks = folder / "disks"
         self.apart = os.geteuid() == 0 and shutil.which("ip") is not None and self._connected()
 
     def _connected(self) -> bool:
         one, two = self.hosts
+        _remove_orphans()
         done = all(_ip("netns", "add", host) for host in self.hosts)
         cable = ["link", "add", _CABLE, "netns", one, "type", "veth", "peer", "name", _CABLE, "netns", two]
         done = done and _ip(*cable)
