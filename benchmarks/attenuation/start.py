@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
-from adora_vl.builtin.small_model import fit, fresh_text_model, save_built
+from adora_vl.builtin.small_model import fit, fresh_text_model, is_built, save_built
 from adora_vl.builtin.tiny_text import build_text_config
 from benchmarks.attenuation.task import ChainProblem, Regime, Teaching, draw, teacher
 
@@ -66,10 +66,6 @@ def _teach(
     return fit(model, loss_of, steps, start.learning_rate)
 
 
-def _is_there(folder: Path) -> bool:
-    return (folder / "model.safetensors").is_file()
-
-
 def _save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast, start: Teaching, **facts: Any) -> None:
     plan = {"plan": asdict(start), "parameters": sum(p.numel() for p in model.parameters())}
     save_built(folder, model, tokenizer, {**facts, **plan})
@@ -85,11 +81,11 @@ def fingerprint(folder: Path) -> str:
 
 
 def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
-    """A model that writes every chain without a slip, which starts are made of. One that is there stays.
+    """A model that writes every chain without a slip, which starts are made of. One of this plan that is there stays.
 
     A teacher that slips from the beginning does not get the arithmetic across: after 600 steps no chain was right.
     """
-    if _is_there(folder):
+    if is_built(folder, asdict(start)):
         return
     tokenizer, rng = _tokenizer(), random.Random(f"arithmetic/{number}" if number else "arithmetic")
     model = fresh_text_model(_config(tokenizer, start), tokenizer, seed=number)
@@ -103,9 +99,9 @@ def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
 
 def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> None:
     """Train the model of `arithmetic` on the teacher that guesses and slips. `folder` appears complete or not at all,
-    and a start that is there stays.
+    and a start of this plan that is there stays.
     """
-    if _is_there(folder):
+    if is_built(folder, asdict(start)):
         return
     model: Any = AutoModelForCausalLM.from_pretrained(arithmetic, dtype=torch.float32)
     tokenizer, rng = AutoTokenizer.from_pretrained(arithmetic), random.Random(f"start/{seed}")

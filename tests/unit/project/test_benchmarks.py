@@ -294,6 +294,9 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     build_arithmetic(arithmetic, plan)
     build_start(starts[0], tmp_path / "nowhere", plan, 0)
     assert (arithmetic / "model.safetensors").stat().st_mtime_ns == before, "what is there stays"
+    build_start(starts[0], arithmetic, replace(plan, steps=4), 0)
+    longer = load_file(starts[0] / "model.safetensors")
+    assert any(not torch.equal(longer[name], taught[name]) for name in taught), "of another plan it is made anew"
 
 
 KINDS = {"0": "crossing, vertical", "1": "crossing, vertical", "2": "circle, diameter"}
