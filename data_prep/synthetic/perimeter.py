@@ -25,7 +25,7 @@ _STEPS = ("{} + {} = {}. ", "{}+{}={}. ")
 def perimeter_digit(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """Two sides are written at the figure and two in the question; asked is the last digit of the perimeter."""
     kind = KINDS[rng.random() >= USUAL_SHARE]
-    sides = _sides(rng, kind, (10, 21, 61)[level - 1])
+    sides = draw_sides(rng, kind, (10, 21, 61)[level - 1])
     canvas, margin = Canvas(size, style), inset(size)
     x, y = rng.uniform(0.06, 0.09) + margin, 0.93 - rng.uniform(0.01, 0.04) - 1.2 * margin
     top, right = rng.uniform(0.04, 0.1), rng.uniform(0.9, 0.97)
@@ -45,7 +45,7 @@ def perimeter_digit(rng: random.Random, size: int, level: int = 1, style: Style 
     )
 
 
-def _sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:
+def draw_sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:
     """Three sides are drawn alike in both kinds, and the fourth makes the answer what the kind asks for."""
     while True:
         digit = rng.choice(USUAL_DIGITS) if kind == "usual" else rng.randrange(10)
