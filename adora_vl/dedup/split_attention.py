@@ -116,6 +116,9 @@ def _attention(
         key, value = (_keys_of_spans(tensor, shared_prompts) for tensor in (key, value))
         bounds = {"cu_seq_lens_q": ends_Q, "cu_seq_lens_k": ends_K, "max_length_q": most_Q, "max_length_k": most_K}
         return function(module, query, key, value, None, **given, **bounds)
+    # Under autocast float32 weights give float32 queries and keys, since rotary positions are added in float32. The
+    # kernel would cast them, but which kernel there is, is decided here.
+    query, key = (tensor.to(value.dtype) for tensor in (query, key))
     attend = partial(_eager if own == "eager" else _sdpa, partial(function, module), **given)
     return _by_parts(attend, query, key, value, shared_prompts).transpose(1, 2).contiguous(), None
 

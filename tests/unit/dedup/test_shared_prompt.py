@@ -227,6 +227,15 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
             assert_same(model, batch(TWO_GROUPS, images=kind != "qwen2"))
 
 
+def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
+    """On a GPU it is flash attention; for float32 queries there is none, and every call would need a mask."""
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(split_attention, "_knows_lower_right", lambda query: asked.append(query.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        shared(Qwen2ForCausalLM(Qwen2Config(**TEXT, use_cache=False)), batch(TWO_GROUPS, images=False))
+    assert set(asked) == {torch.bfloat16}
+
+
 MODELS = {attention: build("qwen2", attention) for attention in ("sdpa", "eager")}
 GROUPS = st.lists(
     st.tuples(st.integers(1, 12), st.lists(st.integers(0, 12), min_size=1, max_size=5)), min_size=1, max_size=3
