@@ -88,7 +88,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.config.command_line import parse
     from adora_vl.data.loading import as_asked
     from adora_vl.evaluation import fitting_evaluations, take_evaluations
-    from adora_vl.models.check import check_family
+    from adora_vl.models.check import LOST_UPDATES, check_family, loses_updates
     from adora_vl.models.load import check_weights, load_config
     from adora_vl.planning.sharding import machines_of
     from adora_vl.record.trackers import prepare_trackers
@@ -107,6 +107,8 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     model_config = load_config(model.model_name_or_path, model.model_revision)
     data = _folders(script, config)
     notes = [*notes_on(model.model_name_or_path), *check_family(model, config, model_config)]
+    if loses_updates(model, model_config, deepspeed=config.deepspeed_plugin is not None):
+        notes.append(LOST_UPDATES)
     check_machines(config, config.world_size, machines_of())
     plan = check_run(config, model, model_config, config.world_size)
     if config.use_vllm and config.vllm_mode == "colocate":

@@ -17,6 +17,12 @@ _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": i
 # The keys that need to know how an architecture sees. With all of them off, images are handled as in stock TRL.
 NEEDS_FAMILY = ("adora_cache_images", "adora_share_vision", "adora_share_prompt")
 
+LOST_UPDATES = (
+    "dtype: the weights are in 16 bits, all are trained, and without DeepSpeed there is no float32 copy of them, so "
+    "rounding swallows nearly every update. Set dtype: float32 (bf16: true computes in bfloat16 all the same), or use "
+    "LoRA or DeepSpeed."
+)
+
 
 class FamilyKeys(Protocol):
     """The keys of a run that need to know the family."""
@@ -66,6 +72,12 @@ def _check_engine(name: str, family: str, config: PretrainedConfig, *, on_cpu: b
             f"use_vllm: true, but on a CPU vLLM computes the linear attention of {family} in bfloat16 alone, and "
             "training there is in float32; set it to false"
         )
+
+
+def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
+    """Whether `LOST_UPDATES` is to be said. LoRA's own weights are float32, and DeepSpeed keeps a float32 copy."""
+    dtype = config.dtype if model.dtype == "auto" else model.dtype
+    return not model.use_peft and not deepspeed and str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
 
 
 def check_model(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:

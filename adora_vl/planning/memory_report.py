@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from adora_vl.config.batch_plan import unit_size
+from adora_vl.models.check import LOST_UPDATES
 from adora_vl.planning.memory import (
     Sharing,
     cache_bytes_per_token,
@@ -143,6 +144,8 @@ def verdict_lines(plan: Plan) -> list[str]:
             "It does NOT fit: the engine's share has no room for one rollout of full length; raise "
             "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
         ]
+    if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
+        lines.append(LOST_UPDATES)
     batch = largest_batch(setup, card)
     most = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
     lines.append(

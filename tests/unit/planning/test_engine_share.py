@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from adora_vl.models.check import LOST_UPDATES
 from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_utilization
 from adora_vl.planning.memory_report import memory_lines, remedy
 from adora_vl.planning.options import DryRunOptions
 from adora_vl.planning.plan import Plan, make_plan
+from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
+from tests.support.tiny_run import arguments
 from tests.unit.config.test_recipes import CONFIGS
 
 # recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
@@ -79,6 +82,18 @@ def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
     share, engine = proposed_utilization(plan.setup, plan.card), plan.setup.engine
     assert fits(plan.setup, plan.card)
     assert share is not None and engine is not None and share - 0.05 <= engine.utilization <= share
+
+
+def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
+    """At 1e-6 Adam moves a weight of 0.02 by less than half of what bfloat16 can tell apart there."""
+    assert not [name for name in CARDS if LOST_UPDATES in memory_lines(planned(name))]
+    assert LOST_UPDATES in memory_lines(planned("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16"))
+
+
+def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
+    for dtype, said in (("bfloat16", True), ("float32", False), ("auto", False)):  # the tiny model's own is float32
+        prepare(arguments(tmp_path / dtype, dtype=dtype))
+        assert (LOST_UPDATES in capsys.readouterr().out) == said
 
 
 def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memory_free():
