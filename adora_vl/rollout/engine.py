@@ -164,7 +164,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     def _build_llm(self, **kwargs: Any) -> Any:
         # It imports vLLM, which only a colocated engine needs.
-        from adora_vl.rollout.llm import LATER, GroupingLLM, own_shared_memory
+        from adora_vl.rollout.llm import LATER, GroupingLLM, has_copied_head, own_shared_memory
 
         settings = self.settings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
@@ -172,7 +172,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         kwargs |= prefill_options(longest, settings.max_num_batched_tokens)
         kwargs |= {"enforce_eager": engine_is_eager(settings.enforce_eager), "logprobs_mode": self._logprobs_mode()}
         kwargs["revision"] = settings.revision
-        if self.enable_sleep_mode:  # TRL puts it to sleep at once, which discards the weights
+        # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head weights of its own where
+        # the checkpoint has a copy of them, until it has read both and found them equal.
+        if self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"]):
             kwargs["load_format"] = LATER
         if self.tensor_parallel_size > 1 and segments_expand():
             # vLLM's own all-reduce shares its CUDA graphs' memory by handles that growing segments do not have: it ends

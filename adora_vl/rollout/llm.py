@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.multimodal.media import MediaWithBytes
 from vllm.sampling_params import RepetitionDetectionParams
+from vllm.transformers_utils.config import checkpoint_has_lm_head
 
 from adora_vl.data.dataloader import KeptImage
 from adora_vl.utils import compat
@@ -41,6 +42,15 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
         super().load_weights(model, model_config)
         for name, buffer in model.named_buffers():
             buffer.copy_(computed[name])
+
+
+def has_copied_head(model: Any, revision: str | None) -> bool:
+    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too, as tools for training and
+    merging may leave it there.
+    """
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return False
+    return bool(checkpoint_has_lm_head(model.name_or_path, revision=revision))
 
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows names that shm_open was given

@@ -121,7 +121,7 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
             engine = object.__new__(AdoraVLLMGeneration)
             model = SimpleNamespace(dtype=torch.float32)
-            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _bans_only=True, enable_sleep_mode=True)
+            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _bans_only=True, enable_sleep_mode=False)
             engine.settings, engine.tensor_parallel_size = EngineSettings(), ranks
             assert engine._build_llm(max_model_len=64).get("disable_custom_all_reduce") is off
 

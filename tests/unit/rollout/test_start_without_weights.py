@@ -5,12 +5,14 @@ A CPU engine cannot sleep, and it repacks its layers. The tensors are streamed h
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
@@ -88,12 +90,19 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
     assert answer(read) == answer(synced)
 
 
-def test_only_an_engine_that_sleeps_starts_without_weights(monkeypatch):
+def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(tmp_path, monkeypatch):
+    """With a copy of the tied weights in the checkpoint vLLM does not tie them before it has read both."""
     monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
-    for sleeps in (True, False):
+    weight = torch.zeros(2, 2)
+    for name, tensors in (("plain", {"embed.weight": weight}), ("copied", {"lm_head.weight": weight})):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    for sleeps, tied, checkpoint in product((True, False), (True, False), ("plain", "copied")):
         engine: Any = object.__new__(AdoraVLLMGeneration)
-        model = SimpleNamespace(dtype=torch.float32)
+        config = SimpleNamespace(tie_word_embeddings=tied)
+        model = SimpleNamespace(dtype=torch.float32, config=config, name_or_path=str(tmp_path / checkpoint))
         engine.__dict__.update(model=model, image_token_id=None, _bans_only=True, enable_sleep_mode=sleeps)
         engine.__dict__.update(temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)
         engine.settings, engine.tensor_parallel_size = EngineSettings(), 1
-        assert engine._build_llm(max_model_len=64).get("load_format") == (LATER if sleeps else None)
+        without = sleeps and not (tied and checkpoint == "copied")
+        assert engine._build_llm(max_model_len=64).get("load_format") == (LATER if without else None)
