@@ -34,7 +34,7 @@ from adora_vl.rollout.weight_sync import (
     push_weights,
     reset_caches,
     runner_version,
-    zero_positions,
+    zero_scratch,
 )
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RolloutError, engine_call
@@ -252,7 +252,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-            zero_positions(self.llm)
+            zero_scratch(self.llm)
         everything = self.enable_sleep_mode or not self._engine_is_complete
         self.tensors_sent = push_weights(self.llm, self._counted(self._iter_named_params()), everything)
         self._engine_is_complete = True

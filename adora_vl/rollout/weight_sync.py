@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from adora_vl.utils.errors import RolloutError
@@ -20,15 +21,19 @@ def runner_version(llm: Any) -> str:
     return "V2" if type(_model_runner(llm)).__module__.startswith("vllm.v1.worker.gpu.") else "V1"
 
 
-def zero_positions(llm: Any) -> None:
-    """Write zeros into the M-RoPE positions of model runner V2, as they are when the engine has just been built.
+def zero_scratch(llm: Any) -> None:
+    """Write zeros where vLLM wrote them once, when the engine was built, into memory that sleep level 2 discards.
 
-    V2 allocates them beside the weights, so that sleep level 2 discards them. A step writes the positions of its own
-    tokens; padded ones read what is there, as indices into the rotary table. V1 allocates them elsewhere.
+    The M-RoPE positions of model runner V2: a step writes those of its own tokens; padded ones read what is there, as
+    indices into the rotary table. V1 allocates them elsewhere. And what Qwen3-VL adds to the hidden states of its first
+    layers: a step with images writes it and clears it, one without adds what is there.
     """
-    rope = getattr(getattr(_model_runner(llm), "model_state", None), "rope_state", None)
-    if rope is not None:
-        rope.positions.zero_()
+    runner = _model_runner(llm)
+    rope = getattr(getattr(runner, "model_state", None), "rope_state", None)
+    added = getattr(getattr(runner, "model", None), "deepstack_input_embeds", None)
+    with torch.inference_mode():  # where a step has made one of them anew
+        for tensor in [*([] if rope is None else [rope.positions]), *(added or [])]:
+            tensor.zero_()
 
 
 def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]], everything: bool = False) -> int:

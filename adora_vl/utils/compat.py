@@ -191,11 +191,11 @@ CORRECTIONS = (
         until="vLLM on a CPU cuts the prompts of seeded requests",
     ),
     Correction(
-        where="adora_vl.rollout.weight_sync:zero_positions",
+        where="adora_vl.rollout.weight_sync:zero_scratch",
         library="vllm",
-        upstream="model runner V2 allocates the M-RoPE positions with the weights, and does not write them again after "
-        "sleep level 2 has discarded them",
-        until="vLLM makes the state of its requests outside the pool of the weights",
+        upstream="allocates M-RoPE positions (model runner V2) and Qwen3-VL's inputs of its first layers with the "
+        "weights, and writes no zeros into them again after sleep level 2 has discarded them",
+        until="vLLM makes them outside the pool of the weights, or as buffers, which sleep keeps",
     ),
     Correction(
         where="adora_vl.rollout.llm:LoadLater",

@@ -18,13 +18,14 @@ from adora_vl.record.metrics import PhaseClock
 from adora_vl.rollout import engine as engine_module
 from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.weight_sync import runner_version, zero_positions
+from adora_vl.rollout.weight_sync import runner_version, zero_scratch
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
 
 from vllm import LLM  # noqa: E402
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Qwen3VL  # noqa: E402
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu.mm.rope import RopeState  # noqa: E402
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2  # noqa: E402
@@ -48,7 +49,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(LLM, "sleep", lambda self, level: did.append("sleep"))
     monkeypatch.setattr(LLM, "wake_up", lambda self, tags: did.append(f"wake {tags[0]}"))
     monkeypatch.setattr(engine_module, "push_weights", lambda *_: len(did.__iadd__(["sync"])))
-    monkeypatch.setattr(engine_module, "zero_positions", lambda llm: did.append("zero positions"))
+    monkeypatch.setattr(engine_module, "zero_scratch", lambda llm: did.append("zero scratch"))
     monkeypatch.setattr(engine_module, "reset_caches", lambda llm: None)
     monkeypatch.setattr(vllm_generation, "empty_cache", lambda: None)
     engine: Any = object.__new__(AdoraVLLMGeneration)
@@ -82,7 +83,7 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
     assert engine.did[-1] == "sleep" and engine.did.count("sleep") == 1
     engine.did.clear()
     engine.generate([[1], [1]], None, 2)  # the next step's, without it
-    assert engine.did == ["wake weights", "zero positions", "sync", "wake kv_cache", "generate", "sleep"]
+    assert engine.did == ["wake weights", "zero scratch", "sync", "wake kv_cache", "generate", "sleep"]
 
 
 @pytest.mark.parametrize("batches", [0, 3], ids=["each step", "dynamic sampling"])
@@ -140,15 +141,28 @@ def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
     """vLLM's own classes, of which no object can be made without a GPU: their memory is what a sleep leaves."""
     runner, state, rope = object.__new__(RunnerV2), object.__new__(DefaultModelState), object.__new__(RopeState)
     runner.model_state, state.rope_state, rope.positions = state, rope, torch.full((3, 9), 2**40)
-    zero_positions(around(runner))
+    zero_scratch(around(runner))
     assert not rope.positions.any()
     state.rope_state = None  # a model that reads text only
-    zero_positions(around(runner))
-    zero_positions(around(object.__new__(CPUModelRunner)))
+    zero_scratch(around(runner))
+    zero_scratch(around(object.__new__(CPUModelRunner)))
 
 
-def test_vllm_still_makes_those_positions_in_the_memory_that_sleeps():
-    """Else `zero_positions` has become superfluous, or has to look elsewhere."""
+def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
+    """A step without an image, as of prompts of text alone, adds what it finds there to every token."""
+    runner, model = object.__new__(CPUModelRunner), object.__new__(Qwen3VL)
+    nn.Module.__init__(model)
+    model.deepstack_input_embeds = [torch.full((9, 4), float("nan")) for _ in range(3)]
+    model.deepstack_num_level = len(model.deepstack_input_embeds)
+    runner.model = model
+    zero_scratch(around(runner))
+    assert not any(added.any() for added in model._get_deepstack_input_embeds(9).tensors.values())
+    assert not dict(model.named_buffers()), "else sleep keeps them, and this is superfluous"
+
+
+def test_vllm_still_makes_them_in_the_memory_that_sleeps():
+    """Else `zero_scratch` has become superfluous, or has to look elsewhere."""
+    assert "self.deepstack_input_embeds = [\n                torch.zeros(" in inspect.getsource(Qwen3VL.__init__)
     assert 'self._maybe_get_memory_pool_context(tag="weights")' in inspect.getsource(Worker.load_model)
     assert "self.model_state = init_model_state(" in inspect.getsource(RunnerV2.load_model)
     assert "self.rope_state = get_rope_state(" in inspect.getsource(DefaultModelState.__init__)
