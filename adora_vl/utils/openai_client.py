@@ -14,6 +14,7 @@ import http.client
 import io
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _REFUSED = (401, 403)
+# What servers say of a prompt that has no room in the model's context, and of an answer for which there is none left.
+_LONG_PROMPT = re.compile(r"context[ _](length|window|size)|too long|longer than|max_model_len", re.IGNORECASE)
+_LONG_ANSWER = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
 _LONGEST_WAIT_S = 60.0
 _SHOWN = 200  # characters of what a server says about a refused call
 _LARGEST_REPLY = 32 * 2**20  # bytes; a million tokens of text are a quarter of it
@@ -74,19 +78,27 @@ class Reply:
 
 class EndpointError(Exception):
     """One call gave no usable answer; `str` says why. `again`: whether another attempt may succeed. `refused`: the
-    server takes no call with this key.
+    server takes no call with this key. `too_long`: nor with this prompt, which the model's context does not hold.
     """
 
-    def __init__(self, reason: str, *, again: bool = True, wait_s: float = 0.0, refused: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, again: bool = True, wait_s: float = 0.0, refused: bool = False, too_long: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.again, self.wait_s, self.refused = again, wait_s, refused
+        self.again, self.wait_s, self.refused, self.too_long = again, wait_s, refused, too_long
 
 
 def check_url(name: str, url: str) -> str:
     """An http address without credentials in it. Raises `UserError`, in which `name` stands for the option."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"{name}: {url!r:.80} is no http address; give one such as http://localhost:8000/v1")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        sound = parts.scheme in ("http", "https") and host != b"" and parts.port != 0
+    except ValueError:  # brackets without an end, a port that is no number, a name that no host has
+        sound = False
+    if not sound or not url.isprintable() or " " in url:
+        shown = url.rpartition("@")[2]  # before it a key may stand
+        raise UserError(f"{name}: {shown!r:.80} is no http address; give one such as http://localhost:8000/v1")
     if parts.username or parts.password or parts.query:
         raise UserError(f"{name}: an address with a key in it would be shown; put the key into the environment")
     return url.rstrip("/")
@@ -137,7 +149,8 @@ class ChatClient:
                 return call()
             except EndpointError as error:
                 if attempt == self.endpoint.attempts or not error.again:
-                    raise EndpointError(f"{error} (attempt {attempt})", refused=error.refused) from error
+                    why = f"{error} (attempt {attempt})"
+                    raise EndpointError(why, refused=error.refused, too_long=error.too_long) from error
                 time.sleep(min(max(wait, error.wait_s), _LONGEST_WAIT_S))
             wait *= 2
         raise AssertionError("at least one attempt")
@@ -145,19 +158,20 @@ class ChatClient:
     def _call(self, messages: Messages, body: Mapping[str, Any]) -> Reply:
         self._spend()
         content = json.dumps({"model": self.endpoint.model, "messages": list(messages), **body}).encode()
+        received = self._post(content)
         try:
-            found = json.loads(self._post(content))
+            found = json.loads(received)
             choice = found["choices"][0]
             text, usage = choice["message"]["content"], found.get("usage") or {}
             if not isinstance(text, str):  # a refusal, a call of a tool, or reasoning that was cut off; no answer
                 raise EndpointError(f"the reply has no text (its finish_reason is {choice.get('finish_reason')!r})")
             return Reply(
                 text,
-                int(usage.get("completion_tokens") or 0),
+                _count(usage.get("completion_tokens")),
                 "length" if choice.get("finish_reason") == "length" else "stop",
-                int(usage.get("prompt_tokens") or 0),
+                _count(usage.get("prompt_tokens")),
             )
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise EndpointError("the reply is not a chat completion") from error
 
     def _spend(self) -> None:
@@ -168,7 +182,10 @@ class ChatClient:
 
     def _post(self, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
-        key = os.environ.get(self.endpoint.key_variable)
+        key = os.environ.get(self.endpoint.key_variable, "").strip()
+        if not (key.isascii() and key.isprintable()):  # the library's own error would show it
+            wrong = "has a character that no header can hold, such as a line break; set it to the key alone"
+            raise EndpointError(f"the key in {self.endpoint.key_variable} {wrong}", again=False, refused=True)
         if key:
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
@@ -180,9 +197,13 @@ class ChatClient:
             again = error.code in _RETRIED
             said = "" if again else _said(error, key)
             raise EndpointError(
-                f"HTTP {error.code}{said}", again=again, wait_s=_asked_to_wait(error), refused=error.code in _REFUSED
+                f"HTTP {error.code}{said}",
+                again=again,
+                wait_s=_asked_to_wait(error),
+                refused=error.code in _REFUSED,
+                too_long=bool(_LONG_PROMPT.search(said)) and not _LONG_ANSWER.search(said),
             ) from error
-        except (OSError, http.client.HTTPException) as error:  # no connection, a time-out at any stage, no HTTP
+        except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a time-out at any stage, no HTTP
             raise EndpointError(f"{type(error).__name__}: {error}") from error
         if len(received) > _LARGEST_REPLY:
             raise EndpointError(f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False)
@@ -270,7 +291,12 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirects, _TimedHandler, _TimedSecureHandler)
 
 
-def _said(error: urllib.error.HTTPError, key: str | None) -> str:
+def _count(value: Any) -> int:
+    """A number of tokens as a server says it; 0 for what is none."""
+    return int(value) if isinstance(value, int | float) and 0 < value < 2**53 else 0
+
+
+def _said(error: urllib.error.HTTPError, key: str) -> str:
     """What the server says about a call that it refuses, without the key, in one line."""
     try:
         text = error.read(4096).decode(errors="replace")

@@ -1,7 +1,8 @@
 """The engine `openai`: a model behind an OpenAI-compatible endpoint.
 
 The server decides about dtype, pixels and the tokens that a model may never say; the prompt is the same as elsewhere,
-with the images as PNG in data URLs. An answer that could not be had is left out and asked for again by the next start.
+with the images as PNG in data URLs. An answer that could not be had is left out and asked for again by the next start,
+unless its prompt is too long for the server's model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from PIL import Image
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, Reply, check_url
-from eval.inference.engines import AnswerEngineSettings, AnswerRequest
+from eval.inference.engines import AnswerEngineSettings, AnswerRequest, Unanswerable
 
 _BATCH = 64  # answers that are written at once
 _LOCAL = ("min_pixels", "max_pixels", "revision")
@@ -59,7 +60,7 @@ class EndpointEngine:
         self._client = ChatClient(settings.endpoint)
         self._body = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | None]:
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
         """The replies, None for a call that failed. Raises `UserError` if all of them failed."""
         found = self._client.each(self._answer, requests)
         failures = [str(each) for each in found if isinstance(each, EndpointError)]
@@ -72,11 +73,11 @@ class EndpointEngine:
             print(f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}", file=sys.stderr)
         return [None if isinstance(each, EndpointError) else each for each in found]
 
-    def _answer(self, request: AnswerRequest) -> Reply | EndpointError:
+    def _answer(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
         try:
             return self._client.chat(messages_of(request), seed=request.seed, **self._body)
         except EndpointError as error:
-            return error
+            return Unanswerable(str(error)) if error.too_long else error
 
 
 def messages_of(request: AnswerRequest) -> Messages:

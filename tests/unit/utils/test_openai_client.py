@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import re
 import socket
 import threading
@@ -78,6 +79,30 @@ def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve: Serve, monk
     assert KEY not in str(refused.value)
 
 
+def test_a_key_with_a_line_break_is_named_before_anything_is_sent(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `KEY=$(printf 'a\\nb')` or a file with two lines makes it. A line break at its end is no part of it."""
+    server = serve(lambda body, call: completion("hi"))
+    for key in (f"{KEY}\nmore", f"{KEY}\rmore", "ключ"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(EndpointError, match=r"the key in OPENAI_API_KEY has a character .* \(attempt 1\)") as error:
+            client(server).chat(HELLO)
+        assert key not in str(error.value) and error.value.refused and server.requests == []
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\n")
+    assert client(server).chat(HELLO).text == "hi" and server.requests[0]["key"] == f"Bearer {KEY}"
+
+
+def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(serve: Serve) -> None:
+    deep = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(EndpointError, match="is not a chat completion"):
+        client(serve(lambda body, call: (200, deep)), attempts=1).chat(HELLO)
+    for tokens in (math.inf, math.nan, -7, 1e300, "many", [3], None):
+        reply = completion("hi", usage={"completion_tokens": tokens, "prompt_tokens": 9})
+        found = client(serve(lambda body, call, reply=reply: reply)).chat(HELLO)  # type: ignore[misc]
+        assert (found.text, found.n_tokens, found.n_prompt_tokens) == ("hi", 0, 9), tokens
+
+
 HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n"
 
 
@@ -142,9 +167,12 @@ def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve
 
 
 def test_what_is_no_http_address_is_refused() -> None:
-    for url in ("file:///etc/passwd", "localhost:8000", "http://", "ftp://x/y"):
+    broken = ("http://[::1", "http://x:port/v1", "http://x y/v1", "http://./v1", f"http://{'x' * 70}/v1")
+    for url in ("file:///etc/passwd", "localhost:8000", "http://", "ftp://x/y", *broken):
         with pytest.raises(UserError, match="is no http address"):
             check_url("base_url", url)
+    with pytest.raises(UserError, match="'x y/v1' is no http address"):
+        check_url("base_url", f"http://me:{KEY}@x y/v1")
 
 
 # ------------------------------------------------------------------------------------------------- the engine
@@ -204,6 +232,22 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
     capsys.readouterr()
     assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "common problems" in capsys.readouterr().out
+
+
+def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(
+    data: Path, tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But a limit that leaves no room for the answer is the command's, and ends the run."""
+    long = b'{"message": "This model\'s maximum context length is 512 tokens. However, your request has 600 input tokens"}'
+    wide = b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 tokens"}'
+    server = serve(lambda body, call: (400, long) if call == 1 else completion(r"\boxed{5}"))
+    assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
+    said = capsys.readouterr().err
+    assert "is not asked: HTTP 400: " in said and "6 answered" in said and "1 prompt too long" in said
+    rows = [json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()]
+    assert [row["finish_reason"] for row in rows] == ["prompt_too_long", *["stop"] * 5]
+    assert infer(data, tmp_path / "b", serve(lambda body, call: (400, wide)).url) == 2
+    assert "gave none of 6 answers: HTTP 400: " in capsys.readouterr().err
 
 
 def test_a_server_that_gives_nothing_ends_the_run_at_once(
