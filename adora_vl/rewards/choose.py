@@ -19,7 +19,16 @@ from typing import Any, NoReturn
 from adora_vl.rewards import judge
 from adora_vl.rewards.knights import COMPLETE, LOGIC_RL, NOTHING, RIGHT, WRONG_FORM
 from adora_vl.rewards.presets import OTHERS, PRESETS, reward_functions
-from adora_vl.rewards.safe_call import LOAD_TIMEOUT_S, OverdueError, RewardFailure, deadline, is_async, safe_call
+from adora_vl.rewards.safe_call import (
+    LOAD_TIMEOUT_S,
+    OverdueError,
+    RewardFailure,
+    back_in,
+    deadline,
+    in_one_process,
+    is_async,
+    safe_call,
+)
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 
 # What TRL gives beside the columns of the data set.
@@ -131,7 +140,7 @@ def _module(entry: str, path: Path) -> ModuleType:
         )  # at the end, so that the files beside it can be imported but hide nothing installed
     sys.modules[name] = module
     try:
-        with deadline(LOAD_TIMEOUT_S):
+        with back_in(Path.cwd()), deadline(LOAD_TIMEOUT_S), in_one_process(own_name(entry)):
             spec.loader.exec_module(module)
     except (Exception, SystemExit, OverdueError) as error:
         del sys.modules[name]

@@ -32,7 +32,7 @@ GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt
 _AGAIN_S = 1.0  # between signals, for a function that catches the first one
 _SHOWN = 60
 _PLAIN = {int, float, str, bool, type(None)}
-_REASON = 200  # characters of an exception that stands in the place of a reward
+_REASON = 200  # characters of what an exception says
 
 
 class RewardFailure(NamedTuple):
@@ -79,7 +79,13 @@ def own_copy(value: Any) -> Any:
         view = value._new(value.im)  # the same pixels
         view.readonly = 1  # with which Pillow copies them before it changes one
         return view
-    return copy(value) if is_dataclass(value) and not isinstance(value, type) else value
+    if is_dataclass(value) and not isinstance(value, type):
+        made = copy(value)
+        for name, inside in vars(made).items():  # the log is long: its list is copied, and its entries are not
+            if isinstance(inside, list | dict):
+                setattr(made, name, copy(inside))
+        return made
+    return value
 
 
 @contextmanager
@@ -100,6 +106,17 @@ def in_one_process(name: str) -> Iterator[None]:
             line = f"reward {name}: it forked a process that did not end in it (os._exit); that process was ended\n"
             os.write(2, line.encode())  # the buffers of sys.stderr are the first process's
             os._exit(1)
+
+
+@contextmanager
+def back_in(folder: Path) -> Iterator[None]:
+    """Makes `folder` the working directory again when the block ends: paths of the run, such as output_dir, start
+    there.
+    """
+    try:
+        yield
+    finally:
+        os.chdir(folder)
 
 
 @contextmanager
@@ -165,6 +182,7 @@ def safe_call(
     function returns an exception in the place of a reward, TRL gets None, and `unscored` gets the completion's number
     with the reason.
     """
+    folder = Path.cwd()
 
     def ended(error: BaseException, arguments: Mapping[str, Any], row: int | None) -> list[float]:
         failures.append(_failure(function, name, error, arguments, row, timeout))
@@ -178,22 +196,29 @@ def safe_call(
 
     def call(**arguments: Any) -> list[float | None]:
         try:
-            with _backstop(timeout), deadline(timeout), in_one_process(name):
+            with back_in(folder), _backstop(timeout), deadline(timeout), in_one_process(name):
                 return rewards(function(**own_copy(arguments)), len(arguments["completions"]))
-        except (Exception, OverdueError, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # asyncio's cancellation and a panic of compiled code are no `Exception`
             row = None
             if not isinstance(error, OverdueError | RewardValueError | UserError):
-                with _backstop(timeout), in_one_process(name):
+                with back_in(folder), _backstop(timeout), in_one_process(name):
                     row = _first_to_fail(function, arguments, timeout)
             return [*ended(error, arguments, row)]
 
     async def call_async(**arguments: Any) -> list[float | None]:
         try:
-            with _backstop(timeout), in_one_process(name):
+            with back_in(folder), _backstop(timeout), in_one_process(name):
                 async with asyncio.timeout(timeout) as limit:
                     found = await function(**own_copy(arguments))
             return rewards(found, len(arguments["completions"]))
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # from outside
+                raise
             if limit.expired():
                 return [*ended(OverdueError(), arguments, None)]
             alone = not isinstance(error, RewardValueError | UserError)
@@ -249,9 +274,9 @@ def _failure(
     elif isinstance(error, RewardValueError):
         reason, row = str(error), error.row
     elif isinstance(error, SystemExit):
-        reason = f"it called sys.exit({'' if error.code is None else repr(error.code)}){place}"
+        reason = f"it called sys.exit({'' if error.code is None else f'{error.code!r:.{_REASON}}'}){place}"
     else:
-        reason = f"{in_one_line(error)}{place}"
+        reason = f"{in_one_line(error)[:_REASON]}{place}"
     return RewardFailure(name, _row_name(arguments, row), reason)
 
 
@@ -295,7 +320,9 @@ def _first_to_fail(function: Callable[..., Any], arguments: Mapping[str, Any], t
                 function(**one)
         except OverdueError:
             return None
-        except (Exception, SystemExit):
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             return row
     return None
 
@@ -304,6 +331,8 @@ async def _first_to_fail_async(function: Callable[..., Any], arguments: Mapping[
     for row, one in enumerate(_alone(arguments)):
         try:
             await function(**one)
-        except (Exception, SystemExit):
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException:
             return row
     return None

@@ -57,7 +57,10 @@ def lost_contact(error: BaseException) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """Type and first line of an error, as in the last line of a traceback."""
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # a class of somebody's, whose own words fail
+        lines = []
     if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
         lines = [str(error.errors()[0]["msg"])]  # pydantic's first line only counts the errors
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -248,6 +248,7 @@ def edits_all_that_it_gets(prompts: Any, completions: Any, completion_ids: Any, 
     completion_ids[0].append(7)
     columns["choices"][0].reverse()
     columns["trainer_state"].global_step = 0
+    columns["trainer_state"].log_history.clear()
     answer[:] = ["?"] * len(answer)
     return [0.0] * len(completions)
 
@@ -266,7 +267,7 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
         "completion_ids": [[1, 2]],
         "answer": ["5"],
         "choices": [["a", "b"]],
-        "trainer_state": TrainerState(global_step=3),
+        "trainer_state": TrainerState(global_step=3, log_history=[{"loss": 1.0}]),
     }
     before = deepcopy({**given, "prompts": None})
     failures: list[RewardFailure] = []
@@ -312,7 +313,69 @@ def test_a_function_that_calls_exit_does_not_end_the_run_as_if_all_was_well(func
     assert failure.row == "row row/0"
 
 
-def test_a_process_that_a_function_forks_ends_with_the_call():
+class Panic(BaseException):
+    """As compiled code raises it, of which some is no `Exception`."""
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def raising(error: BaseException) -> Any:
+    def function(**kwargs: Any) -> Any:
+        raise error
+
+    return function
+
+
+async def awaits_a_task_that_was_cancelled(**kwargs: Any) -> Any:
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
+
+
+def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
+    """An error that came out of a call would leave the other ranks waiting, and the run without a checkpoint."""
+    for function, reason in [
+        (raising(Panic("index out of bounds")), "Panic: index out of bounds (test_own"),
+        (raising(asyncio.CancelledError("gone")), "CancelledError: gone (test_own"),
+        (awaits_a_task_that_was_cancelled, "CancelledError (test_own"),
+        (raising(Speechless()), "Speechless (test_own"),
+        (raising(ValueError(10**6 * "x")), "ValueError: xxx"),
+        (raising(SystemExit(10**6 * "x")), "it called sys.exit('xxx"),
+    ]:
+        with subtests.test(reason):
+            found, [failure] = run(function)
+            assert len(found) == 3 and failure.row == "row row/0"
+            assert failure.reason.startswith(reason) and len(failure.reason) < 300
+    with pytest.raises(KeyboardInterrupt):  # the user's own, who waits for it
+        run(raising(KeyboardInterrupt()))
+
+
+def test_a_function_that_goes_elsewhere_leaves_the_run_where_it_was(own, tmp_path, monkeypatch):
+    """Else a relative output_dir would become another folder, checkpoints, record and all."""
+    body = f"""
+        import os
+        os.chdir({str(tmp_path / "away")!r})
+        def goes(completions, **kwargs):
+            os.chdir("/")
+            return [1.0] * len(completions)
+        async def goes_later(completions, **kwargs):
+            return goes(completions)
+        def goes_and_fails(completions, **kwargs):
+            os.chdir("/")
+            raise ValueError
+    """
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for function in own(body, "FILE:goes", "FILE:goes_later", "FILE:goes_and_fails").functions:
+        assert Path.cwd() == tmp_path
+        run(function)
+        assert Path.cwd() == tmp_path
+
+
+def test_a_process_that_a_function_forks_ends_with_the_call(tmp_path):
     code = """
 import os, sys
 from adora_vl.rewards.safe_call import safe_call
@@ -326,15 +389,19 @@ def forks_well(completions, **kwargs):
     if os.fork() == 0:
         sys.exit(3)
     return [os.waitstatus_to_exitcode(os.wait()[1])]
-print(safe_call(forks_well, "forks_well", 5.0, failures)(completions=["a"]), failures)
+print(safe_call(forks_well, "forks_well", 5.0, failures)(completions=["a"]), failures, flush=True)
+from adora_vl.rewards.choose import choose_rewards
+choose_rewards([sys.argv[1] + ":own"])
+print("loaded", os.waitstatus_to_exitcode(os.wait()[1]))
 """
+    file = tmp_path / "own.py"
+    file.write_text("import os\nos.fork()\ndef own(completions, **kwargs): return [1.0]")
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", code, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
     )
-    assert done.stdout.splitlines() == ["[1.0] [] 1", "[3.0] []"]
-    assert done.stderr == (
-        "reward forks: it forked a process that did not end in it (os._exit); that process was ended\n"
-    )
+    assert done.stdout.splitlines() == ["[1.0] [] 1", "[3.0] []", "loaded 1"]
+    ended = "it forked a process that did not end in it (os._exit); that process was ended"
+    assert done.stderr.splitlines() == [f"reward forks: {ended}", f"reward own: {ended}"]
 
 
 def test_a_function_that_hangs_is_stopped_even_where_it_catches_everything():
