@@ -10,7 +10,15 @@ from typing import Any, NoReturn
 from trl import ModelConfig
 from trl.scripts.utils import TrlParser
 
-from adora_vl.config.early_check import check_keys, command_line_keys, config_file, read_config, split_words
+from adora_vl.config.early_check import (
+    OPTIONS,
+    check_keys,
+    command_line_keys,
+    config_file,
+    read_config,
+    refuse_stray,
+    split_words,
+)
 from adora_vl.config.keys import AdoraScriptArguments
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import convert, declared
@@ -67,13 +75,17 @@ def parse(arguments: Sequence[str]) -> Parsed:
     """The three dataclasses of a training command. Raises `UserError` for an unknown key or a bad value; where TRL or
     Transformers refuse it, with their own words in one line.
     """
+    refuse_stray(arguments)
     known, file = known_keys(), config_file(arguments)
     if file:
         read_config(file, known)
-    check_keys(command_line_keys(arguments, known), "command line", known)
+    check_keys(command_line_keys(arguments, known), "command line", known, OPTIONS)
     parser = _Parser(DATACLASSES, prog="python -m adora_vl.train", allow_abbrev=False)
     try:
-        script, config, model = parser.parse_args_and_config(split_words(arguments))
+        script, config, model, left = parser.parse_args_and_config(
+            split_words(arguments), return_remaining_strings=True
+        )
+        refuse_stray(left)
     except UserError:
         raise
     except (ValueError, TypeError) as error:

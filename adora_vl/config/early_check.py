@@ -13,25 +13,28 @@ from adora_vl.config.key_list import read_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.values import RANGES, convert, declared, takes_list
 from adora_vl.utils.cli import is_null, read_mapping
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.errors import UserError, nearest
 
 # What became of keys that earlier configs have.
 REMOVED = {
     "adora_less_padding": "leave it out: adora_share_prompt leaves no padding, and other rows are cut to their length",
 }
+# What the training command takes beside the keys, for a word that is meant as one of them.
+OPTIONS = ("config", "dry-run", "card-gib", "processes", "accelerate-config", "write-config", "help", "help-all")
 _NOT_READ: Any = object()  # stands for a value that is left to the parser, such as that of a switch without a word
 
 
 def early_check(arguments: Sequence[str]) -> None:
     """Raises `UserError` for a key that no training config has, in the file or on the command line, for a file that
-    cannot be read, and for a value that its key does not take, where the key's range is ours.
+    cannot be read, for a value that its key does not take, where the key's range is ours, and where no model is named.
     """
+    refuse_stray(arguments)
     known = read_keys()
     if known is None:
         return
     file = config_file(arguments)
     given: dict[str, Any] = dict(read_config(file, known)) if file else {}
-    check_keys(command_line_keys(arguments, known), "command line", known)
+    check_keys(command_line_keys(arguments, known), "command line", known, OPTIONS)
     hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
     given |= dict.fromkeys(command_line_keys(arguments, known), _NOT_READ) | _command_line_values(arguments, hints)
     if "output_dir" in given:
@@ -39,6 +42,17 @@ def early_check(arguments: Sequence[str]) -> None:
     for key, value in given.items():
         if key in hints and value is not _NOT_READ:
             convert(key, value, hints[key])
+    if "model_name_or_path" not in given:
+        raise UserError(
+            "model_name_or_path: not set; name a file with --config FILE.yaml, or a model folder, a hub id or 'tiny' "
+            "(`python -m adora_vl.train --help`)"
+        )
+
+
+def refuse_stray(words: Sequence[str]) -> None:
+    """Raise `UserError` where words of a command line, or those that its keys have left, do not begin with a key."""
+    if words and not words[0].startswith("--"):
+        raise UserError(f"command line: {words[0]!r} belongs to no key; write --config FILE.yaml, or --key value")
 
 
 def _check_output_dir(value: Any) -> None:
@@ -82,13 +96,16 @@ def config_file(arguments: Sequence[str]) -> Path | None:
     return Path(words[words.index("--config") + 1]) if "--config" in words else None
 
 
-def check_keys(keys: Iterable[str], where: str, known: Collection[str]) -> None:
-    """Raises `UserError` for a key that is not `known`, with the nearest one that is."""
+def check_keys(keys: Iterable[str], where: str, known: Collection[str], options: Collection[str] = ()) -> None:
+    """Raises `UserError` for a key that is not `known`, with the nearest one that is, or of the `options`."""
+    spelled = {option.replace("-", "_"): f"--{option}" for option in options}
     for key in keys:
         if key in REMOVED:
             raise UserError(f"{where}: the key '{key}' was removed; {REMOVED[key]}")
         if key not in known:
-            raise UserError(f"{where}: unknown key '{key}'{did_you_mean(key, known)}")
+            close = nearest(key, {**dict.fromkeys(known), **spelled})
+            meant = f"; did you mean '{spelled.get(close, close)}'?" if close else ""
+            raise UserError(f"{where}: unknown key '{key}'{meant}")
 
 
 def read_config(path: Path, known: Collection[str]) -> dict[str, Any]:

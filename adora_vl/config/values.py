@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from adora_vl.utils.cli import is_null, shown, split_list, truth
+from adora_vl.utils.cli import flow_mapping, is_null, shown, split_list, truth
 from adora_vl.utils.errors import UserError, did_you_mean
 
 Name = Annotated[str, Field(pattern=r"\S", description="a name")]
@@ -249,9 +249,9 @@ def _entries(key: str, value: Any) -> list[Any]:
 
 
 def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
-    """A mapping, read from JSON or from the path of a JSON file.
+    """A mapping, read from JSON, from YAML's `{a: 1}`, or from the path of a JSON file.
 
-    `or_text`: the key takes texts too, so a text is checked and stays a text.
+    `or_text`: the key takes texts too, so a text is checked and stays a text, of JSON.
     """
     if isinstance(value, Mapping):
         return value
@@ -260,10 +260,11 @@ def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
     try:
         content = json.loads(file.read_bytes() if file else text)
     except (OSError, ValueError, RecursionError):
-        content = None
+        content = None if file else flow_mapping(text)
+        value = value if content is None else json.dumps(content)
     if not isinstance(content, dict):
         other = "a JSON file with a mapping in it, nor " if file else ""
-        mapping = "a mapping, such as '{\"a\": 1}' on the command line"
+        mapping = "a mapping, such as '{a: 1}' on the command line"
         raise UserError(f"{key}: {_in_words(value)} is not {other}{mapping}")
     check_finite(key, content)
     return value if or_text else content

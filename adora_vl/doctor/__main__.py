@@ -77,6 +77,7 @@ def diagnose(arguments: Sequence[str]) -> list[Check]:
 
 def environment_checks(arguments: Sequence[str]) -> list[Check]:
     """Versions, builds, and what lies outside Python."""
+    from adora_vl.config.early_check import early_check
     from adora_vl.doctor.checks import (
         check_builds,
         check_compilers,
@@ -87,12 +88,10 @@ def environment_checks(arguments: Sequence[str]) -> list[Check]:
         driver_version,
     )
 
+    early_check(arguments)  # before torch, whose import takes seconds
     libraries = [*check_libraries(), check_torchvision()]
     if not is_healthy(libraries):
         return libraries  # another version may not even be importable
-    from adora_vl.config.early_check import early_check
-
-    early_check(arguments)
     import torch
 
     from adora_vl.config.command_line import parse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -212,6 +213,19 @@ def _loader() -> Any:
             return super().construct_mapping(node, deep)
 
     return Loader
+
+
+def flow_mapping(text: str) -> dict[str, Any] | None:
+    """The mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`, of what JSON knows; None where it is none."""
+    import yaml
+
+    if not text.startswith("{"):
+        return None
+    try:
+        content = yaml.load(text, _loader())  # noqa: S506  # a SafeLoader
+        return dict(json.loads(json.dumps(content)))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+        return None
 
 
 def read_mapping(option: str, path: Path) -> dict[str, Any]:

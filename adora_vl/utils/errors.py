@@ -79,5 +79,10 @@ def engine_call(name: str) -> Iterator[None]:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest of `known`, or an empty string when nothing is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    close = nearest(word, known)
+    return f"; did you mean '{close}'?" if close else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The closest of `known`; None where nothing is close."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)

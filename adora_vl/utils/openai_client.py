@@ -203,7 +203,7 @@ class ChatClient:
                 refused=error.code in _REFUSED,
                 too_long=bool(_LONG_PROMPT.search(said)) and not _LONG_ANSWER.search(said),
             ) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a time-out at any stage, no HTTP
+        except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, too late, no HTTP
             raise EndpointError(f"{type(error).__name__}: {error}") from error
         if len(received) > _LARGEST_REPLY:
             raise EndpointError(f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False)

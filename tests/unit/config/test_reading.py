@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from enum import Enum
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from adora_vl.config import early_check, key_list
 from adora_vl.config.command_line import known_keys, parse
+from adora_vl.config.help import help_text
 from adora_vl.utils.cli import split_list
 from adora_vl.utils.errors import UserError
 
@@ -46,6 +48,9 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
      r"^(?!.*visual).*(q|v)_proj$"),
     ("{}", ["--reward_weights=[1, 2]"], "reward_weights", [1.0, 2.0]),
     ("{}", ["--adora_columns", '{"problem": "q"}'], "adora_columns", {"problem": "q"}),
+    ("{}", ["--adora_columns", '{problem: q, "images": a.b}'], "adora_columns", {"problem": "q", "images": "a.b"}),
+    ("{}", ["--chat_template_kwargs={enable_thinking: false}"], "chat_template_kwargs", {"enable_thinking": False}),
+    ("{}", ["--adora_method_options", "{steps: [0, 5]}"], "adora_method_options", '{"steps": [0, 5]}'),
     ("{}", ["--adora_method_options", '{"steps": [0, 5]}'], "adora_method_options", '{"steps": [0, 5]}'),
     ("{}", ["--max_completion_length", "4096"], "truncated_at", 4094),
     ("adora_truncated_at: 100", ["--max_completion_length", "4096"], "truncated_at", 100),
@@ -105,6 +110,10 @@ BAD_WORDS = {
     "--adora_less_padding true": "command line: the key 'adora_less_padding' was removed; leave it out",
     "--no_adora_share_promt": "command line: unknown key 'no_adora_share_promt'; did you mean 'adora_share_prompt'?",
     "--config nowhere.yaml": "--config: no file 'nowhere.yaml'",
+    "--confg a.yaml": "command line: unknown key 'confg'; did you mean '--config'?",
+    "--dry-rn": "command line: unknown key 'dry_rn'; did you mean '--dry-run'?",
+    "--fsdp_confg a": "command line: unknown key 'fsdp_confg'; did you mean 'fsdp_config'?",
+    "a.yaml": "command line: 'a.yaml' belongs to no key; write --config FILE.yaml, or --key value",
     "--config": "--config: expected the path of a YAML file after it",
     "--config a.yaml --config=b.yaml": "--config: given twice",
 }
@@ -123,8 +132,14 @@ def test_an_unknown_key_and_a_bad_file_are_named_early_and_by_the_parser(read, t
         if expected not in line or "\n" in line or (row in BAD_FILES and str(path) not in line):
             wrong[row[:60]] = line
     assert wrong == {}
-    with pytest.raises(UserError, match="stray"):
+    with pytest.raises(UserError, match="command line: 'stray' belongs to no key"):
         parse([*CPU, "stray"])
+
+
+def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
+    named = {word.removeprefix("--") for word in re.findall(r"^  (--[\w-]+)", help_text(["--help"]), re.MULTILINE)}
+    named.add(*re.findall(r"or --(\S+) FILE", help_text(["--help"])))
+    assert named <= set(early_check.OPTIONS)
 
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
@@ -139,6 +154,8 @@ def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
 
 
 EARLY = {
+    "--learning_rate 1e-5": "model_name_or_path: not set; name a file with --config FILE.yaml, or a model folder, a "
+    "hub id or 'tiny' (`python -m adora_vl.train --help`)",
     "--betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
     "--dry-run --betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
     "--adora_tau 2": "adora_tau: 2 is not a number above 0 and at most 1",
@@ -156,7 +173,12 @@ def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path)
     """All in one process. What the command line replaces in the file is not looked at."""
     (tmp_path / "c.yaml").write_text("adora_factor: 0\nadora_share_prompt: maybe\n")
     rows = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
-    code = f"import sys; from adora_vl.train import main; print([main(r) for r in {rows!r}], {SLOW} & {{*sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.stdout == f"{[2] * len(rows)} set()\n"
-    assert done.stderr.splitlines() == [f"error: {line}" for line in EARLY.values()]
+    for command in ("train", "doctor.__main__"):
+        commands = [row for row in rows if command == "train" or "--dry-run" not in row]
+        code = f"from adora_vl.{command} import main; print([main(r) for r in {commands!r}], {SLOW} & {{*sys.modules}})"
+        done = subprocess.run(
+            [sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+        assert done.stdout == f"{[2] * len(commands)} set()\n"
+        lines = [line for words, line in EARLY.items() if words.split()[0] != "--dry-run" or command == "train"]
+        assert done.stderr.splitlines() == [f"error: {line}" for line in lines]

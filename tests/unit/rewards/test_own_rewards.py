@@ -317,7 +317,7 @@ class Panic(BaseException):
     """As compiled code raises it, of which some is no `Exception`."""
 
 
-class Speechless(Exception):
+class SpeechlessError(Exception):
     def __str__(self) -> str:
         raise ValueError("no words")
 
@@ -341,7 +341,7 @@ def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
         (raising(Panic("index out of bounds")), "Panic: index out of bounds (test_own"),
         (raising(asyncio.CancelledError("gone")), "CancelledError: gone (test_own"),
         (awaits_a_task_that_was_cancelled, "CancelledError (test_own"),
-        (raising(Speechless()), "Speechless (test_own"),
+        (raising(SpeechlessError()), "SpeechlessError (test_own"),
         (raising(ValueError(10**6 * "x")), "ValueError: xxx"),
         (raising(SystemExit(10**6 * "x")), "it called sys.exit('xxx"),
     ]:

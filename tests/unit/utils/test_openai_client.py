@@ -238,7 +238,7 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     data: Path, tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """But a limit that leaves no room for the answer is the command's, and ends the run."""
-    long = b'{"message": "This model\'s maximum context length is 512 tokens. However, your request has 600 input tokens"}'
+    long = b'{"message": "This model\'s maximum context length is 512 tokens. Your request has 600 input tokens"}'
     wide = b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 tokens"}'
     server = serve(lambda body, call: (400, long) if call == 1 else completion(r"\boxed{5}"))
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
