@@ -84,7 +84,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     from adora_vl.builtin.assets import resolve_model
     from adora_vl.checkpoint.resume import StartPoint
     from adora_vl.config.batch_plan import check_rows
-    from adora_vl.config.checks import check_machines, check_run, costs_of
+    from adora_vl.config.checks import check_machines, check_run, costs_of, rewards_of
     from adora_vl.config.command_line import parse
     from adora_vl.data.loading import as_asked
     from adora_vl.evaluation import fitting_evaluations, take_evaluations
@@ -101,7 +101,7 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
     _check_upload(config)
     if not model.model_name_or_path:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
-    rewards = _rewards(arguments, script, config)
+    rewards = rewards_of(arguments, script, config)
     with config.main_process_first(desc="building the tiny model where it is missing"):
         model.model_name_or_path = resolve_model(model.model_name_or_path)
     model_config = load_config(model.model_name_or_path, model.model_revision)
@@ -135,24 +135,6 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
         ]
         print("\n".join(lines), flush=True)
     return Run(script, config, model, dataset, plan, start, now, evaluations, data, rewards, left_out)
-
-
-def _rewards(arguments: Sequence[str], script: AdoraScriptArguments, config: AdoraGRPOConfig) -> ChosenRewards:
-    """The reward functions of the run. Their files are looked for beside the config, then in the working directory."""
-    from adora_vl.config.early_check import config_file
-    from adora_vl.data.prompts import asks_for_answer_tags
-    from adora_vl.rewards import choose_rewards
-    from adora_vl.rewards.choose import check_sums
-
-    file = config_file(arguments)
-    folders = [*([file.parent] if file else []), Path.cwd()]
-    rewards = choose_rewards(
-        script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding,
-        answer_tags=asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt), folders=folders,
-        output_dir=Path(config.output_dir),
-    )  # fmt: skip
-    check_sums(rewards.entries, config.reward_weights, config.adora_correct_above)
-    return rewards
 
 
 def _check_upload(config: AdoraGRPOConfig) -> None:

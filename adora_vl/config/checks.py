@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +13,13 @@ from trl import ModelConfig
 
 from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.batch_plan import REGROUPABLE, BatchPlan, batch_plan, regroup_obstacle, regroups
+from adora_vl.config.early_check import config_file
 from adora_vl.config.experimental import check_noise, check_replay, check_visual, replay_needs, visual_needs
+from adora_vl.config.keys import AdoraScriptArguments
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import check_finite
+from adora_vl.data.prompts import asks_for_answer_tags
+from adora_vl.rewards.choose import ChosenRewards, check_sums, choose_rewards
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -316,6 +321,22 @@ def refuse_turns(given: Mapping[str, Any]) -> None:
             f"{key}: rollouts of several turns are not supported, because seeds and images are given to the first one "
             f"alone; leave {key} out, or use trl.GRPOTrainer"
         )
+
+
+def rewards_of(arguments: Sequence[str], script: AdoraScriptArguments, config: AdoraGRPOConfig) -> ChosenRewards:
+    """The reward functions of a run. Their files are looked for beside the config, then in the working directory.
+
+    Raises `UserError`, also where no rollout could be correct, or none wrong.
+    """
+    file = config_file(arguments)
+    folders = [*([file.parent] if file else []), Path.cwd()]
+    rewards = choose_rewards(
+        script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding,
+        answer_tags=asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt), folders=folders,
+        output_dir=Path(config.output_dir),
+    )  # fmt: skip
+    check_sums(rewards.entries, config.reward_weights, config.adora_correct_above)
+    return rewards
 
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:

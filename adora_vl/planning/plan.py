@@ -12,9 +12,10 @@ from typing import Any
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.builtin.assets import data_folders, resolve_model
+from adora_vl.checkpoint.writer import refuse_own_files
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import BatchPlan, check_rows, regroup_obstacle
-from adora_vl.config.checks import check_machines, check_run
+from adora_vl.config.checks import check_machines, check_run, rewards_of
 from adora_vl.config.command_line import parse
 from adora_vl.config.schema import NoGPUError
 from adora_vl.data.loading import require_rows
@@ -41,7 +42,7 @@ from adora_vl.planning.options import DryRunOptions
 from adora_vl.planning.sharding import Sharding, from_environment, from_file, spread_over
 from adora_vl.rollout.engine_settings import engine_dtype, refuse_on_cpu
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.files import GIB
+from adora_vl.utils.files import GIB, check_folder
 
 ASSUMED_CARD_GIB = 80.0
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -84,6 +85,9 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     check_machines(config, sharding.processes, sharding.machines)
     if not model.model_name_or_path:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
+    rewards_of(arguments, script, config)
+    if not elsewhere:
+        _check_output_dir(Path(config.output_dir), config.overwrite_output_dir)
     name = resolve_model(model.model_name_or_path)
     model_config, note = config_for_planning(name, model.model_revision)
     notes = [*([note] if note else []), *check_family(model, config, model_config)]
@@ -118,6 +122,12 @@ def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     return Plan(
         script, config, model, batches, lengths, limits, setup, card, card_name, [*notes, *lengths.notes], limit, checks
     )
+
+
+def _check_output_dir(folder: Path, overwrite: bool) -> None:
+    """Raise `UserError` where the run could not write, or would write over what no run wrote."""
+    check_folder("output_dir", folder)
+    refuse_own_files(folder, overwrite)
 
 
 def _parse_for_any_machine(arguments: Sequence[str]) -> tuple[Any, bool]:

@@ -139,6 +139,30 @@ def test_wrong_input_is_refused_as_a_run_would(capsys):
     assert "--card_gib/--card-gib: '-4' is not a number from 0.1 to" in capsys.readouterr().err
 
 
+def test_rewards_and_an_output_dir_that_a_run_refuses_are_refused(data, tmp_path, capsys):
+    """Before them all that was said of such a config was that it fits."""
+    recipe = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data), "--dry-run"]
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("/nowhere")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    (tmp_path / "broken.py").write_text("1 / 0")
+    free = ["--output_dir", str(tmp_path / "free")]
+    for words, line in [
+        ([*free, "--reward_weights", "0"], "reward_weights: [0.0] makes every reward 0"),
+        ([*free, "--adora_correct_above", "7"], "adora_correct_above: 7 makes no rollout correct"),
+        ([*free, "--adora_reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
+        ([*free, "--adora_reward", f"{tmp_path}/broken.py:f"], "cannot be loaded: line 1: ZeroDivisionError"),
+        (["--output_dir", str(tmp_path / "file")], "is a file, and a folder is needed"),
+        (["--output_dir", str(tmp_path / "link" / "runs")], "is a link to '/nowhere', which is not there"),
+        (["--output_dir", str(tmp_path / "mine")], "holds 'config.json', which no run is known to have written"),
+    ]:
+        assert main([*recipe, *words]) == 2, line
+        (said,) = capsys.readouterr().err.splitlines()
+        assert line in said
+    assert main([*recipe, *free]) == 0 and not (tmp_path / "free").exists()
+
+
 def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data):
     model = shutil.copytree(PRETRAINED, tmp_path / "model")
     (model / "processor_config.json").write_text("{")
