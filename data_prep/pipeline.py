@@ -22,6 +22,8 @@ from tqdm import tqdm
 
 from adora_vl.data.dataset import Manifest, Row, read_manifest, require, schema, write_manifest, write_split
 from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
+from adora_vl.rewards.canonical import read
+from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError
 from data_prep.duplicates import Answered, SameQuestions, leave_out
 from data_prep.leakage import Fingerprint, LeakIndex, fingerprint
@@ -62,8 +64,21 @@ def clean_one(read: Callable[[], RawProblem], limits: PixelLimits) -> Cleaned | 
     print_ = fingerprint(row["problem"], row["answer"], row["images"], row["choices"])
     pairs = zip(raw.images, row["images"], strict=True)
     images = [{"bytes": stored_bytes(encoded, image), "path": None} for encoded, image in pairs]
-    notes = {**raw.notes, "percent": row["id"]} if _unasked_percentage(row) else raw.notes
-    return Cleaned({**row, "images": images}, print_, raw.originals, raw.origin, notes)
+    return Cleaned({**row, "images": images}, print_, raw.originals, raw.origin, {**raw.notes, **_notes_on(row)})
+
+
+def _notes_on(row: Row) -> dict[str, str]:
+    """What is to be said of a row's reference answer, which can be met, but not by everything that is meant."""
+    notes = {"percent": row["id"]} if _unasked_percentage(row) else {}
+    if row["choices"] is None and _has_words_beside_a_number(row["answer"]):
+        notes["words"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
+    return notes
+
+
+def _has_words_beside_a_number(answer: str) -> bool:
+    """Whether an answer such as `3 hours` or `#### 5` is a text, which is right for the same text alone."""
+    beside = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)
+    return beside is not None and read(answer).kind in ("text", "unreadable")
 
 
 def _unasked_percentage(row: Row) -> bool:

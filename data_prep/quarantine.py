@@ -115,6 +115,10 @@ NOTES = {
         "have a percentage as the answer, such as {example}, which the problem does not ask for: 50 is wrong for 50%, "
         'so say "in percent" in the problem, or give the number alone'
     ),
+    "words": (
+        "have words beside a number as the answer, such as {example}: the number alone is wrong for them, so give the "
+        "number, and say in the problem what it counts"
+    ),
     "instruction": "end with an instruction on how to answer, such as {example}; ",
 }
 _KEPT = "it was kept, beside the training's own system prompt: --drop-instruction takes it off"

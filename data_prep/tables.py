@@ -286,7 +286,9 @@ def check_columns(path: Path, columns: Columns) -> None:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, UnicodeDecodeError, csv.Error, pa.ArrowException) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"input: {str(path)!r} is not UTF-8 text; save it as UTF-8") from error
+    except (OSError, csv.Error, pa.ArrowException) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
         raise UserError(f"input: {str(path)!r} cannot be read ({reason:.200}); mend it, or save it again") from error
 
@@ -351,10 +353,15 @@ def _line(cells: Sequence[str]) -> bytes:
 def _json(path: Path) -> Records:
     """A list of objects, or one object per line, whatever the file is called."""
     with path.open("rb") as file:
-        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if start == b"[" and path.suffix.lower() == ".json":
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start[:1] == b"[" and path.suffix.lower() == ".json":
         yield from _json_list(path)
         return
+    if path.suffix.lower() == ".json" and start.partition(b"\n")[0].strip() == b"{":
+        raise UserError(
+            f"input: {str(path)!r} is one object of several lines; write its rows as a list, [{{...}}, {{...}}], or "
+            "one object a line"
+        )
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line

@@ -300,6 +300,21 @@ def test_a_file_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[st
                 assert len(error) < 2000
 
 
+def test_a_file_of_another_form_says_which_form_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, content, said in [
+        ("utf16.csv", "q,a\nFind x.,5\n".encode("utf-16"), "is not UTF-8 text; save it as UTF-8"),
+        ("latin.csv", "q,a\nGröße?,5\n".encode("latin-1"), "is not UTF-8 text; save it as UTF-8"),
+        (
+            "object.json",
+            json.dumps({"data": [{"q": "?", "a": "5"}]}, indent=1).encode(),
+            "write its rows as a list, [{",
+        ),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        code = convert(tmp_path / name, tmp_path / "out", columns=("problem=q", "answer=a"))
+        assert said in refused(code, tmp_path / "out", capsys), name
+
+
 def test_a_column_that_is_not_there_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str], case: Case) -> None:
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case(form) as folder:

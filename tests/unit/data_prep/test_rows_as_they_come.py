@@ -309,6 +309,24 @@ def test_a_percentage_that_nobody_asked_for_is_counted(case: Case, capsys: pytes
             assert ("50 is wrong for 50%" in capsys.readouterr().out) == bool(counted)
 
 
+def test_a_number_with_words_beside_it_is_counted(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a text, so that the number alone would be wrong at every step of a training."""
+    for answer, counted in [
+        ("3 hours", 1), ("#### 5", 1), ("The answer is 5", 1), ("10 km/h", 1), ("5 cm", 0), ("x = 5", 0), ("3x + 1", 0),
+        ("12:30", 0), ("rhombus", 0), ("AD and BE", 0), (r"\angle 2 and \angle 6", 0),
+    ]:  # fmt: skip
+        with case(answer) as folder:
+            source = jsonl(folder / "in", [{"q": "How long?", "a": answer, "i": "pics/0.png"}])
+            assert convert(source, folder / "out", columns=COLUMNS[:3]) == 0
+            assert noted(folder / "out").get("words", 0) == counted
+            said = f"such as mine/train/0 ({answer!r}): the number alone is wrong for them"
+            assert (said in capsys.readouterr().out) == bool(counted)
+    with case("choices") as folder:
+        row = {"q": "How long?", "a": "A", "i": "pics/0.png", "c": ["3 hours", "4 hours"]}
+        assert convert(jsonl(folder / "in", [row]), folder / "out", columns=COLUMNS) == 0
+        assert "words" not in noted(folder / "out"), "its letter is an answer"
+
+
 def test_a_column_inside_another_is_named_with_a_dot(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"m": [{"from": "human", "value": f"What is {n}?"}, {"from": "gpt", "value": "?"}], "r": {"g": {"t": n}}}
