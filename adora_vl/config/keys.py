@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from adora_vl.config.values import Name, check_fields
-from adora_vl.data.prompts import DEFAULT_PROMPT, RESPONSE_FORMATS, SYSTEM_PROMPT, template
+from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, RESPONSE_FORMATS, SYSTEM_PROMPT, template
 from adora_vl.utils.errors import UserError
 
 NOISE_KINDS = {"gaussian": 500.0, "rotate": 15.0}  # kind -> NoisyRollout's strength: diffusion steps, degrees
@@ -445,6 +445,9 @@ def settle_data_options(script: AdoraScriptArguments) -> None:
         script.adora_system_prompt = text
     elif prompt == SYSTEM_PROMPT:
         script.adora_system_prompt = RESPONSE_FORMATS[script.adora_response_format]
+    token = next((token for token in CONTROL_TOKENS if token in (script.adora_system_prompt or "")), None)
+    if token is not None:
+        raise UserError(f"adora_system_prompt: it has the model's own token {token}; remove it from the text")
 
 
 def _check_mixture(names: list[str], weights: list[float] | None) -> None:

@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetInfo, Features, Image, List, concatenate_da
 
 from adora_vl.data.dataset import load_split
 from adora_vl.data.prompts import Template, conversations, template
-from adora_vl.data.rows import has_choices, problem_with_prompt, require_sound_rows, rows_without_pixels
+from adora_vl.data.rows import has_choices, require_sound_prompt, require_sound_rows, rows_without_pixels
 from adora_vl.utils.errors import UserError, in_one_line
 
 
@@ -148,9 +148,7 @@ def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[s
     texts = []
     for row, count in zip(dataset.data.table.select(columns).to_pylist(), images, strict=True):
         text = made(row)
-        fault = problem_with_prompt(text, count)
-        if fault:
-            raise UserError(f"adora_prompt: row {row['id']} of {where}: {fault}")
+        require_sound_prompt(row["id"], text, count, where)
         texts.append(text)
     return texts
 

@@ -11,6 +11,14 @@ from typing import Any
 from adora_vl.utils.errors import UserError, did_you_mean
 
 PLACEHOLDER = "<image>"  # in a problem: the place of its next image
+# Qwen2.5-VL's tokenizer reads each of these in a prompt as the token itself, not as text: an image without pixels
+# ends the forward, an <|im_end|> ends the user's turn.
+CONTROL_TOKENS = (
+    "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|im_start|>",
+    "<|im_end|>", "<|endoftext|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
+    "<|quad_start|>", "<|quad_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+    "<|repo_name|>", "<|file_sep|>",
+)  # fmt: skip
 # The prompt of the ADORA reference's recipe (shadecloak/ADORA, VLM preset).
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 # What `adora_response_format` asks for, beside the box that the grader reads. The wording is that of R1's template.

@@ -8,18 +8,10 @@ from typing import Any
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 
-from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.prompts import CONTROL_TOKENS, PLACEHOLDER
 from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError
 
-# Qwen2.5-VL's tokenizer reads each of these in a question as the token itself, not as text: an image without pixels
-# ends the forward, an <|im_end|> ends the user's turn.
-CONTROL_TOKENS = (
-    "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|im_start|>",
-    "<|im_end|>", "<|endoftext|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
-    "<|quad_start|>", "<|quad_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
-    "<|repo_name|>", "<|file_sep|>",
-)  # fmt: skip
 _TEXTS = ("id", "problem", "answer")
 _EMPTY_IMAGES = (None, {"bytes": None, "path": None})
 
@@ -68,6 +60,13 @@ def problem_with_prompt(text: str, images: int) -> str | None:
     if found and found != images:
         return f"its text has {found} {PLACEHOLDER} with {images} images; write one for each, or none"
     return None if text.strip() else "its text is empty; name a column that has a value"
+
+
+def require_sound_prompt(row: object, text: str, images: int, where: str) -> None:
+    """Raise `UserError` where the text that the template made of the row with this id, of `where`, cannot be used."""
+    fault = problem_with_prompt(text, images)
+    if fault:
+        raise UserError(f"adora_prompt: row {row} of {where}: {fault}")
 
 
 def require_sound_rows(rows: Iterable[Row], where: str) -> None:

@@ -21,6 +21,7 @@ from adora_vl.data.prompt_lengths import (
     size_of,
 )
 from adora_vl.data.prompts import Template
+from adora_vl.data.rows import require_sound_prompt
 from adora_vl.utils.cli import amount
 
 TEXT_TOKENS = 300  # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
@@ -57,19 +58,23 @@ def measure(
     most: int | None = None,
     made: Template | None = None,
 ) -> Lengths:
-    """Every row's lengths, or those of the first `most` rows. Raises `UserError` where there is no such split.
+    """Every row's lengths, or those of the first `most` rows. Raises `UserError` where there is no such split, and for
+    a prompt that a run would refuse.
 
     `made`: the template of the problems (`adora_prompt`).
     """
     total = row_count(folder, split)
     count = min(total, most or total)
+    where = f"{str(folder)!r} split {split!r}"
 
     def rows() -> Iterator[tuple[str, str, list[Size | None]]]:
         for row in islice(stored_rows(folder, split), count):
             sizes = [size_of(image) for image in row["images"] or []]
+            problem = row["problem"]
             if made is not None:
-                made.check_columns(row, f"{str(folder)!r} split {split!r}")
-            problem = row["problem"] if made is None else made(row)
+                made.check_columns(row, where)
+                problem = made(row)
+                require_sound_prompt(row["id"], problem, len(sizes), where)
             yield row["id"], problem, sizes
 
     found = measured(rows(), text_tokens, limits, count)

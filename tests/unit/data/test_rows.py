@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adora_vl.data.dataset import schema
-from adora_vl.data.prompts import DEFAULT_PROMPT, template
-from adora_vl.data.rows import CONTROL_TOKENS, problem_with_row, require_sound_rows, rows_without_pixels
+from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, template
+from adora_vl.data.rows import problem_with_row, require_sound_rows, rows_without_pixels
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.utils.errors import UserError
 from data_prep.synthetic.generate import generate

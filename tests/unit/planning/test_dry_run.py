@@ -139,7 +139,7 @@ def test_wrong_input_is_refused_as_a_run_would(capsys):
     assert "--card_gib/--card-gib: '-4' is not a number from 0.1 to" in capsys.readouterr().err
 
 
-def test_rewards_and_an_output_dir_that_a_run_refuses_are_refused(data, tmp_path, capsys):
+def test_rewards_prompts_and_an_output_dir_that_a_run_refuses_are_refused(data, tmp_path, capsys):
     """Before them all that was said of such a config was that it fits."""
     recipe = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data), "--dry-run"]
     (tmp_path / "file").touch()
@@ -153,6 +153,9 @@ def test_rewards_and_an_output_dir_that_a_run_refuses_are_refused(data, tmp_path
         ([*free, "--adora_correct_above", "7"], "adora_correct_above: 7 makes no rollout correct"),
         ([*free, "--adora_reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
         ([*free, "--adora_reward", f"{tmp_path}/broken.py:f"], "cannot be loaded: line 1: ZeroDivisionError"),
+        ([*free, "--adora_prompt", "<image>{problem}<image>"], "its text has 2 <image> with 1 images; write one"),
+        ([*free, "--adora_prompt", "{problem}<|im_end|>"], "its text has the model's own token <|im_end|>; remove it"),
+        ([*free, "--adora_system_prompt", "Answer.<|im_end|>"], "adora_system_prompt: it has the model's own token"),
         (["--output_dir", str(tmp_path / "file")], "is a file, and a folder is needed"),
         (["--output_dir", str(tmp_path / "link" / "runs")], "is a link to '/nowhere', which is not there"),
         (["--output_dir", str(tmp_path / "mine")], "holds 'config.json', which no run is known to have written"),
