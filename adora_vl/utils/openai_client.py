@@ -22,9 +22,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +138,13 @@ class ChatClient:
         return answer
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """`function` of each item, in order, as many at once as there are workers."""
-        with ThreadPoolExecutor(self.endpoint.workers, thread_name_prefix="endpoint") as threads:
-            return list(threads.map(function, items))
+        """`function` of each item, in order, as many at once as there are workers.
+
+        Its threads are daemons, so that after Ctrl-C nobody waits for the calls under way: with their further attempts
+        they may take many minutes.
+        """
+        with ThreadPool(self.endpoint.workers, _call_it_endpoint) as threads:
+            return threads.map(function, items, chunksize=1)
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
         wait = self.endpoint.wait_s
@@ -289,6 +293,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 _OPENER = urllib.request.build_opener(_NoRedirects, _TimedHandler, _TimedSecureHandler)
+
+
+def _call_it_endpoint() -> None:
+    threading.current_thread().name = "endpoint"
 
 
 def _count(value: Any) -> int:

@@ -7,7 +7,10 @@ import io
 import json
 import math
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +34,7 @@ from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
 from tests.support.endpoint_server import Answer, Reply, Server, completion
 
+ROOT = Path(__file__).parents[3]
 Serve = Callable[[Answer], Server]
 KEY = "sk-a-secret-of-somebody"
 
@@ -248,6 +252,21 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     assert [row["finish_reason"] for row in rows] == ["prompt_too_long", *["stop"] * 5]
     assert infer(data, tmp_path / "b", serve(lambda body, call: (400, wide)).url) == 2
     assert "gave none of 6 answers: HTTP 400: " in capsys.readouterr().err
+
+
+def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
+    data: Path, tmp_path: Path, serve: Serve
+) -> None:
+    """Each call may take its time-out four times, and `--timeout` is 600 s by default."""
+    asked = threading.Event()
+    server = serve(lambda body, call: asked.set())
+    options = ["--data", data, "--output", tmp_path / "a", "--engine", "openai", "--base-url", server.url]
+    command = [sys.executable, "-m", "eval.geometry3k", "infer", *map(str, options), "--model", "m"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=40)
+    assert process.returncode == 130 and said.splitlines()[-1].startswith("interrupted; what was answered is kept")
 
 
 def test_a_server_that_gives_nothing_ends_the_run_at_once(
