@@ -58,6 +58,15 @@ def _asks_for(row: dict[str, Any]) -> str:
 RuleSet = Literal["official", "published_2023", "vlmevalkit", "vlmevalkit_1680"]
 RULE_SETS: tuple[RuleSet, ...] = ("official", "published_2023", "vlmevalkit", "vlmevalkit_1680")
 _OF_VLMEVALKIT = ("vlmevalkit", "vlmevalkit_1680")  # before and after its pull request 1680
+# What VLMEvalKit takes for no answer at all.
+_REFUSED = (
+    "Failed to obtain answer via API",
+    "Sorry, I can't help with images of people yet.",
+    "I can't process this file.",
+    "I'm sorry, but without the image provided",
+    "Cannot determine the answer",
+)
+_STATED_LETTER = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
 _LETTER_IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
 _NOT_A_NUMBER = (ValueError, TypeError, OverflowError)  # what `int` and `float` raise
 
@@ -71,14 +80,11 @@ class Hit(NamedTuple):
 
 def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
     """Normalise the extraction of a row and compare it with the reference answer, by one of the rule sets."""
-    if row["question_type"] == "multi_choice":
-        index = chosen(extraction, row["choices"])
-        text = row["choices"][index]
-        if rules in _OF_VLMEVALKIT:  # compares letters, so only the first of two equal choices is right
-            return Hit(text == row["answer"] and row["choices"].index(text) == index, text)
-        return Hit(text == row["answer"], text)
     if rules in _OF_VLMEVALKIT:
         return _vlmevalkit(row, extraction, lists=rules == "vlmevalkit_1680")
+    if row["question_type"] == "multi_choice":
+        text = row["choices"][chosen(extraction, row["choices"])]
+        return Hit(text == row["answer"], text)
     prediction = _normalised(row, extraction, strict_int=rules == "published_2023")
     return Hit(prediction == row["answer"], prediction)
 
@@ -93,6 +99,31 @@ def chosen(extraction: object, choices: Sequence[str]) -> int:
         return ord(text) - ord("A")
     distances = [edit_distance(text, choice) for choice in choices]
     return distances.index(min(distances))
+
+
+def inferred(extraction: object, choices: Sequence[str]) -> int | None:
+    """The position of the choice that VLMEvalKit reads out of an extraction (vlmeval/utils/matching_util.py), or None.
+
+    It is that of the one letter among the words, if it is one of the last four; else of a letter behind `answer is`,
+    else the one whose text stands in the extraction. It never is the nearest one.
+    """
+    text = str(extraction)
+    if any(phrase in text for phrase in _REFUSED):
+        return None
+    words = re.sub(r"[.()\[\],:;!*#{}]", " ", text).split()
+    letters = [chr(ord("A") + index) for index in range(len(choices))]
+    named = [letter for letter in letters if letter in words]
+    if len(named) == 1 and words.index(named[0]) > len(words) - 5:
+        return letters.index(named[0])
+    if not named and "Z" in words:  # its word for none of them
+        return None
+    stated = _STATED_LETTER.search(text)
+    if stated and stated[1].upper() in letters:
+        return letters.index(stated[1].upper())
+    if len(text) > 2 * sum(map(len, choices)):
+        return None
+    held = [index for index, choice in enumerate(choices) if choice.lower() in text.lower()]
+    return held[0] if len(held) == 1 else None
 
 
 def edit_distance(one: str, other: str) -> int:
@@ -120,6 +151,11 @@ def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> st
 
 def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
     """`lists`: a list is right if it is the same text; before it never was, whatever the extraction (pull 1680)."""
+    if row["question_type"] == "multi_choice":  # compares letters, so only the first of two equal choices is right
+        choices = row["choices"]
+        index = inferred(extraction, choices)
+        text = None if index is None else choices[index]
+        return Hit(text == row["answer"] and choices.index(text) == index, text)
     convert = {"integer": int, "float": float}.get(row["answer_type"])
     if convert is None:
         text = None if extraction is None or not lists else str(extraction)

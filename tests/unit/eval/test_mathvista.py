@@ -143,10 +143,17 @@ def test_the_rule_sets_differ_where_they_should(subtests: pytest.Subtests) -> No
         (choice("18", "9", "18", "18"), "C", True, True, False),  # of two equal choices, the second
         (choice("18", "9", "18", "18"), "B", True, True, True),
         (choice("Yes", "Yes", "No"), "", False, False, False),  # the nearest of an empty extraction is the shorter
-        (choice("No", "Yes", "No"), "", True, True, True),
-        (choice("4", "B 9", "4"), "B) 4", False, False, False),  # not a letter to the rule, and nearest to `B 9`
+        (choice("No", "Yes", "No"), "", True, True, False),  # VLMEvalKit takes no nearest choice
+        (choice("60°", "30°", "45°", "60°"), "60", True, True, False),
+        (choice("60°", "30°", "45°", "60°"), "It is 60°.", True, True, True),
+        (choice("60°", "30°", "45°", "60°"), "30° or 60°", False, False, False),
+        (choice("6cm", "6cm", "7cm"), "the option A", True, True, True),
+        (choice("6cm", "6cm", "7cm"), "A line that is seven wide", True, True, False),  # the letter is an article
+        (choice("Yes", "Yes", "No"), "The answer is A. B is what one may think at first", True, True, True),
+        (choice("No", "Yes", "No"), "Cannot determine the answer", False, False, False),
+        (choice("4", "B 9", "4"), "B) 4", False, False, True),  # officially no letter, and nearest to `B 9`
         (choice("(b)", "(c)", "(b)", "(a)"), "(b)", True, True, True),
-        (choice("(c)", "(c)", "(b)", "(a)"), "(c)", False, False, False),  # read as the letter C
+        (choice("(c)", "(c)", "(b)", "(a)"), "(c)", False, False, True),  # officially read as the letter C
     ]
     for row, extraction, official, published, vlmevalkit in cases:
         with subtests.test(f"{row!r:.80} {extraction!r:.80} {official}"):
