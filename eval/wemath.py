@@ -32,7 +32,7 @@ Regarding the format, please answer following the template below, and be sure to
 <Thought process>: <<your thought process>> <Answer>: <<your option>>"""
 _OPTION = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
 _KEY = re.compile(r"([23])steps_(\d|multi)")
-_TEMPLATE = re.compile(r"<\s*(Answer|Thought process)\s*>|<<\s*([^<>]*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>")
+_TEMPLATE = re.compile(r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>")
 _STEPS = {"2": "two steps", "3": "three steps"}
 
 

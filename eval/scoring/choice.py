@@ -90,6 +90,14 @@ class _Reader:
         ]
         return bare[0] if len(bare) == 1 else None
 
+    def described(self, text: str) -> int | None:
+        """The choice with which a text begins whose first word `A` is an article, also the choice's own."""
+        if not text.startswith("A "):
+            return None
+        text = _key(text.split("\n")[0], keep_end=True)
+        found = [i for i, key in enumerate(self.keys) if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", text)]
+        return max(found, key=lambda index: len(self.keys[index]), default=None)
+
     def mentioned(self, text: str) -> list[int]:
         """The choices whose text stands in `text`, in their order. One within a longer one does not count."""
         text = _key(plain(text), keep_end=True)
@@ -160,9 +168,14 @@ def _box(reader: _Reader, text: str) -> int | None:
 
 
 def _stated_letter(reader: _Reader, text: str) -> int | None:
-    """The last letter that is stated as the answer, as in `the answer is (B)`."""
+    """The last letter that is stated as the answer, as in `the answer is (B)`. Of `the answer is A circle` the choice
+    `a circle` or `circle`.
+    """
     matches = [match for match in reader.stated.finditer(text) if not _dismissed(text, match)]
-    return reader.index(matches[-1]) if matches else None
+    if not matches:
+        return None
+    described = reader.described(text[matches[-1].end() - 1 :])
+    return reader.index(matches[-1]) if described is None else described
 
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:

@@ -92,6 +92,8 @@ def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path: P
     cases = {
         "<Thought process>: <<A is 3 < 5>> <Answer>: <<B>>": (True, True),
         "<Answer>: <B. ②>": (True, True),
+        "<Thought process>: <<AB is\nthe longer>> <Answer>: <<B. AB > CD>>": (True, True),
+        "<Thought process>: <<by eye <Answer>: <<B. <>>": (True, True),
         "Answer: B": (True, True),
         r"The side is 3, so \boxed{B}": (False, True),
         "B": (True, True),
