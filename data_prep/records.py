@@ -213,6 +213,8 @@ def read_record(record: Record | BadRecord, place: str, number: int, context: Co
     placed = place_images(problem, len(images))
     if isinstance(placed, str):
         wrong, _, remedy = placed.partition("; ")
+        if has_none and not columns.images:
+            remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
         raise refuse("placeholder", f"the problem {shown(problem)} {wrong}", f"{remedy}, in")
     if placed.parts:
         notes["parts"] = row_id

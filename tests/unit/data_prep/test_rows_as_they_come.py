@@ -87,6 +87,8 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(
     assert noted(tmp_path / "out") == {"parts": 1, "options": 1}
     said = capsys.readouterr().out
     assert "noted: 1 of the rows number more images" in said and line["detail"] in said
+    assert convert(source, tmp_path / "without", columns=("problem=q", "answer=a")) == 2
+    assert "name the column with the pictures, images=COLUMN" in capsys.readouterr().err
 
 
 def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
