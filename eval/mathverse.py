@@ -15,12 +15,13 @@ with imports():
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.rewards.grade import grade as graded_answer
     from adora_vl.utils.cli import amount
+    from adora_vl.utils.openai_client import EndpointError
     from eval.benchmark import Benchmark, Problem
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_rows, unaskable
     from eval.inference.predictions import Prediction, missing_fields
     from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.judge import Question, add_extraction_options, extractions
+    from eval.scoring.judge import Question, add_extraction_options, extractions, judge_of, reported, reports
     from eval.scoring.number import JUDGE_FAILED, Extraction, extract_number, plain
     from eval.scoring.score import CORRECT, FAILED, WRONG, Graded, OwnFigures, RowGrade, cell
 
@@ -111,11 +112,47 @@ def question_of(row: Prediction) -> Question:
 
 
 def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
-    """The rows, each with its `Extraction` under the key `read`."""
+    """The rows, each with its `Extraction` under the key `read`, and with a judge its word under the key `same`."""
     if options.extraction == "rules":
         return [{**row, "read": by_rules(row)} for row in rows]
-    found = extractions(rows, [question_of(row) for row in rows], options)
-    return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
+    judge = judge_of(options) if options.extraction == "judge" else None
+    found = extractions(rows, [question_of(row) for row in rows], options, judge)
+    read = [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
+    if judge is None:
+        return read
+    words = reports([_asks_whether_same(row) if _is_left_to_judge(row) else None for row in read], judge, _one_or_zero)
+    return [{**row, "same": word} for row, word in zip(read, words, strict=True)]
+
+
+def _is_left_to_judge(row: Prediction) -> bool:
+    """Whether there is an answer that our rules cannot decide on: no letter, and not the value of the reference."""
+    if not row["read"].text:
+        return False
+    if row["question_type"] == "free-form":
+        return not same_answer(str(row["read"].text), row["answer"])[0]
+    return reference_letter(row, choices_of(row)) is None
+
+
+_SAME = (
+    "You are given a question, its reference answer, and the answer of somebody else. Say whether the two answers mean "
+    "the same: 1 if they do, though written otherwise or in another unit, as 0.5 m and 50 cm; 0 if they differ or one "
+    "has less in it. Put 1 or 0 between <answer> and </answer>, and nothing else."
+)
+
+
+def _asks_whether_same(row: Prediction) -> list[dict[str, str]]:
+    """The conversation with the judge about an answer and its reference, as the official score has one."""
+    asked = row.get("question_for_eval") or row["question"] or ""
+    parts = {"question": asked, "reference": row["answer"], "other": row["read"].text}
+    lines = [f"<{name}>\n{value}\n</{name}>" for name, value in parts.items()]
+    return [{"role": "system", "content": _SAME}, {"role": "user", "content": "\n".join(lines)}]
+
+
+def _one_or_zero(reply: str) -> str:
+    word = reported(reply)
+    if word not in ("0", "1"):
+        raise EndpointError(f"the report is {word!r:.60}, neither 1 nor 0")
+    return word
 
 
 def by_rules(row: Prediction) -> Extraction:
@@ -142,11 +179,15 @@ def _words(response: str) -> list[str]:
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row. An extraction that the judge could not make is a failure."""
+    """The verdict on a row. What a judge was asked and could not say is a failure."""
     extraction, groups = row["read"], _groups(row)
     answer = "" if extraction.text is None else str(extraction.text)
-    if extraction.how == JUDGE_FAILED:
-        return RowGrade(FAILED, None, extraction.how, groups, extraction)
+    same: Extraction | None = row.get("same")
+    failed = next((each for each in (extraction, same) if each is not None and each.how == JUDGE_FAILED), None)
+    if failed is not None:
+        return RowGrade(FAILED, None, JUDGE_FAILED, groups, failed)
+    if same is not None:
+        return RowGrade(CORRECT if same.text == "1" else WRONG, answer, "judge", groups, extraction)
     if row["question_type"] == "free-form":
         right, reason = same_answer(answer, row["answer"])
         return RowGrade(CORRECT if right else WRONG, answer, reason, groups, extraction)
@@ -170,11 +211,12 @@ def _groups(row: Prediction) -> dict[str, list[str]]:
 
 
 _OURS = "ours, in place of the official judge"
+_JUDGED = "ours, and a judge where they do not find a free answer right"
 
 
 def _rules(options: Namespace) -> dict[str, Any]:
     judge = options.judge_model if options.extraction == "judge" else None
-    return {"rules": _OURS, "extraction": options.extraction, "judge": judge}
+    return {"rules": _JUDGED if judge else _OURS, "extraction": options.extraction, "judge": judge}
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
@@ -183,6 +225,8 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     several = sum(item.reason == "gold_several_letters" for item in graded)
     warnings = [f"{amount(several, 'reference answer')} with several letters, which no answer meets"] if several else []
     lines = ["note: not the official score, which asks a judge whether an answer is right"]
+    if options.extraction == "judge":
+        lines = [f"note: {options.judge_model} was the judge; the official score's own may say otherwise"]
     return OwnFigures({"overall": {"five_versions": cell(five) if five else None}}, lines=lines, warnings=warnings)
 
 

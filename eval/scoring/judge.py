@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from adora_vl.rewards.completion import last_boxed
 from adora_vl.utils.cli import amount, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import written_to
-from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
 from eval.inference.predictions import NOT_ASKED, Prediction
 from eval.scoring.choice import extract_choice
 from eval.scoring.number import JUDGE_FAILED, MAX_CHARS, Extraction, extract_list, extract_number
@@ -37,10 +37,16 @@ class Question(NamedTuple):
     response: str
 
 
-def extractions(rows: Sequence[Prediction], questions: Sequence[Question], options: Namespace) -> list[Extraction]:
-    """One extraction per row, made in the way that `--extraction` names. Raises `UserError`."""
+def extractions(
+    rows: Sequence[Prediction], questions: Sequence[Question], options: Namespace, judge: ChatClient | None = None
+) -> list[Extraction]:
+    """One extraction per row, made in the way that `--extraction` names. `judge`: None: the one that `options` name.
+
+    Raises `UserError`.
+    """
     if options.extraction == "judge":
-        return judged([_unless_failed(row, one) for row, one in zip(rows, questions, strict=True)], judge_of(options))
+        asked = [_unless_failed(row, one) for row, one in zip(rows, questions, strict=True)]
+        return judged(asked, judge or judge_of(options))
     if options.extraction == "rules":
         return [by_rules(one) for one in questions]
     lacking = [row["pid"] for row in rows if "extraction" not in row]
@@ -155,34 +161,45 @@ def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extr
 
     None stands for a problem that was never asked.
     """
-    with tqdm(total=len(questions), unit="row", desc="judge", disable=None) as bar:
+    quick = [Extraction(None, "not_asked") if each is None else quick_extract(each) for each in questions]
+    asked = [
+        None if each is None or found is not None else messages_for(each)
+        for each, found in zip(questions, quick, strict=True)
+    ]
+    made = [found or report for found, report in zip(quick, reports(asked, judge), strict=True)]
+    return [each for each in made if each is not None]
 
-        def one(each: Question | None) -> Extraction:
-            found = Extraction(None, "not_asked") if each is None else _extraction(each, judge)
+
+def reports(
+    asked: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str] | None = None
+) -> list[Extraction | None]:
+    """What the judge reports on each of the conversations, in order, from the cache if it was asked before; None where
+    there is nothing to ask. `read`: what is made of its reply; None: `reported`.
+    """
+    with tqdm(total=len(asked), unit="row", desc="judge", disable=None) as bar:
+
+        def one(messages: Messages | None) -> Extraction | None:
+            found = None if messages is None else _report(messages, judge, read or reported)
             bar.update()
             return found
 
-        found: list[Extraction] = judge.each(one, questions)
-    failures = [extraction.text for extraction in found if extraction.how == JUDGE_FAILED]
+        found: list[Extraction | None] = judge.each(one, asked)
+    failures = [each.text for each in found if each is not None and each.how == JUDGE_FAILED]
     if failures:
         print(
             f"warning: the judge failed on {amount(len(failures), 'row')}, the first time: {failures[0]}",
             file=sys.stderr,
         )
-    return [Extraction(None, JUDGE_FAILED) if each.how == JUDGE_FAILED else each for each in found]
+    failed = Extraction(None, JUDGE_FAILED)
+    return [failed if each is not None and each.how == JUDGE_FAILED else each for each in found]
 
 
-def _extraction(question: Question, judge: ChatClient) -> Extraction:
-    """The judge's extraction, from the cache if it was asked before."""
-    quick = quick_extract(question)
-    if quick is not None:
-        return quick
-    messages = messages_for(question)
+def _report(messages: Messages, judge: ChatClient, read: Callable[[str], str]) -> Extraction:
     known = judge.cached(messages)
     if known is not None:
         return Extraction(known, "judge_cached")
     try:
-        return Extraction(judge.ask(messages, reported, temperature=0, max_tokens=256), "judge")
+        return Extraction(judge.ask(messages, read, temperature=0, max_tokens=256), "judge")
     except EndpointError as error:
         return Extraction(str(error), JUDGE_FAILED)
 

@@ -127,6 +127,40 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path: Path, serve: Calla
     assert scored(tmp_path, rows)["correct"] < 3
 
 
+def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(
+    tmp_path: Path, serve: Callable[[Answer], Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def judges(body: dict[str, Any], _: int) -> Reply:
+        content = body["messages"][1]["content"]
+        if "<reply>" in content:
+            return completion(f"<answer>{content.split('<reply>')[1].split('</reply>')[0].strip()}</answer>")
+        asked.append(content)
+        return completion(
+            "<answer>maybe</answer>" if "a guess" in content else f"<answer>{int('50 cm' in content)}</answer>"
+        )
+
+    server = serve(judges)
+    rows = [
+        row(1, "50 cm", "0.5 m"),
+        row(2, "60 cm", "0.5 m"),
+        row(3, "0.5 m", "0.5 m"),  # by our rules, so not asked
+        row(4, "B", "D"),  # options are compared by their letters
+        row(5, "a guess", "0.5 m"),
+        row(6, "NONE", "0.5 m"),
+    ]
+    words = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
+    result = scored(tmp_path, rows, *words, "--judge-attempts", "2", "--judge-wait", "0.001")
+    verdicts = [item["verdict"] for item in result["items"]]
+    assert verdicts == ["correct", "wrong", "correct", "wrong", "failed", "wrong"]
+    assert len(asked) == 4 and all("<reference>\n0.5 m\n</reference>" in each for each in asked)
+    assert result["extraction_failed"] == 1 and "judge" in result["rules"]["rules"]
+    said = capsys.readouterr()
+    assert "note: j was the judge" in said.out and "the judge failed on 1 row" in said.err
+    assert scored(tmp_path, rows)["correct"] == 1
+
+
 def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path: Path) -> None:
     rows = mathverse_rows(5) + mathverse_rows(2, versions=[TEXT_ONLY])
     folder = write_mathverse(tmp_path / "d", rows)
