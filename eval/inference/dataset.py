@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from eval.inference.predictions import RowErrors, missing_fields, row_fault
 from eval.inference.provenance import digest
 
 Row = dict[str, Any]
+_ENDINGS = (".parquet", ".jsonl", ".json")
+_OF_A_SPLIT = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
+_NAMED = 5  # files in a message
 _LONGEST_PATH = 300  # characters; a longer text is Base64
 Images = Callable[[], list[Image.Image]]
 Sizes = Callable[[], list[tuple[int, int]]]  # width and height of each, from the header
@@ -71,9 +75,10 @@ def load_rows(
     """The rows of a split. `image_columns`: the columns that may hold the image; the first one that is not null counts.
     `config`: the part of a dataset on the hub that has several.
 
-    `data` is a hub id, a file, or a folder with Parquet files named after the split (or any), or `{split}.json`,
-    `.jsonl`, whose rows name image files within the folder. Raises `UserError` with a line for each row that lacks one
-    of `needed` or in which `check` finds something wrong: before an answer is paid for, not when it is scored.
+    `data` is a hub id, a file, or a folder with Parquet files named after the split (or one named after no split), or
+    `{split}.json`, `.jsonl`, whose rows name image files within the folder. Raises `UserError` with a line for each row
+    that lacks one of `needed` or in which `check` finds something wrong: before an answer is paid for, not when it is
+    scored.
     """
     path = Path(data)
     if path.exists():
@@ -157,10 +162,12 @@ def _files(folder: Path, split: str) -> list[Path]:
             found = sorted(place.glob(pattern))
             if found:
                 return found
-    everything = [path for place in places for path in sorted(place.glob("*.parquet"))]
-    if len(everything) == 1:  # MMStar's single file is named after the benchmark
-        return everything
-    names = ", ".join(path.name for path in everything) or "no Parquet or JSON file"
+    everything = [path for place in places for path in sorted(place.iterdir()) if path.suffix in _ENDINGS]
+    tables = [path for path in everything if path.suffix == ".parquet"]
+    if len(tables) == 1 and not _OF_A_SPLIT.match(tables[0].name):  # MMStar's is named after the benchmark
+        return tables
+    more = f" and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
+    names = ", ".join(path.name for path in everything[:_NAMED]) + more or "no Parquet or JSON file"
     raise UserError(f"data: {str(folder)!r} has nothing for the split {split!r}; it has {names}; see --split")
 
 

@@ -167,6 +167,19 @@ def test_a_question_may_stand_in_its_picture(tmp_path: Path) -> None:
         mmstar.load(options(folder, "val", no_image=True))
 
 
+def test_a_split_is_not_taken_from_the_file_of_another(tmp_path: Path) -> None:
+    folder = write_mathvista(tmp_path, mathvista_rows())
+    (table,) = folder.rglob("*.parquet")
+    table.rename(folder / "mathvista.parquet")
+    assert mathvista.load(options(folder, "testmini"))[0], "it is of no split by its name"
+    (folder / "mathvista.parquet").rename(folder / "test-00000-of-00001.parquet")
+    (folder / "notes.json").write_text("[]")
+    with pytest.raises(
+        UserError, match=r"has nothing for the split 'testmini'; it has notes.json, test-00000-of-00001"
+    ):
+        mathvista.load(options(folder, "testmini"))
+
+
 def test_wrong_data_is_said_in_a_line(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [
         ("nothing", "'nothing' is neither a file or folder here nor a hub id"),
