@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from adora_vl.rewards import grade
 from adora_vl.rewards.completion import last_boxed
 from eval.scoring.number import MAX_CHARS, Extraction, concluding_number, plain, refuses, sentences
 
@@ -27,6 +28,8 @@ _WRONG = re.compile(
     r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also )?(?:incorrect|wrong|false|not)\b",
     re.IGNORECASE,
 )
+_LONGEST_VALUE = 100  # characters
+_WORD = re.compile(r"(?<![\\a-z])[a-z]{4}")
 _CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|conclusion|consequently|which means|因此|所以)\b", re.IGNORECASE)
 _NO = re.compile(r"\b(?:not?|n't|never|cannot|none|neither|nor|isn't|aren't|doesn't|don't)\b|n't\b", re.IGNORECASE)
 
@@ -70,7 +73,7 @@ class _Reader:
         return self.letters.index(letter.upper())
 
     def resolve(self, text: str) -> int | None:
-        """The choice that a short text (such as a box) means: by its text, by a letter, or mentioned within."""
+        """The choice that a short text (such as a box) means: by its text, by a letter, by its value, or mentioned."""
         key = _key(plain(text))
         if key and key in self.keys:
             return self.keys.index(key)
@@ -80,6 +83,12 @@ class _Reader:
         leading = self.leading.match(plain(text))
         if leading:
             return self.index(leading)
+        behind = re.search(rf"(?<!\w)[(（]([{self.letters}])[)）]\W*$", plain(text))
+        if behind:
+            return self.index(behind)
+        equal = self.equal(text)
+        if equal is not None:
+            return equal
         mentioned = self.mentioned(text)
         if mentioned:
             return mentioned[0] if len(set(mentioned)) == 1 else None
@@ -89,6 +98,23 @@ class _Reader:
             if _without_unit(key) and _without_unit(choice) == _without_unit(key)
         ]
         return bare[0] if len(bare) == 1 else None
+
+    def equal(self, text: str) -> int | None:
+        r"""The only choice with the value of a short text: `2\pi` is `2 \pi`, and `0.5` is `\frac{1}{2}` and `1:2`."""
+        if len(text) > _LONGEST_VALUE or not _has_value(text):
+            return None
+        held = rf"\boxed{{{text.replace(':', '/')}}}"
+        found = [
+            index
+            for index, choice in enumerate(self.choices)
+            if self.keys[index] and grade(held, choice.replace(":", "/")).verdict == "correct"
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def other_value(self, box: str) -> str:
+        """The value in a box where all choices are values and none is this one; else an empty text."""
+        valued = _has_value(box) and all(_has_value(key) and not _WORD.search(key) for key in self.keys)
+        return plain(box).strip() if valued and self.resolve(box) is None else ""
 
     def described(self, text: str) -> int | None:
         """The choice with which a text begins whose first word `A` is an article, also the choice's own."""
@@ -125,6 +151,10 @@ def _key(text: str, *, keep_end: bool = False) -> str:
     return text if keep_end else text.rstrip(" .。")
 
 
+def _has_value(text: str) -> bool:
+    return re.search(r"\d|\\pi|π", text) is not None
+
+
 def _without_unit(key: str) -> str:
     """A value's key without a unit behind it or a name before it; empty where it has no digit."""
     bare = re.sub(r"^[a-z∠ ]+= *", "", key)
@@ -143,10 +173,13 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
         return Extraction("", "empty")
     reader = _Reader(choices)
     text = plain(response).strip()
-    for how, rule in _RULES:
+    other = reader.other_value(last_boxed(response) or "")
+    for how, rule in _STATED_RULES if other else _RULES:
         found = rule(reader, response if how == "box" else text)
         if found is not None:
             return Extraction(reader.letters[found], how)
+    if other:
+        return Extraction(other, "nearest")
     if refuses(text):
         return Extraction("", "refusal")
     value = concluding_number(text) if all(re.match(r"-?[\d.]", key) for key in reader.keys) else None
@@ -191,7 +224,11 @@ def _stated_text(reader: _Reader, text: str) -> int | None:
     for sentence in reversed(sentences(text)):
         said = list(_SAYS_ANSWER.finditer(sentence))
         if said:
-            mentioned = reader.mentioned(sentence[said[-1].end() :])
+            rest = sentence[said[-1].end() :]
+            equal = reader.equal(rest.strip(" .:"))
+            if equal is not None:
+                return equal
+            mentioned = reader.mentioned(rest)
             if len(set(mentioned)) == 1:
                 return mentioned[0]
     return None
@@ -251,11 +288,15 @@ def _negated(reader: _Reader, text: str) -> int | None:
     return reader.keys.index("no" if _NO.search(part) else "yes")
 
 
-_RULES: tuple[tuple[str, Callable[[_Reader, str], int | None]], ...] = (
+_Rules = tuple[tuple[str, Callable[[_Reader, str], int | None]], ...]
+_STATED_RULES: _Rules = (
     ("exact", _exact),
     ("box", _box),
     ("stated_letter", _stated_letter),
     ("stated_text", _stated_text),
+)
+_RULES: _Rules = (
+    *_STATED_RULES,
     ("leading_letter", _leading_letter),
     ("letter_in_brackets", _bracketed),
     ("named_option", _named),
