@@ -50,9 +50,10 @@ _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THIN}\d{{3}})+(?!\d|{_T
 # What a careless escape makes of `\left(`: two backslashes. Of `\frac` it makes a form feed and `rac`.
 _ESCAPED = re.compile(r"\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))")
 _FORM_FEED = re.compile(r"\\?\x0crac(?=\s*\{)")
-_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~|\\(?:quad|qquad|thinspace|left|right|displaystyle)(?![A-Za-z])")
+# No other command begins with `\quad`, so in `\quadx` a space was lost.
+_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~|\\(?:q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))")
 _TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|tt)|mbox|emph|underline|boldsymbol|bm|bf)\s*"
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|sf|tt)|mbox|emph|underline|boldsymbol|bm|bf)\s*"
     r"\{((?:[^{}]|\{[^{}]*\})*)\}|\{\s*\\bf\s+([^{}]*)\}"
 )
 # `12^\circ^2` is left unread: taking the sign out would make a square of it.
@@ -95,7 +96,7 @@ _CURRENCY = re.compile(
     r"(?P<sign>-?)\\?[$€£¥](?P<cents>[0-9]+\.[0-9]{2})|(?P<before>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
     r"|(?P<named>-?[0-9]+(?:\.[0-9]+)?) ?(?:dollars?|euros?)"
 )
-_DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]")
+_INLINE, _DISPLAYED = re.compile(r"(?<!\\)\\[()]"), re.compile(r"(?<!\\)\\[\[\]]")
 _BOXED = re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 # Words that say no more than that an answer follows, or stood before. None of them denies, offers a choice or counts.
 _STOCK = (
@@ -103,10 +104,10 @@ _STOCK = (
     r"|have|has|obtain|conclude|see|know|gives?|yields?|must|be|the|our|my|your|final|correct|required|desired|answers?"
     r"|solutions?|values?|results?)\b[\s,:*]*)"
 )
-# A sentence of them around one formula between dollar signs, which may have its unit behind it. Every word can be read
-# in one way only, so a long text costs no more than its length.
+# A sentence of them around one formula between dollar signs, which may have its unit behind it, and runs over lines
+# between double ones only. Every word can be read in one way only, so a long text costs no more than its length.
 _SENTENCE = re.compile(
-    rf"\**{_STOCK}*(?P<formula>(\$\$?)(?P<inside>[^$]+)\2)"
+    rf"\**{_STOCK}*(?P<formula>\$\$[^$]+\$\$|\$[^$\n]+\$)"
     rf"(?P<unit>(?:(?!{_STOCK})[^\s$]++)?(?:\s++(?!{_STOCK})[^\s$]++)*+)\s*{_STOCK}*\.?"
 )
 
@@ -188,10 +189,10 @@ def _formula(text: str) -> str:
         raise UncanonicalError("too_long")
     if "\x0c" in text:
         text = _FORM_FEED.sub(r"\\frac", text)
-    text = _DELIMITER.sub("$", _ESCAPED.sub(r"\\", text)).strip(" \t\n\r")
+    text = _DISPLAYED.sub("$$", _INLINE.sub("$", _ESCAPED.sub(r"\\", text))).strip(" \t\n\r")
     sentence = _SENTENCE.fullmatch(text) if "$" in text else None
     if sentence:
-        text = sentence["formula"] + sentence["unit"] if sentence["unit"] else sentence["inside"].strip(" \t\n\r")
+        text = sentence["formula"] + sentence["unit"] if sentence["unit"] else sentence["formula"].strip("$ \t\n\r")
     box = _BOXED.fullmatch(text) if "boxed" in text else None
     return box[1] if box else text
 
