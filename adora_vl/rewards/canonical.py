@@ -51,7 +51,7 @@ _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THIN}\d{{3}})+(?!\d|{_T
 _ESCAPED = re.compile(r"\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))")
 _FORM_FEED = re.compile(r"\\?\x0crac(?=\s*\{)")
 # No other command begins with `\quad`, so in `\quadx` a space was lost.
-_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~|\\(?:q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))")
+_SPACING = re.compile(r"~|(?<!\\)\\(?:[,;:! ]|q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|sf|tt)|mbox|emph|underline|boldsymbol|bm|bf)\s*"
     r"\{((?:[^{}]|\{[^{}]*\})*)\}|\{\s*\\bf\s+([^{}]*)\}"
@@ -65,6 +65,11 @@ _NAME = re.compile(
     r"(?:[A-Z](?:\s+[A-Z])+|[A-Za-z]{1,16}|\{\s*[A-Z](?:\s*[A-Z])*\s*\}"
     r"|\\(?:theta|alpha|beta|gamma|phi)|(?<=angle)\s*\d{1,2}|(?<=angle )\d{1,2})"
     r"(?:_?\d|_\{\d{1,2}\})?'?\s*=(?!=)"
+)
+# What `AB = CD` and `\angle 1 = \angle 2` say of two figures is an equation, and neither is the name of a value.
+FIGURE = re.compile(
+    r"(?:m\s*)?\\(?:angle|overline|widehat|overarc|triangle)\s*\{?\s*(?:[A-Z](?:\s*[A-Z])*|[0-9]{1,2})\s*\}?"
+    r"|[A-Z](?:\s*[A-Z])+"
 )
 _LENGTH = (
     r"(?:[cmk]?m|(?:centi|milli|kilo)?met(?:er|re)s?|in|inch(?:es)?|ft|foot|feet|yd|yards?|mi|miles?|units?)"
@@ -166,7 +171,7 @@ def canonical(text: str) -> str:
     """
     text = _spelled(_formula(text))
     name = _NAME.match(text)
-    if name:
+    if name and not all(FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], text[name.end() :])):
         text = _undecorated(text[name.end() :])
     text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
     unit = _UNIT.fullmatch(text)

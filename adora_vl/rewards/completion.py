@@ -108,7 +108,7 @@ def last_answer(response: str) -> str | None:
         return last_boxed(response)
     block = response[begin + len(opening) :]
     boxed = last_boxed(block)
-    return boxed if boxed is not None else block[: block.find(closing)].strip()
+    return boxed if boxed is not None else block[: block.find(closing)].strip(_SPACES)
 
 
 def _peel(response: str, complete: list[_Box]) -> _Box:

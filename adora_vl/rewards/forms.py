@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from adora_vl.rewards.canonical import Form, read
+from adora_vl.rewards.canonical import FIGURE, Form, read
 from adora_vl.rewards.grammar import Tree, unknowns
 from adora_vl.rewards.numeric import factor_between, is_constant, same_number, zero_of
 from adora_vl.rewards.solutions import REVERSED, Solution, between, decides, of_absolute, same_solutions
@@ -51,15 +51,21 @@ _SIGN = re.compile("|".join(re.escape(sign) + ("(?![A-Za-z])" if sign[0] == "\\"
 _ONE_NAME = (
     r"(?:m\s*)?(?:\\(?:angle|overline|overrightarrow|vec|widehat|overarc|triangle)\s*)?"
     r"(?:[A-Za-z]{1,16}(?:\s[A-Z])*|\{[A-Za-z]{1,4}\}|\\(?:theta|alpha|beta|gamma|phi)|(?<=angle)\s?\d{1,2})"
-    r"(?:_?[0-9]|_(?:[A-Za-z]|\{[A-Za-z0-9]{1,8}\}))?'?(?:\([a-z0-9]{1,3}\))?"
+    r"(?:_?[0-9]|_(?:[A-Za-z]|\{(?:\\triangle\s?)?[A-Za-z0-9]{1,16}\}))?'?(?:\([A-Za-z0-9]{1,3}\))?"
 )
-_NAME = re.compile(rf"{_ONE_NAME}(?::{_ONE_NAME})*|\|{_ONE_NAME}\|")
+_NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){_ONE_NAME}"  # `x/y` is an expression
+_NAME = re.compile(
+    rf"{_ONE_NAME}(?::{_ONE_NAME})*|\|{_ONE_NAME}\||\\(?:sin|cos|tan)[\s(]?(?:\\angle\s?)?[A-Z]{{1,3}}\)?"
+    rf"|{_NO_UNKNOWN}/{_NO_UNKNOWN}|\\frac\{{{_NO_UNKNOWN}\}}\{{{_NO_UNKNOWN}\}}"
+)
+# A value with its name before it; `|x|` is none, since two numbers have it.
+_NAMED = re.compile(rf"(?!\|[a-z]\|)({_NAME.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)")
 _FUNCTION = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
 _NAMES = re.compile(rf"\({_ONE_NAME}(?:[,;]\s?{_ONE_NAME})+\)")
 _POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)=?(\(.*\))", re.DOTALL)
 # A piece of a list that is no value by itself: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
 _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
-_FIGURE = re.compile(r"\\(?:angle|triangle) ?[0-9]{1,2}")
+_ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")  # also the first one of `angles 2, 3 and 6`
 _INFINITE = re.compile(r"([+-]?)(?:\\infty|∞)")
 _REFUSED = (
     ("matrix", re.compile(r"\\begin|\\end|&|\\\\")),
@@ -124,6 +130,13 @@ def parse(text: str) -> AnswerShape:
     if _size(shape) > 3 * MAX_PARTS:
         raise NoShapeError("too_large")
     return shape
+
+
+def named_value(text: str, reference: Form) -> Form | None:
+    r"""The value in `|AB| = 5`, and in `x \approx 5` where the reference answer is a decimal or an integer; else None."""
+    match = _NAMED.fullmatch(text)
+    numeral = re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text)
+    return read(match[3]) if match and (match[2] == "=" or numeral) else None
 
 
 def has_several(text: str) -> bool:
@@ -195,8 +208,9 @@ def _parse(text: str, depth: int) -> AnswerShape:
 
 
 def _leaf(text: str) -> AnswerShape:
-    form = read(text)
-    if form.kind not in {"number", "expression", "percentage", "text"} and not _FIGURE.fullmatch(form.text):
+    angle = _ANGLE.fullmatch(text)
+    form = read(angle[1] if angle else text)
+    if form.kind not in {"number", "expression", "percentage", "text"}:
         raise NoShapeError(form.reason)
     return AnswerShape("value", form.text, value=form)
 
@@ -209,7 +223,8 @@ def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answ
             raise NoShapeError("decimal_comma" if "," in piece else "enumeration")
         part = _parse(piece, depth + 1)
         parts += part.parts if part.both_signs else [part]
-    if all(part.kind == "inequality" for part in parts):
+    solved = [part for part in parts if part.kind == "inequality"]
+    if solved and all(part in solved or (part.label and part.kind == "value") for part in parts):
         ways = ["or" in one for one in found]
         if any(ways) != all(ways):
             raise NoShapeError("relation")
@@ -248,7 +263,7 @@ def _bracketed(text: str, depth: int) -> AnswerShape | None:
             raise NoShapeError("enumeration")
         return AnswerShape("unordered", text, parts)
     pieces, _ = _split(inside, _SEMICOLON if _split(inside, _SEMICOLON)[1] else re.compile(","))
-    if len(pieces) < 2 or closing not in {")", "]"}:
+    if len(pieces) < 2 or closing not in {")", "]"} or (len(pieces) > 2 and opening + closing not in {"()", "[]"}):
         return None
     parts = tuple(_end(piece, depth + 1) for piece in pieces)
     if any(part.kind == "unordered" and not part.both_signs for part in parts):
@@ -292,6 +307,8 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
         raise NoShapeError("relation")
     if set(signs) - {"=", "~"}:
         return _inequality(text, sides, signs)
+    if len(sides) == 2 and signs == ["="] and all(map(FIGURE.fullmatch, sides)):
+        return _equation(text, sides)
     named = _NAME.fullmatch(sides[0]) is not None
     if len(sides) == 2 and not named and _NAME.fullmatch(sides[1]) and signs == ["="]:
         sides, named = sides[::-1], True  # 5 = x
@@ -333,7 +350,7 @@ def _side(text: str) -> Tree:
     """The tree of one side. A name such as `AB` or `f(2)` counts as an unknown there."""
     form = read(text)
     if _FUNCTION.fullmatch(text) or (form.tree is None and _NAME.fullmatch(text)):
-        return ("unknown", text)
+        return ("unknown", _bare(text))
     if form.tree is None or form.kind not in {"number", "expression"}:
         raise NoShapeError("relation")
     return form.tree
@@ -381,12 +398,22 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
     return AnswerShape("inequality", text, label=name.strip("|"), solution=solution)
 
 
+def _solution(shape: AnswerShape) -> Solution:
+    r"""What solves an inequality, an interval, a number with its name or a set of numbers, as in `\{-1\} \cup [0, 7)`."""
+    if shape.solution:
+        return shape.solution
+    numbers = [part.value and part.value.number for part in shape.parts or (shape,)]
+    if shape.kind not in {"value", "unordered"} or not all(numbers):
+        raise NoShapeError("relation")
+    return ("or", *(("is", "=", number) for number in numbers))
+
+
 def _joined(text: str, word: str, parts: Sequence[AnswerShape]) -> AnswerShape:
     """Several inequalities in one unknown, or intervals, of which all hold (`and`) or at least one (`or`)."""
     labels = {part.label for part in parts}
-    if len(labels) > 1 or not all(part.solution for part in parts):
+    if len(labels) > 1 or not any(part.solution for part in parts):
         raise NoShapeError("relation")
-    solution = (word, *(part.solution for part in parts))
+    solution = (word, *map(_solution, parts))
     if not decides(solution):
         raise NoShapeError("always_true")
     return AnswerShape("inequality", text, label=labels.pop(), solution=solution)
@@ -394,7 +421,8 @@ def _joined(text: str, word: str, parts: Sequence[AnswerShape]) -> AnswerShape:
 
 def compare(answer: AnswerShape, reference: AnswerShape, same: Same) -> Compared:
     """Whether two shapes are the same answer; `same` decides on two plain ones."""
-    if reference.label and answer.label and not _same_label(answer, reference):
+    both_equations = answer.kind == reference.kind == "equation"
+    if reference.label and answer.label and not both_equations and not _same_label(answer, reference):
         return Compared("wrong", "different_label", (Pair(answer.label, reference.label, "different_label"),))
     if answer.solution and reference.solution and (answer.kind, reference.kind) != ("ordered", "ordered"):
         if same_solutions(answer.solution, reference.solution):
@@ -429,14 +457,14 @@ def compare(answer: AnswerShape, reference: AnswerShape, same: Same) -> Compared
 
 def _same_label(answer: AnswerShape, reference: AnswerShape) -> bool:
     """Names of functions may differ, as in `W(n) = 1` and `W(x) = 1`; that of one value is a decoration."""
-    if reference.kind == "value" or "(" in reference.label:
+    if reference.kind == "value" or ("(" in reference.label and "(" in answer.label):
         return True
     return _bare(answer.label) == _bare(reference.label)
 
 
 def _bare(label: str) -> str:
-    """A name in one spelling: `x1` for `x_{1}`."""
-    return re.sub(r"[\s{}_]", "", label)
+    r"""A name in one spelling: `x1` for `x_{1}`, `AB` for `\overline{AB}`, and `A` for `m\angle A`."""
+    return re.sub(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]", "", label)
 
 
 def _in_order(answer: AnswerShape, reference: AnswerShape, same: Same) -> Compared:

@@ -188,6 +188,8 @@ def _compared(answer: Form, reference: Form, rounding: bool) -> _Outcome:
         return found.verdict, found.reason
     if reference.kind in {"unreadable", "never_right"} and not _same_text_only(reference):
         return "wrong", f"gold_{reference.reason}"
+    if answer.kind == "never_right":
+        answer = forms.named_value(answer.whole, reference) or answer
     if answer.tree and "=" in answer.raw and answer.whole.partition("=")[0] in unknowns(answer.tree):
         return "wrong", "equation"  # x = x, and x = x + 3
     if _same_text_only(answer) and _unspaced(answer.text) == _unspaced(reference.text):
@@ -272,10 +274,12 @@ def _same_text_only(form: Form) -> bool:
 
 
 def _unspaced(text: str) -> str:
-    """`text` without the spaces between letters: `A B` is the side `AB`. Those between digits tell numbers apart.
+    r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`. Those between digits tell
+    numbers apart.
 
     A word counts the same with a capital letter: `True` is `true`, while the side `AB` is not `ab`.
     """
+    text = re.sub(r"\\overline\{([A-Z](?: ?[A-Z])*)\}", r"\1", text)
     text = re.sub(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])", lambda word: word[0].lower(), text)
     return re.sub(r"(?<=[A-Za-z]) (?=[A-Za-z])", "", text)
 

@@ -1,6 +1,6 @@
 r"""The solutions of inequalities in one unknown: which numbers solve them, and whether two have the same ones.
 
-    ("is", "<=", n)     the unknown is at most n, a `Number`
+    ("is", "<=", n)     the unknown is at most n, a `Number`; also with <, >, >=, != and =
     ("and", one, ...)   all of them hold
     ("or", one, ...)    at least one of them holds
 
@@ -17,7 +17,7 @@ from adora_vl.rewards.numeric import Number, same_number
 
 Solution = tuple[Any, ...]
 REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
-_HOLDS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "!=": operator.ne}
+_HOLDS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "!=": operator.ne, "=": operator.eq}
 
 
 def of_absolute(atom: Solution) -> Solution | None:
