@@ -59,13 +59,14 @@ _TEXT = re.compile(
 # `12^\circ^2` is left unread: taking the sign out would make a square of it.
 _DEGREE = re.compile(r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z]))(?!\s*\^)")
 _DEGREE_WORD = re.compile(r"(?<=[\d})$\s])degrees?$")
-# A name before an equals sign, as in `x = 5`, `AB = 5`, `m \angle A = 5`, `\angle 3 = 5` and `r_{1} = 5`.
-_NAME = re.compile(
-    r"(?:m\s*)?(?:\\(?:angle|overline|widehat|overarc|triangle)\s*)?"
-    r"(?:[A-Z](?:\s+[A-Z])+|[A-Za-z]{1,16}|\{\s*[A-Z](?:\s*[A-Z])*\s*\}"
-    r"|\\(?:theta|alpha|beta|gamma|phi)|(?<=angle)\s*\d{1,2}|(?<=angle )\d{1,2})"
-    r"(?:_?\d|_\{\d{1,2}\})?'?\s*=(?!=)"
+# The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`.
+NAME = (
+    r"(?:m\s*)?(?:\\(?:angle|overline|overrightarrow|vec|widehat|overarc|triangle)\s*)?"
+    r"(?:[A-Z](?:\s+[A-Z])+|[A-Za-z]{1,16}|\{\s*[A-Za-z](?:\s*[A-Za-z]){0,3}\s*\}|\\(?:theta|alpha|beta|gamma|phi)"
+    r"|(?<=angle)\s*\d{1,2}|(?<=angle )\d{1,2})"
+    r"(?:_?\d|_(?:[A-Za-z]|\{(?:\s*\\triangle)?\s*[A-Za-z0-9]{1,16}\s*\}))?'?(?:\([A-Za-z0-9]{1,3}\))?"
 )
+_NAMED = re.compile(rf"{NAME}\s*=(?!=)")
 # What `AB = CD` and `\angle 1 = \angle 2` say of two figures is an equation, and neither is the name of a value.
 FIGURE = re.compile(
     r"(?:m\s*)?\\(?:angle|overline|widehat|overarc|triangle)\s*\{?\s*(?:[A-Z](?:\s*[A-Z])*|[0-9]{1,2})\s*\}?"
@@ -170,7 +171,7 @@ def canonical(text: str) -> str:
     can make an answer look like another one.
     """
     text = _spelled(_formula(text))
-    name = _NAME.match(text)
+    name = _NAMED.match(text)
     if name and not all(FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], text[name.end() :])):
         text = _undecorated(text[name.end() :])
     text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()

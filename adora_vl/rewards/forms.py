@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from adora_vl.rewards.canonical import FIGURE, Form, read
+from adora_vl.rewards.canonical import FIGURE, NAME, Form, read
 from adora_vl.rewards.grammar import Tree, unknowns
 from adora_vl.rewards.numeric import factor_between, is_constant, same_number, zero_of
 from adora_vl.rewards.solutions import REVERSED, Solution, between, decides, of_absolute, same_solutions
@@ -48,21 +48,16 @@ _SIGNS = {
 }
 _SIGN = re.compile("|".join(re.escape(sign) + ("(?![A-Za-z])" if sign[0] == "\\" else "") for sign in _SIGNS))
 
-_ONE_NAME = (
-    r"(?:m\s*)?(?:\\(?:angle|overline|overrightarrow|vec|widehat|overarc|triangle)\s*)?"
-    r"(?:[A-Za-z]{1,16}(?:\s[A-Z])*|\{[A-Za-z]{1,4}\}|\\(?:theta|alpha|beta|gamma|phi)|(?<=angle)\s?\d{1,2})"
-    r"(?:_?[0-9]|_(?:[A-Za-z]|\{(?:\\triangle\s?)?[A-Za-z0-9]{1,16}\}))?'?(?:\([A-Za-z0-9]{1,3}\))?"
-)
-_NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){_ONE_NAME}"  # `x/y` is an expression
+_NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){NAME}"  # `x/y` is an expression
 _NAME = re.compile(
-    rf"{_ONE_NAME}(?::{_ONE_NAME})*|\|{_ONE_NAME}\||\\(?:sin|cos|tan)[\s(]?(?:\\angle\s?)?[A-Z]{{1,3}}\)?"
+    rf"{NAME}(?::{NAME})*|\|{NAME}\||\\(?:sin|cos|tan)[\s(]?(?:\\angle\s?)?[A-Z]{{1,3}}\)?"
     rf"|{_NO_UNKNOWN}/{_NO_UNKNOWN}|\\frac\{{{_NO_UNKNOWN}\}}\{{{_NO_UNKNOWN}\}}"
 )
 # A value with its name before it; `|x|` is none, since two numbers have it.
 _NAMED = re.compile(rf"(?!\|[a-z]\|)({_NAME.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)")
 _FUNCTION = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
-_NAMES = re.compile(rf"\({_ONE_NAME}(?:[,;]\s?{_ONE_NAME})+\)")
-_POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)=?(\(.*\))", re.DOTALL)
+_NAMES = re.compile(rf"\({NAME}(?:[,;]\s?{NAME})+\)")
+_POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
 # A piece of a list that is no value by itself: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
 _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
 _ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")  # also the first one of `angles 2, 3 and 6`
@@ -312,13 +307,12 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
     named = _NAME.fullmatch(sides[0]) is not None
     if len(sides) == 2 and not named and _NAME.fullmatch(sides[1]) and signs == ["="]:
         sides, named = sides[::-1], True  # 5 = x
-    if len(sides) == 2 and (_NAMES.fullmatch(sides[0]) or _POINT.fullmatch(text)):
-        inner = _bracketed(sides[1], depth)
-        names = re.split(r"[,;]\s?", sides[0][1:-1]) if sides[0][0] == "(" else []
-        if not inner or inner.kind != "ordered" or (names and len(names) != len(inner.parts)):
+    if len(sides) == 2 and _NAMES.fullmatch(sides[0]):
+        inner, names = _bracketed(sides[1], depth), re.split(r"[,;]\s?", sides[0][1:-1])
+        if not inner or inner.kind != "ordered" or len(names) != len(inner.parts):
             raise NoShapeError("equation")
-        parts = tuple(replace(part, label=name) for part, name in zip(inner.parts, names, strict=True)) if names else ()
-        return replace(inner, text=text, parts=parts or inner.parts, label="" if names else sides[0])
+        parts = (replace(part, label=name) for part, name in zip(inner.parts, names, strict=True))
+        return replace(inner, text=text, parts=tuple(parts))
     if named and len(sides) == 2:
         inner = _parse(sides[1], depth + 1)
         tree = read(sides[0]).tree

@@ -190,8 +190,10 @@ def _compared(answer: Form, reference: Form, rounding: bool) -> _Outcome:
         return "wrong", f"gold_{reference.reason}"
     if answer.kind == "never_right":
         answer = forms.named_value(answer.whole, reference) or answer
-    if answer.tree and "=" in answer.raw and answer.whole.partition("=")[0] in unknowns(answer.tree):
-        return "wrong", "equation"  # x = x, and x = x + 3
+    if answer.tree and "=" in answer.raw:
+        name = answer.whole.partition("=")[0]
+        if name == answer.text or name in unknowns(answer.tree):
+            return "wrong", "equation"  # f(x) = f(x), x = x, and x = x + 3
     if _same_text_only(answer) and _unspaced(answer.text) == _unspaced(reference.text):
         return "correct", "same_text"
     answer, reference = amount(answer) or answer, amount(reference) or reference
