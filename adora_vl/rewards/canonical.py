@@ -66,12 +66,19 @@ NAME = (
     r"|(?<=angle)\s*\d{1,2}|(?<=angle )\d{1,2})"
     r"(?:_?\d|_(?:[A-Za-z]|\{(?:\s*\\triangle)?\s*[A-Za-z0-9]{1,16}\s*\}))?'?(?:\([A-Za-z0-9]{1,3}\))?"
 )
-_NAMED = re.compile(rf"{NAME}\s*=(?!=)")
+_NAME_BEFORE = re.compile(rf"{NAME}\s*=(?!=)")
 # What `AB = CD` and `\angle 1 = \angle 2` say of two figures is an equation, and neither is the name of a value.
 FIGURE = re.compile(
     r"(?:m\s*)?\\(?:angle|overline|widehat|overarc|triangle)\s*\{?\s*(?:[A-Z](?:\s*[A-Z])*|[0-9]{1,2})\s*\}?"
     r"|[A-Z](?:\s*[A-Z])+"
 )
+_NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){NAME}"  # `x/y` is an expression
+NAME_OF_VALUE = re.compile(
+    rf"{NAME}(?::{NAME})*|\|{NAME}\||\\(?:sin|cos|tan)[\s(]?(?:\\angle\s?)?[A-Z]{{1,3}}\)?"
+    rf"|{_NO_UNKNOWN}/{_NO_UNKNOWN}|\\frac\{{{_NO_UNKNOWN}\}}\{{{_NO_UNKNOWN}\}}"
+)
+# A value with its name; `|x|` is none, since two numbers have it.
+_NAMED_VALUE = re.compile(rf"(?!\|[a-z]\|)({NAME_OF_VALUE.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)")
 _LENGTH = (
     r"(?:[cmk]?m|(?:centi|milli|kilo)?met(?:er|re)s?|in|inch(?:es)?|ft|foot|feet|yd|yards?|mi|miles?|units?)"
     r"\.?\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)?"
@@ -171,7 +178,7 @@ def canonical(text: str) -> str:
     can make an answer look like another one.
     """
     text = _spelled(_formula(text))
-    name = _NAMED.match(text)
+    name = _NAME_BEFORE.match(text)
     if name and not all(FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], text[name.end() :])):
         text = _undecorated(text[name.end() :])
     text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
@@ -295,6 +302,13 @@ def amount(form: Form) -> Form | None:
     r"""The amount of money in an answer, 5 in `\$5` and `5 dollars`; None where there is none."""
     match = _CURRENCY.fullmatch(form.text)
     return read(match["named"] or match["before"] or match["sign"] + match["cents"]) if match else None
+
+
+def named_value(form: Form, reference: Form) -> Form | None:
+    r"""The value in `|AB| = 5`, and in `x \approx 5` where the reference answer is in digits; else None."""
+    match = _NAMED_VALUE.fullmatch(form.whole)
+    exact = match and (match[2] == "=" or re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text))
+    return read(match[3]) if match and exact else None
 
 
 def _grouped(number: re.Match[str]) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from adora_vl.rewards.canonical import FIGURE, NAME, Form, read
+from adora_vl.rewards.canonical import FIGURE, NAME, NAME_OF_VALUE, Form, read
 from adora_vl.rewards.grammar import Tree, unknowns
 from adora_vl.rewards.numeric import factor_between, is_constant, same_number, zero_of
 from adora_vl.rewards.solutions import REVERSED, Solution, between, decides, of_absolute, same_solutions
@@ -48,13 +48,6 @@ _SIGNS = {
 }
 _SIGN = re.compile("|".join(re.escape(sign) + ("(?![A-Za-z])" if sign[0] == "\\" else "") for sign in _SIGNS))
 
-_NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){NAME}"  # `x/y` is an expression
-_NAME = re.compile(
-    rf"{NAME}(?::{NAME})*|\|{NAME}\||\\(?:sin|cos|tan)[\s(]?(?:\\angle\s?)?[A-Z]{{1,3}}\)?"
-    rf"|{_NO_UNKNOWN}/{_NO_UNKNOWN}|\\frac\{{{_NO_UNKNOWN}\}}\{{{_NO_UNKNOWN}\}}"
-)
-# A value with its name before it; `|x|` is none, since two numbers have it.
-_NAMED = re.compile(rf"(?!\|[a-z]\|)({_NAME.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)")
 _FUNCTION = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
 _NAMES = re.compile(rf"\({NAME}(?:[,;]\s?{NAME})+\)")
 _POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
@@ -127,13 +120,6 @@ def parse(text: str) -> AnswerShape:
     return shape
 
 
-def named_value(text: str, reference: Form) -> Form | None:
-    r"""The value in `|AB| = 5`, and in `x \approx 5` where the reference answer is a decimal or an integer; else None."""
-    match = _NAMED.fullmatch(text)
-    numeral = re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text)
-    return read(match[3]) if match and (match[2] == "=" or numeral) else None
-
-
 def has_several(text: str) -> bool:
     """Whether a text is a list or set by itself."""
     try:
@@ -187,7 +173,7 @@ def _parse(text: str, depth: int) -> AnswerShape:
             return _several(text, pieces, found, depth)
     members, found = _split(text, _MEMBER)
     if found:
-        if len(members) != 2 or not _NAME.fullmatch(members[0]):
+        if len(members) != 2 or not NAME_OF_VALUE.fullmatch(members[0]):
             raise NoShapeError("relation")
         inner = _parse(members[1], depth + 1)
         if not inner.solution and inner.kind != "unordered":
@@ -302,38 +288,37 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
         raise NoShapeError("relation")
     if set(signs) - {"=", "~"}:
         return _inequality(text, sides, signs)
-    if len(sides) == 2 and signs == ["="] and all(map(FIGURE.fullmatch, sides)):
+    if len(sides) > 2:
+        return _chain(text, sides)
+    left, right = sides
+    if signs == ["="] and all(map(FIGURE.fullmatch, sides)):
         return _equation(text, sides)
-    named = _NAME.fullmatch(sides[0]) is not None
-    if len(sides) == 2 and not named and _NAME.fullmatch(sides[1]) and signs == ["="]:
-        sides, named = sides[::-1], True  # 5 = x
-    if len(sides) == 2 and _NAMES.fullmatch(sides[0]):
-        inner, names = _bracketed(sides[1], depth), re.split(r"[,;]\s?", sides[0][1:-1])
+    if signs == ["="] and NAME_OF_VALUE.fullmatch(right) and not NAME_OF_VALUE.fullmatch(left):
+        left, right = right, left  # 5 = x
+    if _NAMES.fullmatch(left):
+        inner, names = _bracketed(right, depth), re.split(r"[,;]\s?", left[1:-1])
         if not inner or inner.kind != "ordered" or len(names) != len(inner.parts):
             raise NoShapeError("equation")
         parts = (replace(part, label=name) for part, name in zip(inner.parts, names, strict=True))
         return replace(inner, text=text, parts=tuple(parts))
-    if named and len(sides) == 2:
-        inner = _parse(sides[1], depth + 1)
-        tree = read(sides[0]).tree
-        solved = signs == ["="] and inner.value is not None and inner.value.kind == "expression"
-        if solved and tree and tree[0] == "unknown":  # y = 2x + 1
-            return replace(_equation(text, sides), parts=(inner,), label=sides[0])
-        if inner.kind not in {"value", "ordered", "unordered"}:
+    if not NAME_OF_VALUE.fullmatch(left):
+        if signs != ["="]:
             raise NoShapeError("equation")
-        return replace(inner, text=text, label=sides[0])
-    if named and len(sides) > 2:
-        return _chain(text, sides)
-    if len(sides) > 2 or "~" in signs:
+        return _equation(text, sides)
+    inner = _parse(right, depth + 1)
+    tree = read(left).tree
+    if signs == ["="] and inner.value and inner.value.kind == "expression" and tree and tree[0] == "unknown":
+        return replace(_equation(text, sides), parts=(inner,), label=left)  # y = 2x + 1
+    if inner.kind not in {"value", "ordered", "unordered"}:
         raise NoShapeError("equation")
-    return _equation(text, sides)
+    return replace(inner, text=text, label=left)
 
 
 def _chain(text: str, sides: Sequence[str]) -> AnswerShape:
     """A name and several numbers, which have to be equal: the last one is the value."""
-    values = [_leaf(side) for side in sides[1:]]
+    values = [_leaf(side) for side in sides[1:]] if NAME_OF_VALUE.fullmatch(sides[0]) else []
     numbers = [part.value.number for part in values if part.value and part.value.number]
-    if len(numbers) < len(values):
+    if not values or len(numbers) < len(values):
         raise NoShapeError("equation")
     if not all(same_number(number, numbers[-1]) for number in numbers):
         raise NoShapeError("chain_differs")
@@ -343,7 +328,7 @@ def _chain(text: str, sides: Sequence[str]) -> AnswerShape:
 def _side(text: str) -> Tree:
     """The tree of one side. A name such as `AB` or `f(2)` counts as an unknown there."""
     form = read(text)
-    if _FUNCTION.fullmatch(text) or (form.tree is None and _NAME.fullmatch(text)):
+    if _FUNCTION.fullmatch(text) or (form.tree is None and NAME_OF_VALUE.fullmatch(text)):
         return ("unknown", _bare(text))
     if form.tree is None or form.kind not in {"number", "expression"}:
         raise NoShapeError("relation")
@@ -393,7 +378,7 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
 
 
 def _solution(shape: AnswerShape) -> Solution:
-    r"""What solves an inequality, an interval, a number with its name or a set of numbers, as in `\{-1\} \cup [0, 7)`."""
+    r"""What solves an inequality, an interval, a number with its name or a set of numbers: `\{-1\} \cup [0, 7)`."""
     if shape.solution:
         return shape.solution
     numbers = [part.value and part.value.number for part in shape.parts or (shape,)]

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from adora_vl.rewards import forms
-from adora_vl.rewards.canonical import Form, amount, canonical_gold, read
+from adora_vl.rewards.canonical import Form, amount, canonical_gold, named_value, read
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
 from adora_vl.rewards.grammar import Tree, unknowns
 from adora_vl.rewards.numeric import Value, same_function, same_number
@@ -189,7 +189,7 @@ def _compared(answer: Form, reference: Form, rounding: bool) -> _Outcome:
     if reference.kind in {"unreadable", "never_right"} and not _same_text_only(reference):
         return "wrong", f"gold_{reference.reason}"
     if answer.kind == "never_right":
-        answer = forms.named_value(answer.whole, reference) or answer
+        answer = named_value(answer, reference) or answer
     if answer.tree and "=" in answer.raw:
         name = answer.whole.partition("=")[0]
         if name == answer.text or name in unknowns(answer.tree):
@@ -276,8 +276,8 @@ def _same_text_only(form: Form) -> bool:
 
 
 def _unspaced(text: str) -> str:
-    r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`. Those between digits tell
-    numbers apart.
+    r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`. Those between digits
+    tell numbers apart.
 
     A word counts the same with a capital letter: `True` is `true`, while the side `AB` is not `ab`.
     """
