@@ -253,7 +253,7 @@ class _Parser:
         return ("root", degree, radicand)
 
     def _call(self) -> Tree:
-        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\ln(2)`, `\log_{2}(8)`, `\log100`.
+        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`, `\ln(2)`, `\log_{2}(8)`, `\log100`.
 
         `\tan^{-1}(1)` is the arctangent, and `\sin^2x` the square of a sine.
         """
@@ -280,7 +280,7 @@ class _Parser:
         closing = {"(": ")", "{": "}"}.get(bracket)
         if closing:
             return self._group(bracket, closing)
-        argument: Tree = ("unknown", self._take()) if _is_unknown(bracket) else self._literal()
+        argument = self._primary() if bracket in {r"\frac", r"\sqrt"} or _is_unknown(bracket) else self._literal()
         if self.peek() in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(self.peek()):
             raise NotReadError  # `\sin30\sqrt{3}`: where the angle ends is anybody's guess
         return argument
