@@ -5,6 +5,8 @@ Each property is tried on generated answers; the labelled ones are in `benchmark
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,6 +247,19 @@ def test_a_stored_form_is_stable_and_graded_as_the_one_it_was_made_from(gold: st
     for case in CASES:
         if case.gold == gold:
             assert grade(case.response, stored).verdict == grade(case.response, gold).verdict, case.name
+
+
+def test_the_table_of_forms_on_the_page_is_true() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    rows = page.partition("## Forms of answers")[2].partition("- **Parts**")[0].splitlines()
+    cells = [re.split(r"(?<!\\) \| ", row) for row in rows if row.startswith("| ") and "`" in row]
+    false = []
+    for _, *columns in cells:
+        golds, right, wrong = ([one.replace(r"\|", "|") for one in re.findall("`(.*?)`", cell)] for cell in columns)
+        false += [gold for gold in golds if verify_gold(gold)]
+        false += [one for one in right if all(verdict(one, gold) != "correct" for gold in golds)]
+        false += [one for one in wrong if any(verdict(one, gold) == "correct" for gold in golds)]
+    assert len(cells) > 10 and false == []
 
 
 def test_the_explanation_names_every_part_and_every_reason_has_a_rule() -> None:
