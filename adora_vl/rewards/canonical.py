@@ -59,8 +59,9 @@ _TEXT = re.compile(
 # `12^\circ^2` is left unread: taking the sign out would make a square of it.
 _DEGREE = re.compile(r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z]))(?!\s*\^)")
 _DEGREE_WORD = re.compile(r"(?<=[\d})$\s])degrees?$")
-# The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`.
+# The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`, `area of the circle`.
 NAME = (
+    r"(?:(?i:area|circumference|diameter|height|length|measure|perimeter|radius|volume)\s+of\s*(?:the\s+)?)?"
     r"(?:m\s*)?(?:\\(?:angle|overline|overrightarrow|vec|widehat|overarc|triangle)\s*)?"
     r"(?:[A-Z](?:\s+[A-Z])+|[A-Za-z]{1,16}|\{\s*[A-Za-z](?:\s*[A-Za-z]){0,3}\s*\}|\\(?:theta|alpha|beta|gamma|phi)"
     r"|(?<=angle)\s*\d{1,2}|(?<=angle )\d{1,2})"
@@ -69,8 +70,8 @@ NAME = (
 _NAME_BEFORE = re.compile(rf"{NAME}\s*=(?!=)")
 # What `AB = CD` and `\angle 1 = \angle 2` say of two figures is an equation, and neither is the name of a value.
 FIGURE = re.compile(
-    r"(?:m\s*)?\\(?:angle|overline|widehat|overarc|triangle)\s*\{?\s*(?:[A-Z](?:\s*[A-Z])*|[0-9]{1,2})\s*\}?"
-    r"|[A-Z](?:\s*[A-Z])+"
+    r"(?:m\s*)?\\(?:angle|overline|widehat|overarc|triangle)\s*\{?\s*(?:[A-Z](?:\s*[A-Z]){0,3}|[0-9]{1,2})\s*\}?"
+    r"|[A-Z](?:\s*[A-Z]){1,3}"
 )
 _NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){NAME}"  # `x/y` is an expression
 NAME_OF_VALUE = re.compile(

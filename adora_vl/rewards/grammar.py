@@ -253,7 +253,7 @@ class _Parser:
         return ("root", degree, radicand)
 
     def _call(self) -> Tree:
-        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`, `\ln(2)`, `\log_{2}(8)`, `\log100`.
+        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`, `\log_{2}(8)`, `\log100`.
 
         `\tan^{-1}(1)` is the arctangent, and `\sin^2x` the square of a sine.
         """
