@@ -21,7 +21,7 @@ from typing import Literal
 
 from adora_vl.rewards.canonical import FIGURE, NAME, NAME_OF_VALUE, Form, read
 from adora_vl.rewards.grammar import Tree, unknowns
-from adora_vl.rewards.numeric import factor_between, is_constant, same_number, zero_of
+from adora_vl.rewards.numeric import Number, factor_between, is_constant, same_number, zero_of
 from adora_vl.rewards.solutions import REVERSED, Solution, between, decides, of_absolute, same_solutions
 
 MAX_PARTS = 24  # numbers in one answer; comparing lists takes the square of it
@@ -188,6 +188,11 @@ def _parse(text: str, depth: int) -> AnswerShape:
     return _bracketed(text, depth) or _both_signs(text) or _leaf(text)
 
 
+def _number(shape: AnswerShape) -> Number | None:
+    """The number that a shape is; a percentage is none."""
+    return shape.value.number if shape.value and shape.value.kind == "number" else None
+
+
 def _leaf(text: str) -> AnswerShape:
     angle = _ANGLE.fullmatch(text)
     form = read(angle[1] if angle else text)
@@ -249,7 +254,7 @@ def _bracketed(text: str, depth: int) -> AnswerShape | None:
     parts = tuple(_end(piece, depth + 1) for piece in pieces)
     if any(part.kind == "unordered" and not part.both_signs for part in parts):
         raise NoShapeError("enumeration")  # (3,5; 4)
-    ends = [part.value.number if part.value and part.value.kind == "number" else part.text for part in parts]
+    ends = [_number(part) or part.text for part in parts]
     interval = between(ends[0], ends[1], opening + closing) if len(ends) == 2 else None
     return AnswerShape("ordered", text, parts, brackets=opening + closing, solution=interval)
 
@@ -317,7 +322,7 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
 def _chain(text: str, sides: Sequence[str]) -> AnswerShape:
     """A name and several numbers, which have to be equal: the last one is the value."""
     values = [_leaf(side) for side in sides[1:]] if NAME_OF_VALUE.fullmatch(sides[0]) else []
-    numbers = [part.value.number for part in values if part.value and part.value.number]
+    numbers = [number for number in map(_number, values) if number]
     if not values or len(numbers) < len(values):
         raise NoShapeError("equation")
     if not all(same_number(number, numbers[-1]) for number in numbers):
@@ -381,7 +386,7 @@ def _solution(shape: AnswerShape) -> Solution:
     r"""What solves an inequality, an interval, a number with its name or a set of numbers: `\{-1\} \cup [0, 7)`."""
     if shape.solution:
         return shape.solution
-    numbers = [part.value and part.value.number for part in shape.parts or (shape,)]
+    numbers = [_number(part) for part in shape.parts or (shape,)]
     if shape.kind not in {"value", "unordered"} or not all(numbers):
         raise NoShapeError("relation")
     return ("or", *(("is", "=", number) for number in numbers))
