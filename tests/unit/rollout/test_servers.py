@@ -277,13 +277,23 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(stand_
 
 
 def test_a_run_that_ends_does_not_wait_for_its_servers():
-    """As it would with the threads of an executor, which Python joins."""
+    """As it would with the threads of an executor, which Python joins. TRL's client, which nothing here asks, takes
+    ten seconds to import.
+    """
     script = """
-import time
-from threading import Thread
+import sys
+from threading import Event, Thread
+from types import ModuleType
+client = ModuleType("trl.generation.vllm_client")
+client.VLLMClient = object
+sys.modules |= {"trl": client, "trl.generation": client, client.__name__: client}
 from adora_vl.rollout.servers import _on_threads
-Thread(target=_on_threads, args=([lambda: time.sleep(600)] * 3, 2), daemon=True).start()
-time.sleep(0.2)
+asked = Event()
+def hang():
+    asked.set()
+    Event().wait()
+Thread(target=_on_threads, args=([hang] * 3, 2), daemon=True).start()
+assert asked.wait(60)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
 

@@ -15,13 +15,15 @@ class SeesFinalization:
     def __del__(self): self.write(1, b"finalized\\n")
 
 def work():
-    time.sleep(0.2)
+    said.wait()
+    time.sleep(0.2)  # so that it is still at work when the process ends
     print("thread ended")
 
-kept = SeesFinalization()
+kept, said = SeesFinalization(), threading.Event()
 atexit.register(lambda: print("exit function ran"))
 threading.Thread(target=work).start()
 print("last words", end="\\n")
+said.set()
 {ending}(3)
 """
 
