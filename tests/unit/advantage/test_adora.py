@@ -344,6 +344,13 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
             assert bool((wrong.weights_P[swapped] == torch.tensor(factor).float()).all())
 
 
+def test_a_control_gives_the_factor_of_the_step():
+    factor = Schedule(0.1, 0.5, "linear", (0, 4))
+    for step, wanted in ((0, 0.1), (2, 0.3), (9, 0.5)):
+        weights_P = judged("reversed", groups(step=step), factor=factor).weights_P
+        assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [wanted, 1.0]
+
+
 def test_a_control_is_off_outside_its_steps():
     inside, outside = groups(step=1), groups(step=2)
     assert bool((judged("random", inside, steps=(0, 2)).weights_P < 1).any())

@@ -180,6 +180,16 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
         (moved / name).write_bytes(b"12")
 
 
+def test_a_reward_function_that_was_edited_is_another_run():
+    def of(digest: str) -> dict[str, str]:
+        rewards = {"my_rewards.py": digest}
+        return fingerprint(AdoraKeys(), data=["d"], model="m", revision="r", processes=1, rewards=rewards)
+
+    assert differences(of("1a"), of("1a")) == [] and differences(of("1a"), of("2b")) == [
+        "reward my_rewards.py: 1a -> 2b"
+    ]
+
+
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
     for step in (5, 10, 15, 20):
         make(tmp_path, step)

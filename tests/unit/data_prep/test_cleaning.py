@@ -276,6 +276,7 @@ def leaky(tmp_path: Path) -> Path:
     problem_folder(raw, "train", 4, encoded(figure.resize((190, 190))), answer="A")  # the same figure, another number
     problem_folder(raw, "train", 5, encoded(drawing(3)))  # another figure
     problem_folder(raw, "train", 6, encoded(drawing(3)))  # twice in one split is no leak
+    problem_folder(raw, "train", 7, encoded(drawing(2)))  # of the other held-out split
     return raw
 
 
@@ -289,16 +290,17 @@ def test_leaks_are_dropped_from_train_and_reported(
     assert manifest is not None
     also = {"also": "geometry3k/test/900"}
     assert manifest["leaks"] == {
-        "found": 2,
-        "dropped": 2,
+        "found": 3,
+        "dropped": 3,
         "rows": [
             {"id": "geometry3k/train/1", **also, "by": "exact"},
             {"id": "geometry3k/train/2", **also, "by": "near"},
+            {"id": "geometry3k/train/7", "also": "geometry3k/validation/800", "by": "exact"},
         ],
     }
-    assert "leaks: 2 rows" in capsys.readouterr().out
+    assert "leaks: 3 rows" in capsys.readouterr().out
     lines = quarantined(tmp_path / "out")
-    assert [(line["id"][-1], line["reason"]) for line in lines] == [("1", "leak"), ("2", "leak")]
+    assert [(line["id"][-1], line["reason"]) for line in lines] == [("1", "leak"), ("2", "leak"), ("7", "leak")]
     assert encoded(drawing(1, 300)) in {(tmp_path / "out" / name).read_bytes() for name in lines[0]["files"]}
 
 
@@ -306,11 +308,11 @@ def test_leaks_that_are_kept_are_reported_all_the_same(leaky: Path, tmp_path: Pa
     """By --keep-leaks, or between two held-out splits."""
     problem_folder(tmp_path / "held", "val", 1, encoded(drawing(1)))
     problem_folder(tmp_path / "held", "test", 2, encoded(drawing(1)))
-    for raw, options, found in ((leaky, ("--keep-leaks",), 2), (tmp_path / "held", (), 1)):
+    for raw, options, found in ((leaky, ("--keep-leaks",), 3), (tmp_path / "held", (), 1)):
         assert prepare("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
         manifest = read_manifest(tmp_path / "out")
         assert manifest is not None and (manifest["leaks"]["found"], manifest["leaks"]["dropped"]) == (found, 0)
-        assert manifest["quarantined"]["rows"] == 0 and sum(manifest["counts"].values()) == (8 if options else 2)
+        assert manifest["quarantined"]["rows"] == 0 and sum(manifest["counts"].values()) == (9 if options else 2)
 
 
 def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:

@@ -178,6 +178,13 @@ def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path)
     assert found(tmp_path / "some") == {name: row for name, row in EXPECTED.items() if row[3]}
 
 
+def test_a_prepared_folder_that_is_converted_again_keeps_its_ids(tmp_path: Path) -> None:
+    assert convert(jsonl(tmp_path / "in"), tmp_path / "once", "--name", "mine") == 0
+    columns = tuple(f"{name}={name}" for name in ("problem", "answer", "images", "choices", "id", "hint"))
+    assert convert(tmp_path / "once", tmp_path / "twice", "--name", "mine", columns=columns) == 0
+    assert found(tmp_path / "twice") == found(tmp_path / "once")
+
+
 SHORT = ("problem=q", "answer=a", "images=i", "id=k", "choices=c")
 GOOD = {"k": "good", "q": "Find x.", "a": "5", "i": "good.png", "c": None}
 NAN = float("nan")

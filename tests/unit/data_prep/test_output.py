@@ -51,6 +51,12 @@ def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), complete_or_absent(tmp_path / "out"):
+        (tmp_path / "in.jsonl").read_bytes()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_old_dataset_comes_back_when_the_new_one_cannot_take_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

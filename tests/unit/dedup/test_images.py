@@ -21,7 +21,7 @@ from adora_vl.builtin.processor import processor_around
 from adora_vl.data import dataloader as rows_module
 from adora_vl.data.dataloader import DistinctRows, kept
 from adora_vl.data.prompts import conversation, conversation_with_images
-from adora_vl.dedup.image_store import ImageBank, ImageBanks, ImageCache, ProcessedImage
+from adora_vl.dedup.image_store import ImageBank, ImageBanks, ImageCache, ProcessedImage, effective_settings
 from adora_vl.dedup.images import may_have_images
 from adora_vl.dedup.processor import FlatProcessor, StepProcessor, distinct_rows
 from adora_vl.models.load import PRETRAINED, load_processor
@@ -75,6 +75,27 @@ def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor
     cached([picture(0)])
     cached([picture(5)], min_pixels=56 * 56, max_pixels=56 * 56)
     assert cache.processed == 8
+
+
+def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it(processor):
+    """As that of a problem which stands in every generation."""
+    cache = ImageCache(60_000)
+    cached = cache.preprocess(processor.image_processor)
+    for seed in range(1, 9):
+        cached([picture(0)])
+        cached([picture(seed)])
+    assert cache.processed == 9 and cache.bytes_held <= 60_000
+    cached([picture(1)])
+    assert cache.processed == 10, "the others went"
+
+
+def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
+    drawing = picture(1).quantize(4)
+    recoloured = drawing.copy()
+    recoloured.putpalette([255 - value for value in drawing.getpalette()])
+    cache, settings = ImageCache(2**20), effective_settings(processor.image_processor, {})
+    one, other = (cache.get(processor.image_processor, image, settings) for image in (drawing, recoloured))
+    assert cache.processed == 2 and not torch.equal(one.patches_RD, other.patches_RD)
 
 
 def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():

@@ -28,7 +28,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from adora_vl.dedup import policy_pass as packed_module
 from adora_vl.dedup import split_attention
-from adora_vl.dedup.policy_pass import PackedForward, prompt_positions
+from adora_vl.dedup.policy_pass import PackedForward, has_dropout, prompt_positions
 from adora_vl.dedup.shared_prompt import ALIKE, Group, SharedPrompts, groups_of, pack, sharing_pays
 from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
 
@@ -457,3 +457,11 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
     queries, keys, most_queries, most_keys = shared.bounds
     assert queries.tolist() == [0, 6, 14, 16, 17, 19] and keys.tolist() == [0, 6, 14, 19, 23, 25]
     assert (most_queries, most_keys) == (8, 8)
+
+
+def test_dropout_is_found_in_the_attention_and_in_an_adapter():
+    """With it two passes over the same tokens differ, so the policy's own does not stand for the one that sampled."""
+    plain, attending = (Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=share)) for share in (0.0, 0.1))
+    assert not has_dropout(plain) and has_dropout(attending)
+    adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
+    assert has_dropout(adapted)

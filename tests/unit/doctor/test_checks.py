@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_a_disk_without_room(tmp_path):
     assert check_room(tmp_path / "run", 10**6, 10**5, 2).status is Status.PASSED
-    check = check_room(tmp_path / "run", 10**18, 10**17, 2)
+    check = check_room(tmp_path / "run", 10**18, 10**5, 2)
     assert check.status is Status.FAILED and "save_total_limit" in check.remedy and "2 checkpoints" in check.detail
 
 

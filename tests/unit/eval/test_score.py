@@ -210,6 +210,12 @@ def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) ->
         read_predictions(tmp_path / "p.jsonl")
 
 
+def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"question_id": 7, "answer": "5", "response": None}])
+    (row,) = read_predictions(path, id_column="question_id")
+    assert (row["pid"], row["response"]) == ("7", "")
+
+
 def test_a_line_separator_inside_a_response_does_not_split_its_row(tmp_path: Path) -> None:
     text = "a\u2028b\x85c\x0bd"
     (tmp_path / "p.jsonl").write_text(json.dumps(prediction("1", text), ensure_ascii=False) + "\n")

@@ -207,6 +207,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
 
 def test_keys_and_values_of_the_7b_take_56_kib_a_token(seven):
     assert cache_bytes_per_token(seven, 2) == 2 * 28 * 4 * 128 * 2 == 56 * 1024
+    assert cache_bytes_per_token(seven, 2, 8) == 14 * 1024, "each of eight cards has one of the four heads"
     memory = engine_memory(seven, Engine(0.4, 2, 8192, 128), 80 * GIB)
     assert memory.cache == int(0.4 * 80 * GIB) - 2 * seven.total - memory.workspace
     assert memory.concurrent == memory.cache // (56 * 1024 * 8192)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -14,8 +15,9 @@ import torch
 from PIL import Image
 
 from adora_vl.advantage import Groups
-from adora_vl.advantage.adora import group_facts
+from adora_vl.advantage.adora import group_facts, weigh_groups
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.record import recorder as recorder_module
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.record.recorder import Recorder
 from adora_vl.record.rollouts import (
@@ -32,8 +34,9 @@ from adora_vl.record.rollouts import (
 )
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
-from adora_vl.training.scores import weighted_sum
-from adora_vl.types import Row
+from adora_vl.training.advantages import Advantages
+from adora_vl.training.generation import Generation
+from adora_vl.training.scores import Rewards, Scores, weighted_sum
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
@@ -158,6 +161,17 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
     assert sorted(set(steps(tmp_path))) == [10]
 
 
+def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
+    (tmp_path / "one").mkdir()
+    size = write_part(tmp_path / "one", as_table(rows(1), {}), 1, 1).path.stat().st_size
+    record = Record(tmp_path, 7 * size / 1e9, {})
+    record.start(0)
+    for step in range(1, 10):
+        record.add(rows(step), generations=4)
+        record.flush(step)
+    assert sorted({*steps(record.folder)}) == [7, 8, 9] and record.diagrams.limit_bytes == pytest.approx(3.5 * size)
+
+
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
     record = Record(tmp_path, 1, {})
     record.start(0)
@@ -171,13 +185,49 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
     assert record.failed and "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
 
 
+def generation_of(asked: list[Any], ranks: int) -> Generation:
+    """Of groups of two; every rank has these rows."""
+    generation, count = Generation.restored(0, []), ranks * len(asked)
+    generation.rows = asked
+    rewards_BF, lengths_B = torch.ones(count, 1), torch.full((count,), 3.0)
+    rewards = Rewards.of(rewards_BF, {}, torch.ones(1), ["accuracy"], 2)
+    generation.scores = Scores(rewards, lengths_B, lengths_B > 9, lengths_B)
+    groups = Groups(rewards_BF.view(-1, 2), lengths_B.view(-1, 2), lengths_B.view(-1, 2) > 9)
+    generation.advantages = Advantages(groups, weigh_groups(groups), groups.rewards_PG, groups.rewards_PG, {})
+    return generation
+
+
 def test_a_problem_is_recorded_with_its_choices(tmp_path):
     recorder = Recorder(step_context(output_dir=str(tmp_path)))
-    asked: Any = {"id": 7, "problem": "Which?", "answer": "B", "choices": ["3", "4"], "prompt": "Which?\nChoices: ..."}
-    less: list[dict[str, Any]] = [{}, {"choices": None}, {"choices": []}]
-    facts = [recorder._of_row(cast("Row", {**asked, **more})) for more in less]
-    assert facts[0] == {"id": "7", "problem": "Which?", "choices": ["3", "4"], "answer": "B", "images": []}
-    assert [one["choices"] for one in facts[1:]] == [None, None]
+    recorder.record.start(0)
+    asked = {"id": 7, "problem": "Which?", "answer": "B", "choices": ["3", "4"], "prompt": "Which?\nChoices: ..."}
+    rows = [{**asked, **more} for more in ({}, {}, {"choices": None}, {"choices": []})]
+    recorder.add(generation_of(rows, 1), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    recorder.record.flush(1)
+    found = recorded(recorder.record.folder).to_pylist()
+    assert [one["choices"] for one in found] == [["3", "4"], ["3", "4"], None, None]
+    for one in found:
+        assert (one["id"], one["problem"], one["answer"], one["images"]) == ("7", "Which?", "B", [])
+
+
+def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
+    """Of two ranks, whose rollouts are recorded rank by rank. The other one measures 10 more."""
+    monkeypatch.setattr(recorder_module, "gather_object", lambda own: [*own, *own])
+    ranks = SimpleNamespace(
+        process_index=0, num_processes=2, is_main_process=True, device=torch.device("cpu"),
+        gather=lambda own: torch.cat([own, own + 10]),
+    )  # fmt: skip
+    recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
+    recorder.record.start(0)
+    numbers = recorder.number(2)
+    asked = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
+    recorder.add(generation_of(asked, 2), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    learned: Any = {"rollout_number": numbers.flip(0), "completion_mask": torch.ones(2, 1)}
+    learned["sampling_per_token_logps"] = torch.zeros(2, 1)
+    recorder.measured(learned, torch.tensor([[0.25], [0.5]]))
+    recorder.complete(moved=False)
+    recorder.record.flush(1)
+    assert recorded(recorder.record.folder)["drift"].to_pylist() == [0.5, 0.25, 10.5, 10.25]
 
 
 def test_a_diagram_is_stored_once_and_small(tmp_path):

@@ -186,7 +186,8 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     assert path.read_text() == ""
 
     history = [{"step": 2, "reward": 0.2}, {"step": 2, "eval_a": 1.0}, {"step": 4, "reward": 0.4}]
-    lines = resumed_lines([as_line({"reward": 0.25}, 2, "then")], history, 3)
+    ended = as_line({"train_runtime": 9.0}, 3, "then")  # a run that goes on has not ended there
+    lines = resumed_lines([as_line({"reward": 0.25}, 2, "then"), ended], history, 3)
     assert [(line["step"], line["kind"]) for line in lines] == [(2, "eval"), (2, "train")]
     assert lines[1]["reward"] == 0.25 and lines[1]["time"] == "then"  # the file's own line comes first
 

@@ -99,6 +99,17 @@ def test_after_the_first_sync_only_what_an_adapter_touches_goes():
     assert set(names) == adapted | {"lm_head.weight"}
 
 
+def test_a_module_that_is_trained_whole_goes_once_as_it_is_trained():
+    """peft keeps the one from before the training beside it."""
+    model, original = policy(torch.float32, modules_to_save=["lm_head"])
+    (trained,) = [own for name, own in model.named_parameters() if ".modules_to_save.default" in name]
+    with torch.no_grad():
+        trained += 1
+    pairs = list(merged_parameters(model, lambda _: nullcontext(), lambda _: True))
+    assert sorted(name for name, _ in pairs) == sorted(original)
+    assert torch.equal(dict(pairs)["lm_head.weight"], original["lm_head.weight"] + 1)
+
+
 def test_it_is_what_peft_would_merge_under_the_models_own_names():
     model, original = policy(torch.float32)
     tensors = sent(model)

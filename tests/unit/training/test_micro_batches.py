@@ -50,6 +50,16 @@ def test_the_micro_batches_of_a_generation_that_one_optimizer_step_learns_from()
         assert shape.chunk == chunk, (steps, accumulated)
 
 
+def test_only_where_one_step_learns_from_a_whole_generation_is_its_policy_still_the_one_that_sampled():
+    """By steps_per_generation, num_iterations and gradient_accumulation_steps. Six micro-batches are one and a half of
+    four: the second generation is learned from in two steps, and needs the old log-probabilities.
+    """
+    cases = {(4, 1, 4): True, (2, 1, 4): True, (2, 2, 4): True, (4, 2, 4): False, (8, 1, 4): False, (4, 1, 6): False}
+    for (steps, iterations, accumulated), one in cases.items():
+        shape = Shape(rows=4, generations=4, steps=steps, iterations=iterations, accumulated=accumulated)
+        assert shape.has_one_step is one, (steps, iterations, accumulated)
+
+
 def image(key: str) -> ProcessedImage:
     return ProcessedImage(key, torch.full((4, 3), ord(key), dtype=torch.uint8), torch.tensor([1, 2, 2]))
 

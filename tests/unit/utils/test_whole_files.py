@@ -256,6 +256,30 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(pl
         assert contents(place) == before
 
 
+def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut leaves an empty file under the name of a whole one."""
+    events: list[str] = []
+    fsync, replace, rename = os.fsync, Path.replace, Path.rename
+
+    def flushed(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        events.append("the file" if ".partial-" in name else name)
+        fsync(descriptor)
+
+    def named(move: Any) -> Any:
+        return lambda source, target: (events.append(f"named {target.name}"), move(source, target))[1]
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", named(replace))
+    monkeypatch.setattr(Path, "rename", named(rename))
+    replace_file(tmp_path / "score.json", "whole")
+    assert events == ["the file", "named score.json"]
+    events.clear()
+    with replacing_folder(tmp_path / "merged") as staged:
+        (staged / "weights").write_text("whole")
+    assert {"weights", "new"} == set(events[:2]) and events[2:] == ["named merged", tmp_path.name]
+
+
 def test_what_is_no_file_is_written_to_as_it_is(tmp_path: Path) -> None:
     """`--json /dev/stdout`, or a named pipe."""
     pipe = tmp_path / "pipe"
