@@ -390,6 +390,14 @@ def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_pat
     assert own_files(run) == [] and not (tmp_path / WRITTEN).exists()
 
 
+def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
+    mark_stopped(run, STEPS)
+    before = {path: content for path, content in contents(run).items() if path.endswith((".safetensors", ".parquet"))}
+    assert main(arguments(run)) == 0
+    assert f"checkpoint-{STEPS} is the last step: nothing left to train" in capsys.readouterr().out
+    assert not (run / "stopped.json").exists() and before.items() <= contents(run).items()
+
+
 def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):
     put(run / "config.json", "half")
     code = "import sys, pathlib; from adora_vl.checkpoint import resume; "

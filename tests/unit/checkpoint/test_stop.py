@@ -15,8 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainerControl
 
 from adora_vl import train
 from adora_vl.checkpoint.stop import REPEAT_S, StopOnSignal
@@ -94,6 +96,16 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
     assert (run.received == signal.SIGHUP) is elastic
     os.kill(os.getpid(), signal.SIGTERM)
     assert run.received is not None
+
+
+def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch):
+    for others, stops in ((0, False), (1, True)):
+        monkeypatch.setattr(
+            "adora_vl.checkpoint.stop.gather", lambda own, others=others: torch.cat([own, own + others])
+        )
+        run, control = StopOnSignal(), TrainerControl()
+        run.on_step_end(None, WORKER, control)
+        assert (run.stopped, control.should_save, control.should_training_stop) == (stops, stops, stops)
 
 
 def test_a_run_that_was_not_stopped_leaves_the_signals_as_they_were(handlers):

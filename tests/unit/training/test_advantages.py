@@ -13,13 +13,14 @@ import pandas as pd
 import pytest
 import torch
 
-from adora_vl.advantage import Groups
+from adora_vl.advantage import AdvantagePipeline, Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record.metrics import weighed_figures
 from adora_vl.record.trackers import add_weighed
 from adora_vl.trainer import AdoraGRPOTrainer
-from adora_vl.training.advantages import Advantages
+from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.scores import Rewards, Scores
+from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
 END, PAD = 2, 0
@@ -48,6 +49,20 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     assert scores.reflective_B.tolist() == [2, 0, 0, 1]
     assert scores.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
     assert len(calls) == 1, "lengths, ends and words are gathered together"
+
+
+def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
+    """As their rewards are: the groups are those of all ranks. The other one's are a nat less likely."""
+    two = SimpleNamespace(gather=lambda own: torch.cat([own, own - 1]))
+    computer = AdvantageComputer(step_context(accelerator=two), AdvantagePipeline({}), torch.ones(1))
+    batch: Any = {
+        "advantages": torch.zeros(2),
+        "completion_mask": torch.tensor([[1, 1], [1, 0]]),
+        "sampling_per_token_logps": torch.tensor([[-1.0, -2.0], [-2.0, -9.0]]),
+    }
+    scores = Scores(rewards([[1.0], [0.0], [1.0], [0.0]]), torch.ones(4), torch.zeros(4) > 0, torch.zeros(4))
+    groups = computer(scores, batch, 2, 0, training=False).groups
+    assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [2.5, 3.0]]
 
 
 def weighed() -> Advantages:

@@ -136,6 +136,15 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
     assert guard.loss(torch.tensor(2.0), logps_BC, {"completion_mask": mask_BC}) == 2, "no old policy, no ratio"
 
 
+def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
+    log: dict[str, float] = {}
+    two = SimpleNamespace(gather=lambda own: torch.cat([own, torch.tensor([4.0])]))
+    guard = RatioGuard(step_context(log, accelerator=two, adora_max_ratio=3.0))
+    micro: Batch = {"old_per_token_logps": torch.zeros(1, 2), "completion_mask": torch.ones(1, 2)}
+    assert math.isnan(guard.loss(torch.tensor(2.0), torch.zeros(1, 2), micro))
+    assert log == {"adora/ratio_max": 4.0} and guard.take() == 4.0
+
+
 def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp_path):
     batch: Batch = {
         "completion_mask": torch.tensor([[1, 1], [1, 0]]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +273,18 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
         assert letters == ["abcdefgh"[number // 2] for number in numbers.tolist()]
 
 
+def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal():
+    """Else it would wait for ever in a pass that gathers weights. Without signal of its own, it takes the shortest."""
+    two = SimpleNamespace(
+        num_processes=2, device=CPU, process_index=0, gather=lambda own: torch.cat([own, torch.tensor([5])])
+    )
+    banks = ImageBanks()
+    one = batcher(banks=banks, accelerator=two, adora_spread_signal=False)
+    found = rows_of(one.split(sixteen(banks, "h"), "0/0"))
+    assert sorted(row for rows in found for row in rows) == [*range(8), 14, 15]
+    assert [len(rows) for rows in found] == [0, 4, 4, 2]
+
+
 def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one():
     """TRL takes a mean over the rows of a micro-batch; the share puts back how many there are."""
     banks = ImageBanks()
@@ -382,6 +395,15 @@ def two_ranks():
     giver = rebalanced(batches[1], [True, True], 2, plan, 1, banks[1], 99, carry)
     taker = rebalanced(batches[0], [False, False], 2, plan, 0, banks[0], 99, carry)
     return giver, taker, banks
+
+
+def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
+    """The passes of a frozen tower gather weights, so all ranks make them."""
+    banks = ImageBanks()
+    batch = rank_batch(banks, "abab", 2, 0)
+    banks.of_training().features_due = False
+    rebalanced(batch, [True, True], 2, [Move(1, 0, 2)], 0, banks, 99, lambda plan, sending, rank: [])
+    assert banks.of_training().features_due
 
 
 def test_the_giver_learns_nothing_from_what_it_gave(two_ranks):
