@@ -61,6 +61,8 @@ def answer(llm: Any) -> list[Any]:
     return [[(token, found.logprob) for token, found in step.items()] for step in output.outputs[0].logprobs]
 
 
+@pytest.mark.slow
+@pytest.mark.core
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_path, monkeypatch):
     processor = build_processor(["Find x."])

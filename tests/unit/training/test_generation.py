@@ -18,7 +18,6 @@ from adora_vl import experimental, trainer
 from adora_vl.checkpoint.store import MANIFEST, load_of_rank
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.record.metrics import METRICS, read_metrics
-from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.dynamic_sampling import DynamicSampling, further_rows
 from adora_vl.training.generation import Generation
@@ -28,7 +27,7 @@ from adora_vl.types import Batch, Row
 from adora_vl.utils.errors import UserError
 from benchmarks.kill_and_resume import facts
 from tests.support.step_context import step_context
-from tests.support.tiny_run import STEPS, arguments, train
+from tests.support.tiny_run import STEPS, train
 from tests.unit.data.test_prefetch import recorded
 from tests.unit.training.test_micro_batches import rank_batch
 
@@ -373,13 +372,3 @@ def test_a_run_that_stopped_within_a_generation_goes_on_to_the_bit(whole, tmp_pa
     }
     before, after = (load_file(folder / "model.safetensors") for folder in (run, again))
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.slow
-def test_other_sizes_are_refused_where_rollouts_are_left(whole, tmp_path, capsys):
-    run, settings = whole
-    other = {**settings, "steps_per_generation": 8, "resume_from_checkpoint": run / f"checkpoint-{SAVED}"}
-    assert main(arguments(tmp_path / "out", **other)) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "was saved in the middle of a generation" in error
-    assert "steps_per_generation: 4, now 8; set it as before" in error
