@@ -287,11 +287,12 @@ def test_a_pass_with_dropout_is_not_compared_with_one_without():
 
 
 def test_compared_passes_have_no_dropout_and_training_goes_on_with_it():
-    model = torch.nn.Sequential(torch.nn.Dropout(0.5))
-    with pytest.raises(KeyError), evaluating(model):
-        assert not any(module.training for module in model.modules())
-        raise KeyError
-    assert all(module.training for module in model.modules())
+    for training in (True, False):
+        model = torch.nn.Sequential(torch.nn.Dropout(0.5)).train(training)
+        with pytest.raises(KeyError), evaluating(model):
+            assert not any(module.training for module in model.modules())
+            raise KeyError
+        assert all(module.training is training for module in model.modules())
 
 
 def test_every_image_argument_of_a_pass_is_handed_on():
