@@ -201,7 +201,8 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
     recorder = Recorder(step_context(output_dir=str(tmp_path)))
     recorder.record.start(0)
     asked = {"id": 7, "problem": "Which?", "answer": "B", "choices": ["3", "4"], "prompt": "Which?\nChoices: ..."}
-    rows = [{**asked, **more} for more in ({}, {}, {"choices": None}, {"choices": []})]
+    more: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
+    rows = [{**asked, **one} for one in more]
     recorder.add(generation_of(rows, 1), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
     found = recorded(recorder.record.folder).to_pylist()

@@ -266,8 +266,12 @@ def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, m
         events.append("the file" if ".partial-" in name else name)
         fsync(descriptor)
 
-    def named(move: Any) -> Any:
-        return lambda source, target: (events.append(f"named {target.name}"), move(source, target))[1]
+    def named(move: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def moved(source: Path, target: Path) -> Path:
+            events.append(f"named {target.name}")
+            return move(source, target)
+
+        return moved
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "replace", named(replace))
