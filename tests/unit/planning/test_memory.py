@@ -188,6 +188,8 @@ def test_torchs_own_optimizer_is_what_is_predicted():
     gradients = sum(p.grad.nbytes for p in model.parameters())
     predicted = states(shape, Sharding(1), reference=False, mixed=False)
     assert (predicted.optimizer, predicted.gradients) == (held, gradients)
+    two = states(shape, Sharding(2), reference=False, mixed=False)
+    assert (two.optimizer, two.gradients) == (held, 2 * gradients), "what DDP sends lies in buckets of its own"
 
 
 def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):

@@ -211,6 +211,12 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
         assert (one["id"], one["problem"], one["answer"], one["images"]) == ("7", "Which?", "B", [])
 
 
+def test_every_second_generation_is_recorded_whole_however_many_steps_learn_from_it(tmp_path):
+    sizes = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 1}
+    recorder = Recorder(step_context(output_dir=str(tmp_path), adora_record_every=2, **sizes))
+    assert [step for step in range(12) if recorder.records(step)] == [0, 1, 4, 5, 8, 9]
+
+
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
     """Of two ranks, whose rollouts are recorded rank by rank. The other one measures 10 more."""
     monkeypatch.setattr(recorder_module, "gather_object", lambda own: [*own, *own])

@@ -158,6 +158,12 @@ def test_a_record_without_choices_has_a_page(tmp_path):
     assert [problem["choices"] for problem in load_run(run, 100).problems.values()] == [[], []]
 
 
+def test_a_text_that_is_cut_says_how_much_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run", 1, problem="x" * 12_000 + "y" * 1_500)
+    (shown, *_) = load_run(run, 100).problems.values()
+    assert shown["problem"] == "x" * 12_000 + "… (1,500 more characters)"
+
+
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     run = write_run(tmp_path / "run", 1)
     make_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))

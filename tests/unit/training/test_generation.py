@@ -360,6 +360,7 @@ def test_rollouts_are_sampled_once_a_generation_and_clipping_acts_after_the_firs
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_a_run_that_stopped_within_a_generation_goes_on_to_the_bit(whole, tmp_path):
     run, settings = whole
     assert load_of_rank(run / f"checkpoint-{SAVED}", FILES, 0)
