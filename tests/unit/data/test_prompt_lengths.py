@@ -336,8 +336,8 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
 def test_a_plan_keeps_the_rows_that_it_has_not_measured():
     """`--rows 3` of 40: one of the three is left out, and 39 are trained on."""
     sets = [Lengths([5, 90, 7], [0, 0, 4], [], 40, ["a", "b", "c"]), Lengths([8], [0], [], 1, ["d"])]
-    first, second = only(sets, [0, 2, 3])
-    assert (first.ids, first.prompt, first.image, first.rows) == (["a", "c"], [5, 7], [0, 4], 39)
+    first, second = only(sets, [1, 2, 3])
+    assert (first.ids, first.prompt, first.image, first.rows) == (["b", "c"], [90, 7], [0, 4], 39)
     assert (second.ids, second.prompt, second.rows) == (["d"], [8], 1)
 
 
