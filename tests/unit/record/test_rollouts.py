@@ -212,7 +212,7 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
 
 
 def test_every_second_generation_is_recorded_whole_however_many_steps_learn_from_it(tmp_path):
-    sizes = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 1}
+    sizes: dict[str, Any] = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 1}
     recorder = Recorder(step_context(output_dir=str(tmp_path), adora_record_every=2, **sizes))
     assert [step for step in range(12) if recorder.records(step)] == [0, 1, 4, 5, 8, 9]
 
