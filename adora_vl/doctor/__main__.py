@@ -106,8 +106,9 @@ def environment_checks(arguments: Sequence[str]) -> list[Check]:
         cuda=torch.version.cuda,
         vllm_is_cpu_build=find_cpu_build(),
     )
-    driver = check_driver(cuda=None if config.use_cpu else torch.version.cuda, driver=driver_version())
-    return [*libraries, *parts, builds, driver, check_compilers(needed=deepspeed)]
+    cuda = None if config.use_cpu else torch.version.cuda
+    driver = check_driver(cuda=cuda, driver=driver_version())
+    return [*libraries, *parts, builds, driver, check_compilers(deepspeed=deepspeed, triton=cuda is not None)]
 
 
 def paper_checks(run: Run) -> list[Check]:

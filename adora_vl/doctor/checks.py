@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -88,17 +90,28 @@ def check_rewards(
     return passed(title, facts)
 
 
-def check_compilers(*, needed: bool, find: Find = shutil.which) -> Check:
-    """DeepSpeed compiles its CPU optimizer when a run with offload starts: with `ninja` and a C++ compiler on PATH."""
+def check_compilers(
+    *, deepspeed: bool, triton: bool, find: Find = shutil.which, include: str = sysconfig.get_paths()["include"]
+) -> Check:
+    """What is compiled while a run starts: DeepSpeed's CPU optimizer by `ninja` and a C++ compiler, and on a GPU a C
+    module for each of Triton's kernels, which includes `Python.h`.
+    """
     title = "programs that compile"
-    if not needed:
-        return skipped(title, "this run does not use DeepSpeed")
-    ninja, compiler = find("ninja"), find("c++") or find("g++")
-    if ninja is None:
-        return failed(title, "ninja is not on PATH", "pip install ninja in the environment that runs this command")
-    if compiler is None:
-        return failed(title, "no C++ compiler on PATH", "install one (Debian: apt-get install g++)")
-    return passed(title, f"{ninja}, {compiler}")
+    named = os.environ.get("CC", "").split()[:1]  # as Triton chooses
+    c = next(filter(None, map(find, named or ["gcc", "clang"])), None)
+    header = next(map(str, Path(include).glob("Python.h")), None)
+    wanted = [
+        (deepspeed, find("ninja"), "ninja is not on PATH", "pip install ninja in this command's environment"),
+        (deepspeed, find("c++") or find("g++"), "no C++ compiler on PATH", "install one (Debian: apt-get install g++)"),
+        (triton, c, "no C compiler on PATH", "install one (Debian: apt-get install gcc), or name it in CC"),
+        (triton, header, f"no Python.h in {include}", "install Python's headers (Debian: apt-get install python3-dev)"),
+    ]
+    found = []
+    for needed, place, fault, remedy in wanted:
+        if needed and place is None:
+            return failed(title, fault, remedy)
+        found += [place] if needed and place else []
+    return passed(title, ", ".join(found)) if found else skipped(title, "this run uses neither DeepSpeed nor a GPU")
 
 
 def driver_version() -> str | None:

@@ -95,19 +95,32 @@ def test_a_torchvision_for_another_torch(monkeypatch):
     assert check.status is Status.FAILED and "nms" in check.detail and "make setup" in check.remedy
 
 
-def test_programs_that_deepspeed_compiles_with(subtests):
+def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
+    headers = tmp_path / "Python.h"
+    headers.touch()
     cases: list[Any] = [
-        ((), True, Status.PASSED, ""),
-        (("ninja",), True, Status.FAILED, "pip install ninja"),
-        (("c++", "g++"), True, Status.FAILED, "apt-get install g++"),
-        (("c++",), True, Status.PASSED, ""),
-        (("ninja", "c++", "g++"), False, Status.SKIPPED, ""),
+        ((), True, False, Status.PASSED, ""),
+        (("ninja",), True, False, Status.FAILED, "pip install ninja"),
+        (("c++", "g++"), True, False, Status.FAILED, "apt-get install g++"),
+        (("c++", "gcc"), True, False, Status.PASSED, ""),
+        (("ninja", "c++", "g++"), False, False, Status.SKIPPED, ""),
+        (("ninja", "c++", "g++", "gcc"), False, True, Status.PASSED, ""),
+        (("gcc", "clang"), False, True, Status.FAILED, "apt-get install gcc"),
     ]
-    for missing, needed, status, remedy in cases:
-        with subtests.test(f"{missing} {needed}"):
-            found = {name: f"/bin/{name}" for name in ("ninja", "c++", "g++") if name not in missing}
-            check = check_compilers(needed=needed, find=found.get)
+    monkeypatch.delenv("CC", raising=False)
+    every = ("ninja", "c++", "g++", "gcc", "clang", "mycc")
+    for missing, deepspeed, triton, status, remedy in cases:
+        with subtests.test(f"{missing} {deepspeed} {triton}"):
+            found = {name: f"/bin/{name}" for name in every if name not in missing}
+            check = check_compilers(deepspeed=deepspeed, triton=triton, find=found.get, include=str(tmp_path))
             assert check.status is status and remedy in check.remedy
+    places = {name: f"/bin/{name}" for name in every}
+    monkeypatch.setenv("CC", "mycc -m64")
+    on_a_card = check_compilers(deepspeed=False, triton=True, find=places.get, include=str(tmp_path))
+    assert "/bin/mycc" in on_a_card.detail and "gcc" not in on_a_card.detail
+    headers.unlink()
+    without = check_compilers(deepspeed=False, triton=True, find=places.get, include=str(tmp_path))
+    assert without.status is Status.FAILED and "Python's headers" in without.remedy
 
 
 def test_a_driver_that_is_too_old_for_torch(subtests):
