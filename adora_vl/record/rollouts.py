@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from adora_vl.advantage.adora import GroupFacts
+from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import remove_partial, replacing
 
 ROLLOUTS, IMAGES = "rollouts", "_images"
@@ -91,8 +92,7 @@ def cut_after(folder: Path, step: int) -> None:
             path.unlink()
     for part in counted:
         if part.first <= step < part.last:
-            table = pq.read_table(part.path)
-            write_part(folder, table.filter(pc.field("step") <= step), part.first, step)
+            write_part(folder, read_part(part).filter(pc.field("step") <= step), part.first, step)
         if part.last > step:
             part.path.unlink()
     if step == 0:
@@ -101,7 +101,20 @@ def cut_after(folder: Path, step: int) -> None:
 
 def read_parts(chosen: list[Part]) -> pa.Table:
     """The rows of several files in one table. A column that a file lacks is null in its rows."""
-    return pa.concat_tables([pq.read_table(part.path) for part in chosen], promote_options="default")
+    return pa.concat_tables([read_part(part) for part in chosen], promote_options="default")
+
+
+def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
+    """The rows of one file. Raises `UserError` where it is damaged, and `FileNotFoundError` where it is gone."""
+    try:
+        return pq.read_table(part.path, columns=columns)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"the record's file {str(part.path)!r} cannot be read ({in_one_line(error)}); move it out of the run, and "
+            f"the record lacks the steps {part.first} to {part.last} and no others"
+        ) from error
 
 
 _SIDE = 512  # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB

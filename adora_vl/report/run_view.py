@@ -11,12 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from adora_vl.data.prompts import lettered
 from adora_vl.record.manifest import adora_options, facts_of_run, methods_of, read_manifest, recipe_of
 from adora_vl.record.metrics import METRICS, read_metrics
-from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_parts
+from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
 from adora_vl.rewards.grade import comparison
 from adora_vl.utils.errors import UserError
 
@@ -158,7 +157,7 @@ def _add_groups(view: RunView, found: list[Part], max_rollouts: int) -> None:
         wanted = [step for step in steps if part.first <= step <= part.last]
         if not wanted:
             continue
-        table = read_parts([part]).filter(pc.field("step").isin(wanted))
+        table = read_part(part).filter(pc.field("step").isin(wanted))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
         for rows in _grouped(table):
             view.groups.append(_group(rows, settings, view.problems))
@@ -171,7 +170,7 @@ def _chosen_steps(found: list[Part], max_rollouts: int) -> tuple[list[int], int]
     """Evenly spread steps with at most `max_rollouts` together (one step at least), and how many rollouts there are."""
     counts: dict[int, int] = {}
     for part in found:
-        for entry in pc.value_counts(pq.read_table(part.path, columns=["step"])["step"]).to_pylist():
+        for entry in pc.value_counts(read_part(part, ["step"])["step"]).to_pylist():
             counts[entry["values"]] = counts.get(entry["values"], 0) + entry["counts"]
     steps, total = sorted(counts), sum(counts.values())
     keep = max(1, min(len(steps), int(len(steps) * max_rollouts / total)))

@@ -93,14 +93,18 @@ def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
 
 
 def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, capsys):
-    run = write_run(tmp_path / "run", 1)
+    run = write_run(tmp_path / "run", 2)
     (tmp_path / "mine.html").write_text("<h1>my thesis</h1>")
     assert main([str(run), "--output", str(tmp_path / "mine.html")]) == 2
     assert main([str(run), "--output", str(tmp_path / "no" / "folder.html")]) == 2
-    next((run / "rollouts").glob("*.parquet")).write_bytes(b"PAR1 not a table PAR1")
+    assert [line.split(":")[1].strip() for line in capsys.readouterr().err.splitlines()] == ["--output", "--output"]
+    damaged = parts(run / "rollouts")[0].path
+    damaged.write_bytes(b"PAR1 not a table PAR1")
     assert main([str(run)]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert [error.split(":")[1].strip() for error in errors] == ["--output", "--output", "RUN"]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert str(damaged) in said and "move it out of the run, and the record lacks the steps 1 to 1" in said
+    damaged.rename(tmp_path / damaged.name)
+    assert main([str(run)]) == 0
     assert (tmp_path / "mine.html").read_text() == "<h1>my thesis</h1>"
 
 
