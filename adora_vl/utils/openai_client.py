@@ -200,6 +200,8 @@ class ChatClient:
         except urllib.error.HTTPError as error:
             again = error.code in _RETRIED
             said = "" if again else _said(error, key)
+            if error.code == 404:  # an address that goes on too far, or not far enough
+                said = f" at {address}{said}"
             raise EndpointError(
                 f"HTTP {error.code}{said}",
                 again=again,

@@ -83,6 +83,13 @@ def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve: Serve, monk
     assert KEY not in str(refused.value)
 
 
+def test_an_address_that_the_server_does_not_know_is_shown(serve: Serve) -> None:
+    server = serve(lambda body, call: (404, b"Not Found"))
+    with pytest.raises(EndpointError) as error:
+        ChatClient(Endpoint(f"{server.url}/chat/completions", "m", attempts=1)).chat(HELLO)
+    assert f"HTTP 404 at {server.url}/chat/completions/chat/completions: Not Found" in str(error.value)
+
+
 def test_a_key_with_a_line_break_is_named_before_anything_is_sent(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
