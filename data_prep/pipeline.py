@@ -67,11 +67,17 @@ def clean_one(read: Callable[[], RawProblem], limits: PixelLimits) -> Cleaned | 
     return Cleaned({**row, "images": images}, print_, raw.originals, raw.origin, {**raw.notes, **_notes_on(row)})
 
 
+# What tables write where they have no answer.
+_NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNORECASE)
+
+
 def _notes_on(row: Row) -> dict[str, str]:
     """What is to be said of a row's reference answer, which can be met, but not by everything that is meant."""
     notes = {"percent": row["id"]} if _unasked_percentage(row) else {}
     if row["choices"] is None and _has_words_beside_a_number(row["answer"]):
         notes["words"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
+    if row["choices"] is None and _NO_ANSWER.fullmatch(row["answer_raw"].strip()):
+        notes["no_answer"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
     return notes
 
 

@@ -119,6 +119,10 @@ NOTES = {
         "have words beside a number as the answer, such as {example}: the number alone is wrong for them, so give the "
         "number, and say in the problem what it counts"
     ),
+    "no_answer": (
+        "have an answer that many tables write where there is none, such as {example}: it is taken as a text, so leave "
+        "such rows out unless it is one"
+    ),
     "instruction": "end with an instruction on how to answer, such as {example}; ",
 }
 _KEPT = "it was kept, beside the training's own system prompt: --drop-instruction takes it off"

@@ -329,6 +329,16 @@ def test_a_number_with_words_beside_it_is_counted(case: Case, capsys: pytest.Cap
         assert "words" not in noted(folder / "out"), "its letter is an answer"
 
 
+def test_an_answer_that_stands_for_none_is_counted(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    for answer, counted in [("N/A", 1), ("null", 1), ("None", 1), ("?", 1), ("-", 1), ("no", 0), ("nonagon", 0)]:
+        with case(answer) as folder:
+            source = jsonl(folder / "in", [{"q": "Which figure is it?", "a": answer, "i": "pics/0.png"}])
+            words = ["--input", str(source), "--columns", *COLUMNS[:3], "--output", str(folder / "out")]
+            code = main(["convert", *words, "--allow-quarantined", "1"])
+            said = capsys.readouterr().out
+            assert (f"such as mine/train/0 ({answer!r}): it is taken as a text" in said) == bool(counted), (code, said)
+
+
 def test_a_column_inside_another_is_named_with_a_dot(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"m": [{"from": "human", "value": f"What is {n}?"}, {"from": "gpt", "value": "?"}], "r": {"g": {"t": n}}}
