@@ -113,6 +113,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.tables:
         return print_tables(options.tables, options.curves)
+    for option, file in (("--settings", options.settings), ("--add", options.add)):
+        if file is not None and not file.is_file():
+            raise SystemExit(f"{option}: {file} is no file")
     options.settings, options.output = options.settings.resolve(), options.output.resolve()
     if options.worker is not None:
         work(options)
