@@ -6,12 +6,14 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
 from eval import __main__ as evaluate
@@ -161,3 +163,38 @@ def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(
     assert head.split() == ["all", "first", "mean"] and line.split()[-1] == "25.0"
     logged = figures(new, [{**row, "pid": str(row["ID"])} for row in answered])
     assert (logged["new_accuracy"], logged["new_accuracy_first"], logged["new_accuracy_mean"]) == (0.75, 0.5, 0.25)
+
+
+def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = Benchmark("new", "test", _load, _grade, lambda options: {"rules": "equal"}, summary=_summary)
+    rows = [{"pid": str(index), "answer": "5", "response": "5" if index else "6"} for index in range(4)]
+    asked = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
+    logged: list[dict[str, float]] = []
+    monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]])  # those of the second rank
+
+    def log(trainer: Any, values: dict[str, float]) -> None:
+        logged.append(values)
+        trainer.control.should_log = False  # as Transformers does after every log
+
+    monkeypatch.setattr(evaluation.Trainer, "log", log)
+    monkeypatch.setattr("eval.inference.chat.ChatProcessor", lambda *given: None)
+    monkeypatch.setattr("eval.inference.engines.VLLMEngine", lambda *given, **more: None)
+    monkeypatch.setattr(
+        "eval.in_training.answer_all",
+        lambda problems, engine, prompt: [row for row in rows if row["pid"] in [one.pid for one in problems]],
+    )
+    first = Namespace(process_index=0, num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
+    args = Namespace(model_init_kwargs=None, min_pixels=None, max_pixels=None, max_completion_length=8)
+    trainer: Any = Namespace(
+        accelerator=first, args=args, model=Namespace(name_or_path="x"), control=Namespace(should_log=True),
+        vllm_generation=Namespace(current_llm=nullcontext),
+    )  # fmt: skip
+    plan = evaluation.EvaluationPlan([evaluation.Task(new, asked)], every=2, at_start=False, prompt=None)
+    callback = evaluation.EvaluateOnTheWay(trainer, plan, None)
+    for step in range(1, 5):
+        callback.on_step_end(None, Namespace(global_step=step), None)
+    assert [values["eval_new_accuracy"] for values in logged] == [0.75, 0.75]
+    assert trainer.control.should_log, "the log of the step itself would be left out"
+    assert "step 2: new 75.0 %" in (said := capsys.readouterr().out) and "of 4 problems" in said
