@@ -80,10 +80,8 @@ def own_copy(value: Any) -> Any:
         view.readonly = 1  # with which Pillow copies them before it changes one
         return view
     if is_dataclass(value) and not isinstance(value, type):
-        made = copy(value)
-        for name, inside in vars(made).items():  # the log is long: its list is copied, and its entries are not
-            if isinstance(inside, list | dict):
-                setattr(made, name, copy(inside))
+        made = copy(value)  # the log is long: its list is copied, and its entries are not
+        vars(made).update({name: copy(each) for name, each in vars(value).items() if isinstance(each, list | dict)})
         return made
     return value
 

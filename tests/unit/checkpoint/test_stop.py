@@ -299,5 +299,5 @@ def test_a_run_that_is_interrupted_before_its_first_step(
     monkeypatch.setattr(train, "prepare", lambda *_: type("Run", (), {"finished": None, "config": config}))
     for place in ("build_trainer", "prepare"):
         monkeypatch.setattr(train, place, interrupted)
-        assert train.main([]) == EXIT_INTERRUPTED
+        assert train.main(["--model_name_or_path", "tiny"]) == EXIT_INTERRUPTED
         assert capsys.readouterr().err == "interrupted outside the training; checkpoints are as they were\n"

@@ -97,7 +97,7 @@ def test_the_rooms_stand_in_the_order_of_their_floors():
 
 
 def test_every_kind_of_thread_is_on_the_page():
-    starts = re.compile(r"\b(?:Thread|ThreadPoolExecutor)\(")
+    starts = re.compile(r"\b(?:Thread|ThreadPool|ThreadPoolExecutor)\(")
     starters = {
         str(path.relative_to(ROOT / "adora_vl"))
         for path in (ROOT / "adora_vl").rglob("*.py")

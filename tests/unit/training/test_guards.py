@@ -241,7 +241,7 @@ def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, c
 
             monkeypatch.setattr(train, "train", broken)
             monkeypatch.setenv("RANK", rank)
-            assert train.main([]) == 1
+            assert train.main(["--model_name_or_path", "tiny"]) == 1
             assert capsys.readouterr().err.splitlines() == lines
 
 
@@ -298,7 +298,7 @@ def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(monkeypatc
 
     monkeypatch.setattr("adora_vl.train.look_first", lambda _: None)
     monkeypatch.setattr("adora_vl.train.train", training)
-    assert train.main([]) == 1
+    assert train.main(["--model_name_or_path", "tiny"]) == 1
     assert capsys.readouterr().err == (
         "error (rank 1 of 2): step 5: no space left on the disk; make room there, and the same command goes on from "
         "checkpoint-4\n"
