@@ -208,6 +208,20 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    launch(
+        "zero2", "--cpu", "--num_processes", "2", "-m", "adora_vl.train", *RUN, *TWO, "--output_dir", str(out),
+        "--use_vllm", "false", "--bf16", "true", "--dtype", "bfloat16", "--max_steps", "2", "--learning_rate", "1e-3",
+        "--max_completion_length", "24",
+    )  # fmt: skip
+    assert all(entry["grad_norm"] > 0 for entry in history(out))
+    trained, start = load_file(out / "model.safetensors"), load_file(PRETRAINED / "model.safetensors")
+    assert {weights.dtype for weights in trained.values()} == {torch.bfloat16}
+    moved = [name for name in start if not torch.equal(trained[name], start[name].bfloat16())]
+    assert len(moved) > len(start) / 2
+
+
 def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path):
     seen = []
     shared = [set(Path("/dev/shm").glob("*cpushm*"))]
