@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Trainer
 
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
@@ -178,7 +179,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(
         logged.append(values)
         trainer.control.should_log = False  # as Transformers does after every log
 
-    monkeypatch.setattr(evaluation.Trainer, "log", log)
+    monkeypatch.setattr(Trainer, "log", log)
     monkeypatch.setattr("eval.inference.chat.ChatProcessor", lambda *given: None)
     monkeypatch.setattr("eval.inference.engines.VLLMEngine", lambda *given, **more: None)
     monkeypatch.setattr(
