@@ -126,13 +126,8 @@ def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Run:
         _choose_start(asked, config, model, data, rewards, left_out) if to_train else (StartPoint(None, []), {})
     )
     if config.process_index == 0 and to_train:
-        lines = [
-            f"{amount(len(dataset), 'training problem')}; {plan.describe()}",
-            *filter(None, [fewer_than_asked()]),
-            *notes,
-            *costs_of(config),
-            *start.notes,
-        ]
+        facts = f"{amount(len(dataset), 'training problem')}; {plan.describe()}"
+        lines = [facts, *filter(None, [fewer_than_asked()]), *notes, *costs_of(config), *start.notes]
         print("\n".join(lines), flush=True)
     return Run(script, config, model, dataset, plan, start, now, evaluations, data, rewards, left_out)
 
