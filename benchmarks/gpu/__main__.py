@@ -9,6 +9,7 @@ import argparse
 import json
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,12 +42,13 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
         parser.error(f"--minutes: {options.minutes:g} is no time; give a number above 0")
     lines: list[Line] = []
     end = time.perf_counter() + 60 * options.minutes
-    for number, check in enumerate(chosen, start=1):
-        start = time.perf_counter()
-        found = run(check, options.size, end - start)
-        lines += found
-        spent = time.perf_counter() - start
-        print(f"[{number}/{len(chosen)}] {check.name}: {counts(found)}, {spent:.0f} s", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_built_") as built:
+        for number, check in enumerate(chosen, start=1):
+            start = time.perf_counter()
+            found = run(check, options.size, Path(built), end - start)
+            lines += found
+            spent = time.perf_counter() - start
+            print(f"[{number}/{len(chosen)}] {check.name}: {counts(found)}, {spent:.0f} s", file=sys.stderr, flush=True)
     print(f"{machine()}, size {options.size}\n\n{table(lines)}")
     print(not_run(gpu, options.size, [name for name in names if name not in {check.name for check in chosen}]), end="")
     if options.json is not None:

@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,14 +75,16 @@ CHECKS = (
 LEAST = 10  # seconds; with fewer left a check would hardly import what it needs
 
 
-def run(check: GPUCheck, size: str, left: float = math.inf) -> list[Line]:
-    """The lines of a check, run in a process of its own; at least one. `left`: seconds left for all checks."""
+def run(check: GPUCheck, size: str, built: Path, left: float = math.inf) -> list[Line]:
+    """The lines of a check, run in a process of its own; at least one. `built`: where DeepSpeed's operators are, or
+    come to be, so that one check compiles them for all. `left`: seconds left for all checks.
+    """
     if check.missing:
         lines = [skipped("all of it", f"{' and '.join(check.missing)} not installed")]
     elif left < LEAST:
         lines = [skipped("all of it", _over(check))]
     else:
-        lines = _in_a_child(check, size, left)
+        lines = _in_a_child(check, size, built, left)
     return [replace(line, check=check.name) for line in lines]
 
 
@@ -89,14 +92,19 @@ def _over(check: GPUCheck) -> str:
     return f"not run, the time for all checks was over: `--only {check.name}` runs it alone, `--minutes` gives more"
 
 
-def _in_a_child(check: GPUCheck, size: str, left: float) -> list[Line]:
+def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Line]:
     with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_") as folder:
         results, output = Path(folder) / "lines.jsonl", Path(folder) / "output.txt"
         results.touch()
         command = [sys.executable, "-m", "benchmarks.gpu.checks", check.place, size, str(check.cards), str(results)]
         with output.open("wb") as stream:
             child = subprocess.Popen(
-                command, stdout=stream, stderr=stream, start_new_session=True, cwd=folder, env=_environment(folder)
+                command,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+                cwd=folder,
+                env=_environment(folder, built),
             )
             try:
                 code: int | None = child.wait(min(check.limit, left))
@@ -104,6 +112,7 @@ def _in_a_child(check: GPUCheck, size: str, left: float) -> list[Line]:
                 code = None
             finally:
                 _end(child)
+                _remove_half_built(built)
         lines = [_read(words) for words in results.read_text(encoding="utf-8").splitlines()]
         printed = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if code is None and left < check.limit:
@@ -118,13 +127,11 @@ def _in_a_child(check: GPUCheck, size: str, left: float) -> list[Line]:
     return lines or [failed("the process", "it ended without a single figure")]
 
 
-def _environment(folder: str) -> dict[str, str]:
+def _environment(folder: str, built: Path) -> dict[str, str]:
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    # What DeepSpeed compiles stays in the folder. A check that is stopped would leave a lock in the cache of the user,
-    # on which every later build waits.
-    built = {"TORCH_EXTENSIONS_DIR": f"{folder}/extensions"}
-    built |= {"TRITON_F32_DEFAULT": "ieee"}  # else Triton's float32 is TF32, and no reference for bfloat16
-    return {**os.environ, **built, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
+    own = {"TORCH_EXTENSIONS_DIR": str(built)}
+    own |= {"TRITON_F32_DEFAULT": "ieee"}  # else Triton's float32 is TF32, and no reference for bfloat16
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -132,6 +139,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+
+
+def _remove_half_built(built: Path) -> None:
+    """What a stopped check was compiling: it left a lock, on which every later build would wait without end."""
+    for lock in list(built.rglob("lock")):
+        shutil.rmtree(lock.parent)
 
 
 def _read(words: str) -> Line:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,21 @@ def killed(setting: Setting) -> Iterator[Line]:
 
 def visible(setting: Setting) -> Iterator[Line]:
     yield skipped("cards", os.environ.get("CUDA_VISIBLE_DEVICES", "all of them"))
+
+
+def killed_while_it_compiles(setting: Setting) -> Iterator[Line]:
+    """As torch compiles an operator, ended in the middle; beside it one that another check has compiled."""
+    for name, file in (("finished", "finished.so"), ("half", "lock")):
+        place = Path(os.environ["TORCH_EXTENSIONS_DIR"], name)
+        place.mkdir(parents=True)
+        (place / file).touch()
+    yield from killed(setting)
+
+
+def finds_compiled(setting: Setting) -> Iterator[Line]:
+    yield skipped(
+        "compiled", " ".join(sorted(path.name for path in Path(os.environ["TORCH_EXTENSIONS_DIR"]).iterdir()))
+    )
 
 
 def hangs(setting: Setting) -> Iterator[Line]:

@@ -74,12 +74,9 @@ def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
 
 @slow
 @pytest.mark.parametrize("name", APART)
-def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name, monkeypatch):
+def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
     """With what DeepSpeed has compiled for other tests, which takes it most of a minute."""
-    own = checks._environment
-    shared = {"TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"]}
-    monkeypatch.setattr(checks, "_environment", lambda folder: {**own(folder), **shared})
-    nothing_wrong(checks.run(replace(check_named(name), limit=580), "small"))
+    nothing_wrong(checks.run(replace(check_named(name), limit=580), "small", Path(os.environ["TORCH_EXTENSIONS_DIR"])))
 
 
 @pytest.fixture
@@ -235,6 +232,15 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
         assert what in line and f"the time for all checks was over: `--only {name}`" in line
 
 
+@slow
+def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(capsys):
+    """DeepSpeed compiles most of a minute; a lock that stayed would let every later check wait without end."""
+    two = [GPUCheck(name, f"{BROKEN}:{name}", 300) for name in ("killed_while_it_compiles", "finds_compiled")]
+    assert main(["--size", "small"], two) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("finds_compiled")]
+    assert "finished" in line and "half" not in line
+
+
 def test_what_makes_a_run_wrong_comes_before_what_makes_it_slow_and_what_few_need():
     names = [check.name for check in CHECKS]
     order = ["rounding", "drift", "recipe", "trainer", "offload", "deepspeed"]
@@ -256,9 +262,9 @@ def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
 
 
 @slow
-def test_the_process_of_a_check_knows_for_how_many_cards_it_is(monkeypatch):
+def test_the_process_of_a_check_knows_for_how_many_cards_it_is(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    (line,) = checks.run(GPUCheck("two", f"{BROKEN}:visible", 300, cards=2), "small")
+    (line,) = checks.run(GPUCheck("two", f"{BROKEN}:visible", 300, cards=2), "small", tmp_path)
     assert line.note == "3,5"
 
 
