@@ -43,7 +43,7 @@ from adora_vl.models.shape import refuse_tied_adapters
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import CardWriter
 from adora_vl.record.recorder import KeepRecord, Recorder
-from adora_vl.rollout.agreement import measured_drift
+from adora_vl.rollout.agreement import DriftProbe, drift_probe, measured_drift
 from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.importance import ImportanceRatio
@@ -127,7 +127,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.extensions.insert(0, partials)
         if args.adora_async_rollouts:
             asks = self._sync, self._tokenized, lambda now: self._distinct_rows.rows_after(now, self._row_order)
-            self.extensions.insert(0, RolloutsAhead(context, self.vllm_generation, *asks, self._check_drift))
+            drift = self._probe, self._check_drift
+            self.extensions.insert(0, RolloutsAhead(context, self.vllm_generation, *asks, *drift))
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
         self.tie_notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         self._generation: Generation | None = None  # the one that is being learned from
@@ -286,10 +287,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self):
             return cast("tuple[Any, ...]", self._tokenize_prompts(messages_of(rows)))
 
-    def _check_drift(self, rows: list[Row], step: int) -> None:
-        """Of the present weights, on short rollouts of some of these rows."""
+    def _probe(self, rows: list[Row], step: int) -> DriftProbe:
         with self.images.vision.unshared():  # a rank may have an image among them where another one has none
-            measured_drift(self, self.drift_guard.check, rows, step)
+            return drift_probe(self, rows, step)
+
+    def _check_drift(self, probe: DriftProbe, answers: Any, step: int) -> None:
+        """Of the present weights, on short rollouts of some of the rows."""
+        with self.images.vision.unshared():
+            measured_drift(self, self.drift_guard.check, probe, answers, step)
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Stock TRL processes images, samples and decodes here, timed for wandb alone; ours times it for the log."""

@@ -23,10 +23,11 @@ from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.rows import images_of
 from adora_vl.dedup.policy_pass import evaluating
 from adora_vl.models.precision import HasModels, dtype_name
-from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, messages_of, never_sampled_ids
+from adora_vl.rollout.servers import GroupRequest
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
 from adora_vl.utils.seeding import kept_random_state
@@ -122,9 +123,18 @@ def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str) -> 
     Raises `PromptMismatchError` where the engine reads another prompt.
     """
     generation = trainer.vllm_generation
-    seed = (trainer.args.seed, f"check/{where}")
-    with kept_random_state(), generation.sampling(replace(generation.request, seed=seed, max_tokens=tokens)):
+    with kept_random_state(), generation.sampling(_probing(trainer, where, tokens)):
         read, completions, logps, _ = generation.generate(prompts=prompts.ids, images=prompts.images, num_generations=1)
+    return _rollouts(trainer, read, completions, logps)
+
+
+def _probing(trainer: HasEngine, where: str, tokens: int) -> SamplingRequest:
+    seed = (trainer.args.seed, f"check/{where}")
+    return replace(trainer.vllm_generation.request, seed=seed, max_tokens=tokens)
+
+
+def _rollouts(trainer: HasEngine, read: Any, completions: Any, logps: Any) -> Rollouts:
+    """As `VLLMGeneration.generate` returns them."""
     rows = [torch.tensor([value[0] if value[0] is not None else torch.nan for value in row]) for row in logps]
     mask = [torch.ones(len(row), dtype=torch.long) for row in completions]
     device = trainer.accelerator.device
@@ -244,16 +254,32 @@ def moved_back(trainer: HasEngine, prompts: Prompts, by: int) -> Prompts:
     return replace(prompts, ids=ids, fields=fields)
 
 
-def measured_drift(
-    trainer: HasEngine, check: Callable[[Tensor, Tensor, Tensor, int], None], rows: Sequence[Any], step: int
-) -> None:
-    """Have the present weights sample and score short rollouts of the first of these rows, and `check` them: the
-    policy's log-probabilities, the engine's, and the mask, (B, C), at this step. Draws nothing of the run's.
-    """
+@dataclass(frozen=True)
+class DriftProbe:
+    """Prompts whose short rollouts say how far the policy is from servers that have its present weights."""
+
+    prompts: Prompts
+    requests: list[GroupRequest]  # on the first rank
+
+
+def drift_probe(trainer: HasEngine, rows: Sequence[Any], step: int) -> DriftProbe:
+    """Of the first of these rows. Draws nothing of the run's."""
     prompts = read_prompts(trainer, rows[:CHECK_ROWS])
-    rollouts = sample(trainer, prompts, tokens=CHECK_TOKENS, where=f"drift/{step}")
+    generation = trainer.vllm_generation
+    with generation.sampling(_probing(trainer, f"drift/{step}", CHECK_TOKENS)):
+        return DriftProbe(prompts, generation.asks(prompts.ids, prompts.images, 1))
+
+
+def measured_drift(
+    trainer: HasEngine, check: Callable[[Tensor, Tensor, Tensor, int], None], probe: DriftProbe, answers: Any, step: int
+) -> None:
+    """Score what the servers sampled for this rank's prompts, and `check` it: the policy's log-probabilities, the
+    engine's, and the mask, (B, C), at this step.
+    """
+    completions, logps, _ = answers
+    rollouts = _rollouts(trainer, probe.prompts.ids, completions, logps)
     with evaluating(trainer.model):
-        check(score(trainer, prompts, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
+        check(score(trainer, probe.prompts, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
 
 
 class OtherRankError(RolloutError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -239,9 +239,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self._sync()
 
     def _sync(self) -> None:
-        self.bytes_sent = 0
         if self.mode == "server":
             if self.settings.weight_folder is None:
+                self.bytes_sent = 0
                 super().sync_weights()
                 self.served.first_rank(Servers.forget)
             else:
@@ -254,11 +254,21 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self._llm_weights_sleeping = False
             zero_scratch(self.llm)
         everything = self.enable_sleep_mode or not self._engine_is_complete
+        self.bytes_sent = 0
         self.tensors_sent = push_weights(self.llm, self._counted(self._iter_named_params()), everything)
         self._engine_is_complete = True
         reset_caches(self.llm)
 
+    @contextmanager
+    def weights_written(self) -> Iterator[None]:
+        """Inside, a sync by file finds the policy's weights written already, while the servers still sampled."""
+        with ExitStack() as until:
+            with self._timed("sync"):
+                until.enter_context(self.served.weights_written(self._for_servers))
+            yield
+
     def _for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
+        self.bytes_sent = 0
         self._engine_is_complete &= not everything
         return self._counted(self._iter_named_params())
 

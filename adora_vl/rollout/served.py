@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -26,6 +28,26 @@ class Served:
     place: PlaceFeatures
     servers: Servers | None  # of the first rank alone
     files: WeightFiles | None = None  # of the first rank alone, where weights travel by file
+    _written: Callable[[], Path | None] | None = None  # inside of `weights_written`
+
+    @contextmanager
+    def weights_written(self, tensors: Callable[[bool], Tensors]) -> Iterator[None]:
+        """Inside, `give_weights` has the servers read what is written now: the writing of a large model takes seconds,
+        in which they may still sample. Where one of them needs more, it is written again.
+        """
+        with ExitStack() as until:
+            found: list[Path] = []
+
+            def write(_: Servers) -> None:
+                assert self.files is not None
+                found.append(until.enter_context(self.files.written(tensors(False))))
+
+            self.first_rank(write, others=lambda: _go_through(tensors(False)))
+            self._written = lambda: found[0] if found else None
+            try:
+                yield
+            finally:
+                self._written = None
 
     def give_weights(self, tensors: Callable[[bool], Tensors]) -> None:
         """Have all servers read the policy's weights from a file.
@@ -34,17 +56,17 @@ class Served:
         server has not got that sync: at the first one, and where a server was started again.
         """
         everything = bool(self.first_rank(lambda servers: servers.find()))
+        if self._written is not None and not everything:
+            path = self._written()
+            self.first_rank(lambda servers: servers.read_weights(path) if path else None)
+            return
 
         def write_and_read(servers: Servers) -> None:
             assert self.files is not None
             with self.files.written(tensors(everything)) as folder:
                 servers.read_weights(folder)
 
-        def take_part() -> None:
-            for _ in tensors(everything):
-                pass
-
-        self.first_rank(write_and_read, others=take_part)
+        self.first_rank(write_and_read, others=lambda: _go_through(tensors(everything)))
 
     def gathered(
         self,
@@ -106,3 +128,9 @@ class Served:
         if told[2]:
             raise [NoServerError, SharedUserError, RolloutError, EngineError][told[1]](told[2])
         return told[0]
+
+
+def _go_through(tensors: Tensors) -> None:
+    """Take part in the gathering of each."""
+    for _ in tensors:
+        pass

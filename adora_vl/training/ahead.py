@@ -1,10 +1,11 @@
 """One step ahead: vLLM servers sample the next generation while the policy learns from the present one.
 
-    generation k:  join its rollouts | weights k to the servers | ask for k+1 | grade and learn from k
+    generation k:  write weights k, read the prompts of k+1 | join the rollouts of k | servers read the weights and are
+                   asked for k+1 | grade and learn from k
 
 So the rollouts of k+1 come from weights k, and are learned from by weights k+1. The ratio to the engine corrects for
 it; the old log-probabilities are the policy's own. Since all of these rollouts are stale, the drift is measured on
-short rollouts of their own, which the present weights sample and score.
+short rollouts of their own, which the present weights sample first of all, and score while the servers go on.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from adora_vl.config.batch_plan import Shape
 from adora_vl.config.checks import check_async
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.rollout.agreement import DriftProbe
 from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest
 from adora_vl.rollout.servers import Answer, GroupRequest
 from adora_vl.training.generation import Extension, Generation
@@ -41,12 +43,13 @@ NextRows = Callable[[list[int]], list[Row]]
 
 @dataclass
 class Pending:
-    """A generation that was asked for."""
+    """A generation that is asked for."""
 
     where: str  # its name
     numbers: list[int]  # of its rows on this rank, in the data set
     step: int  # optimizer steps of the weights that sample it
-    found: Future[_Found] | None = None  # on the first rank
+    requests: list[GroupRequest] = field(default_factory=list)  # on the first rank
+    found: Future[_Found] | None = None  # on the first rank, once it was asked for
 
 
 class RolloutsAhead(Extension):
@@ -59,16 +62,18 @@ class RolloutsAhead(Extension):
         sync: Callable[[], None],
         tokenized: Callable[[list[Row]], Tokenized],
         next_rows: NextRows,
-        check_drift: Callable[[list[Row], int], None],
+        probe: Callable[[list[Row], int], DriftProbe],
+        check_drift: Callable[[DriftProbe, Any, int], None],
     ) -> None:
         """`sync`: the policy's weights to the servers. `tokenized`: as TRL's `_tokenize_prompts`. `next_rows`: of the
-        generation after the one with these numbers. `check_drift`: of the present weights, on some of these rows.
-        Raises `UserError` for keys that do not go with it.
+        generation after the one with these numbers. `probe`: what to ask for of some rows, to measure the drift of the
+        weights at this step, and `check_drift`: judges what came of it. Raises `UserError` for keys that do not go with
+        it.
         """
         check_async(context.config)
         self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
         self.engine, self.sync, self.tokenized = engine, sync, tokenized
-        self.next_rows, self.check_drift = next_rows, check_drift
+        self.next_rows, self.probe, self.check_drift = next_rows, probe, check_drift
         shape = Shape.of(context.config)
         self.steps, self.generations = shape.updates, shape.generations
         self.pending: Pending | None = None
@@ -94,17 +99,25 @@ class RolloutsAhead(Extension):
             if asked is not None and asked.found is not None:
                 asked.found.exception()  # servers that still sample cannot take weights
             self.sync()
-            asked = self._ask(generation.rows, numbers, generation.sampling, generation.where, generation.step)
+            asked = self._wanted(generation.rows, numbers, generation.sampling, generation.where, generation.step)
+            self._ask([asked.requests], asked)
         assert asked is not None
-        began = time.perf_counter()
-        found, idle = self._joined(asked)
-        waited = time.perf_counter() - began
-        self._present, self.pending = asked, None
         stale = generation.step - asked.step
-        self.sync()
-        if stale:  # before the servers have the next generation to work on: these rollouts would wait for it
-            self.check_drift(generation.rows[:: self.generations], generation.step)
-        self._ask_for_next(generation, numbers)
+        following = self._following(generation, numbers)
+        probe = self.probe(generation.rows[:: self.generations], generation.step) if stale else None
+        with self.engine.weights_written() if stale else nullcontext():
+            began = time.perf_counter()
+            found, idle = self._joined(asked.found)
+            waited = time.perf_counter() - began
+            self._present, self.pending = asked, None
+            self.sync()
+        # The probe goes first, since its rollouts would wait for those of a whole generation.
+        batches = [*([probe.requests] if probe else []), *([following.requests] if following else [])]
+        probed = self._ask(batches, following)
+        self.pending = following
+        if probe is not None:
+            answers, _ = self._joined(probed)
+            self.check_drift(probe, self.engine.served.shared(answers, len(probe.prompts.ids)), generation.step)
         tokens, logps, _ = self.engine.served.shared(found, len(numbers))
         columns = {"stale_tokens": [len(row) if stale else 0 for row in tokens]}
         generation.sampling.answers = Answers(tokens, [[logp[0] for logp in row] for row in logps], columns)
@@ -112,47 +125,53 @@ class RolloutsAhead(Extension):
         for name, seconds in (("trainer", waited), ("servers", idle)):
             self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
 
-    def _ask_for_next(self, generation: Generation, numbers: list[int]) -> None:
+    def _following(self, generation: Generation, numbers: list[int]) -> Pending | None:
+        """The generation after this one, with its images read, or None where there is none."""
         step = generation.step + self.steps
         if step >= self.state().max_steps:
-            return
+            return None
         rows: list[Row] = []
         with suppress(Exception):
             rows = self.next_rows(numbers)
         readable = bool(rows) and not unreadable_rows(rows)  # else the step that draws the row says so, on all ranks
         if not all(gather_object([readable])):
-            return
+            return None
         following = _without_numbers(rows)
         where = replace(generation, key=f"{step}/0").where
         seed = generation.sampling.seed
         request = replace(generation.sampling, seed=None if seed is None else (seed[0], where))
-        self.pending = self._ask(rows, following, request, where, generation.step)
+        return self._wanted(rows, following, request, where, generation.step)
 
-    def _ask(self, rows: list[Row], numbers: list[int], request: SamplingRequest, where: str, step: int) -> Pending:
+    def _wanted(self, rows: list[Row], numbers: list[int], request: SamplingRequest, where: str, step: int) -> Pending:
         with self.engine.sampling(request):
             prompts, images, _ = self.tokenized(rows)
-            requests = self.engine.asks(prompts, images, self.generations)
-        first = self.accelerator.is_main_process
-        return Pending(where, numbers, step, self._on_a_thread(requests) if first else None)
+            return Pending(where, numbers, step, self.engine.asks(prompts, images, self.generations))
 
-    def _on_a_thread(self, requests: list[GroupRequest]) -> Future[_Found]:
-        """Does HTTP alone, so that no collective of the policy's meets another."""
-        served, future = self.engine.served, Future[_Found]()
+    def _ask(self, batches: list[list[GroupRequest]], last: Pending | None) -> Future[_Found] | None:
+        """Asks for one batch after the other, of which `last` gets the last one, on a thread of the first rank. It does
+        HTTP alone, so that no collective of the policy's meets another. Returns what the first one will be.
+        """
+        if not self.accelerator.is_main_process or not batches:
+            return None
+        served, futures = self.engine.served, [Future[_Found]() for _ in batches]
 
         def work() -> None:
-            try:
-                assert served.servers is not None
-                future.set_result((served.servers.sample(requests, served.place), time.perf_counter()))
-            except BaseException as error:
-                future.set_exception(error)
+            for requests, future in zip(batches, futures, strict=True):
+                try:
+                    assert served.servers is not None
+                    future.set_result((served.servers.sample(requests, served.place), time.perf_counter()))
+                except BaseException as error:
+                    future.set_exception(error)
 
         threading.Thread(target=work, name="rollouts-ahead", daemon=True).start()
-        return future
+        if last is not None:
+            last.found, last.requests = futures[-1], []
+        return futures[0]
 
-    def _joined(self, asked: Pending) -> tuple[list[Answer], float]:
+    def _joined(self, asked: Future[_Found] | None) -> tuple[list[Answer], float]:
         """The answers, and how long the servers have waited since. Raises what asking raised, on all ranks."""
-        found: _Found = self.engine.served.first_rank(lambda _: asked.found.result() if asked.found else None)
-        return found[0], max(0.0, time.perf_counter() - found[1]) if asked.found else 0.0
+        found: _Found = self.engine.served.first_rank(lambda _: asked.result() if asked else None)
+        return found[0], max(0.0, time.perf_counter() - found[1]) if asked else 0.0
 
     # ------------------------------------------------------------------------------------------ a checkpoint
 
@@ -185,7 +204,7 @@ class RolloutsAhead(Extension):
         future.set_result(([Answer(**answer) for answer in said["answers"]], time.perf_counter()))
         first = self.accelerator.is_main_process
         numbers: Sequence[int] = said["numbers"][self.accelerator.process_index]
-        self.pending = Pending(said["where"], list(numbers), said["step"], future if first else None)
+        self.pending = Pending(said["where"], list(numbers), said["step"], found=future if first else None)
 
 
 def _without_numbers(rows: Sequence[Any]) -> list[int]:

@@ -15,7 +15,10 @@ import pytest
 
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.rollout.servers import Servers
+from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.train import main
+from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.guards import DriftGuard
 from adora_vl.utils.errors import RolloutError
 from benchmarks.stand_in_server import GENERATE, StandIn
@@ -58,6 +61,47 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     for name in ("id", "completion"):
         assert [row[name] for row in ahead] == [row[name] for row in after], name
     assert _with_each_weights(server, 8) == [0] * 4
+
+
+def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkeypatch):
+    """Weights are written and the next prompts read before the rollouts are joined; servers that are free get the
+    answers whose drift is measured and the next generation at once, and the drift is scored while they sample.
+    """
+    done: list[str] = []
+
+    def noted(owner: Any, method: str, name: str) -> None:
+        wrapped = getattr(owner, method)
+
+        def run(*given: Any, **named: Any) -> Any:
+            done.append(name)
+            return wrapped(*given, **named)
+
+        monkeypatch.setattr(owner, method, run)
+
+    noted(WeightFiles, "written", "written")
+    noted(RolloutsAhead, "_wanted", "read")
+    noted(RolloutsAhead, "_joined", "joined")
+    noted(Servers, "read_weights", "synced")
+    noted(RolloutsAhead, "_ask", "asked")
+    noted(DriftGuard, "check", "scored")
+    assert main(words(tmp_path, server, max_steps=3, adora_max_drift=99)) == 0
+    first = ["written", "synced", "read", "asked", "read", "joined", "asked"]
+    assert done[: len(first)] == first
+    later = [name for name in done[len(first) :] if name != "scored"]
+    assert later == [
+        "read",
+        "written",
+        "joined",
+        "synced",
+        "asked",
+        "joined",
+        "written",
+        "joined",
+        "synced",
+        "asked",
+        "joined",
+    ]
+    assert " ".join(done).count("synced asked joined scored") == 2
 
 
 def _length(body: dict[str, Any]) -> int:

@@ -194,6 +194,33 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
     assert stand_ins[1].weights == [everything] and "is back." in capsys.readouterr().out
 
 
+def test_weights_that_were_written_while_the_servers_sampled_are_read_and_not_written_again(
+    stand_ins, tmp_path, monkeypatch
+):
+    """Unless one of them was started again in the meantime: it needs everything. Nothing stays behind."""
+    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
+    engine.sync_weights()
+    whole, written = stand_ins[0].weights[0], []
+    writes = WeightFiles.written
+    monkeypatch.setattr(WeightFiles, "written", lambda *given: written.append(True) or writes(*given))
+    for case, again, count in (("as they were", False, 1), ("one started again", True, 2)):
+        with engine.weights_written():
+            assert len(written) == 1 and all(len(one.weights) == 1 for one in stand_ins), case
+            if again:
+                stand_ins[1].start_again()
+            engine.sync_weights()
+        assert len(written) == count and not (tmp_path / "w").exists(), case
+        part, last = stand_ins[0].weights[-1], stand_ins[1].weights[-1]
+        assert (part == whole, last == whole) == (again, again), case
+        for one in stand_ins:
+            del one.weights[1:]
+        written.clear()
+        stand_ins[1].weights = stand_ins[1].weights or [whole]
+    with pytest.raises(NoServerError), engine.weights_written():
+        raise NoServerError("while they sampled")
+    assert not (tmp_path / "w").exists()
+
+
 def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(stand_ins, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     files = WeightFiles(tmp_path / "file" / "w", tmp_path)
