@@ -7,7 +7,8 @@
 #
 # What comes after MODEL goes to `adora_vl.train`. SERVER_OPTIONS are further options of each server, such as
 # '--dtype bfloat16 --mm-processor-kwargs {"max_pixels":1003520}', which have to be those of the training. The servers
-# listen on 127.0.0.1, from SERVER_PORT (8100) on, and say where their logs are. Weights travel by /dev/shm.
+# listen on 127.0.0.1, from SERVER_PORT (8100) on, and say where their logs are. Weights travel by
+# /dev/shm, or by WEIGHTS_FOLDER: in a container /dev/shm often holds 64 MB, and a model needs its own size.
 # As a Slurm job on one node: sbatch --nodes 1 --gpus-per-node 8 --signal=B:TERM@900 setup/servers.sh MODEL ...
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
@@ -16,7 +17,7 @@ model="${1:?usage: SERVER_GPUS=... TRAINER_GPUS=... setup/servers.sh MODEL [opti
 shift
 : "${SERVER_GPUS:?the GPUs of the servers, such as 4,5,6,7}" "${TRAINER_GPUS:?the GPUs of the trainer, such as 0,1,2,3}"
 logs="$(mktemp -d /tmp/adora-servers.XXXXXX)"
-weights="$(mktemp -d /dev/shm/adora-weights.XXXXXX)"
+weights="$(mktemp -d "${WEIGHTS_FOLDER:-/dev/shm}/adora-weights.XXXXXX")"
 python="${PYTHON:-.venv/bin/python}"
 IFS=, read -ra gpus <<<"$SERVER_GPUS"
 servers=() addresses=()
