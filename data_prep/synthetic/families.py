@@ -1,4 +1,9 @@
-"""The families of drawn problems, with numbers at the figure or with letters at its corners."""
+"""The families of drawn problems, with numbers at the figure or with letters at its corners.
+
+The workings of the plain families come in several wordings, the right ones and the slips alike. Were there one wording,
+the length of an answer would count its digits: once a model writes that wording alone, nearly all groups would be ties
+of length or one token from it, and ADORA's length criterion would attenuate by nothing else.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +56,11 @@ def ratio(above: int, below: int) -> str:
     return str(value) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
+def worded(rng: random.Random, *parts: tuple[str, ...], **numbers: object) -> str:
+    """One wording of each part, with the numbers filled in."""
+    return "".join(rng.choice(wordings) for wordings in parts).format(**numbers)
+
+
 def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """The apex angle is written at the apex; asked is a base angle."""
     apex = rng.randrange(*((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1])
@@ -59,34 +69,43 @@ def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: S
     top, bottom = rng.uniform(0.03, 0.09), rng.uniform(0.9, 0.96)
     canvas.line((x, top), (x - half, bottom), (x + half, bottom), closed=True)
     canvas.label(str(apex), jitter(rng, (x, 0.30 + inset(size))))
-    base = f"{(180 - apex) / 2:g}"
+    base, both = f"{(180 - apex) / 2:g}", 180 - apex
+    opening = ("apex {apex}. ", "the apex is {apex}. ", "apex {apex} and two equal angles. ")
     return SyntheticProblem(
         "isosceles",
         canvas.picture(),
         rng.choice(["Find the measure of a base angle of the isosceles triangle.", "Find the base angle."]),
         base,
-        f"apex {apex}. (180 - {apex}) / 2 = \\boxed{{{base}}}",
-        f"apex {apex}. 180 - {apex} = \\boxed{{{180 - apex}}}",
+        worded(rng, opening, _HALVED, apex=apex, both=both) + _box(base),
+        worded(rng, opening, ("180 - {apex} = ",), apex=apex) + _box(both),
         "Angle",
         ("Triangle",),
     )
 
 
 def polygon_interior_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
-    """A regular polygon; its sides have to be counted."""
+    """A regular polygon, which stands on a side as in a book, with dots at its corners; its sides have to be counted.
+
+    Turned by chance and without the dots, the tiny model took one polygon for another in a tenth of the cases.
+    """
     sides = rng.choice(([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])[level - 1])
     canvas = Canvas(size, style)
-    (x, y), radius, turn = jitter(rng, (0.5, 0.5)), rng.uniform(0.38, 0.45), rng.uniform(0, 2 * math.pi / sides)
-    angles = [turn + 2 * math.pi * k / sides for k in range(sides)]
-    canvas.line(*[(x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles], closed=True)
-    angle = ratio((sides - 2) * 180, sides)
+    (x, y), radius, turn = jitter(rng, (0.5, 0.5)), rng.uniform(0.38, 0.45), math.radians(rng.uniform(-4, 4))
+    angles = [math.pi / 2 + turn + math.pi * (2 * k + 1) / sides for k in range(sides)]
+    corners = [(x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles]
+    canvas.line(*corners, closed=True)
+    for corner in corners:
+        canvas.dot(corner)
+    angle, outer = ratio((sides - 2) * 180, sides), ratio(360, sides)
+    opening = ("sides {sides}. ", "it has {sides} sides. ", "a polygon with {sides} sides. ")
+    steps = ("({sides} - 2) * 180 / {sides} = ", "{triangles} triangles. {triangles} * 180 / {sides} = ")
     return SyntheticProblem(
         "polygon",
         canvas.picture(),
         rng.choice(["Find the measure of an interior angle of the regular polygon.", "Find the interior angle."]),
         angle,
-        f"sides {sides}. ({sides} - 2) * 180 / {sides} = \\boxed{{{angle}}}",
-        f"sides {sides}. 360 / {sides} = \\boxed{{{ratio(360, sides)}}}",
+        worded(rng, opening, steps, sides=sides, triangles=sides - 2) + _box(angle),
+        worded(rng, opening, ("360 / {sides} = ",), sides=sides) + _box(outer),
         "Angle",
         ("Polygon",),
     )
@@ -107,13 +126,15 @@ def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, sty
     root = math.isqrt(square)
     answer = str(root) if root * root == square else f"\\sqrt {{ {square} }}"
     boxed = str(root) if root * root == square else f"\\sqrt{{{square}}}"
+    opening = ("legs {down} and {across}. ", "legs {down}, {across}. ", "the legs are {down} and {across}. ")
+    steps = ("{down}^2 + {across}^2 = {square}, ", "{down} * {down} + {across} * {across} = {square}, ")
     return SyntheticProblem(
         "right_triangle",
         canvas.picture(),
         rng.choice(["Find the length of the hypotenuse.", "Find the hypotenuse of the right triangle."]),
         answer,
-        f"legs {down} and {across}. {down}^2 + {across}^2 = {square}, \\boxed{{{boxed}}}",
-        f"legs {down} and {across}. {down} + {across} = \\boxed{{{down + across}}}",
+        worded(rng, opening, steps, down=down, across=across, square=square) + _box(boxed),
+        worded(rng, opening, ("{down} + {across} = ",), down=down, across=across) + _box(down + across),
         "Length",
         ("Triangle",),
     )
@@ -122,9 +143,10 @@ def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, sty
 def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
     """Two lines cross; one angle is written, `x` stands in the opposite (equal) or a neighbouring sector.
 
-    The slip takes one case for the other. Equal angles are worked out over the neighbour of both, as their proof does:
-    were they only copied, then the right working would be shorter than its slip here and nowhere else, and ADORA's
-    length criterion would attenuate exactly this case, one side of the decision that the picture asks for.
+    The slip takes one case for the other. Both cases have a long and a short working of about the same lengths, and the
+    slips are the short ones: were equal angles only copied, then the right working would be shorter than its slip in
+    this case alone, and ADORA's length criterion would attenuate exactly one side of the decision that the picture asks
+    for.
     """
     given = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
     vertical = rng.random() < 0.5
@@ -136,15 +158,20 @@ def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style =
     canvas.label(str(given), jitter(rng, (0.5, 0.04 + inset(size))))
     canvas.label("x", jitter(rng, (0.5, 0.96 - inset(size)) if vertical else (0.87, 0.57)))
     angle = given if vertical else 180 - given
-    supplementary = f"supplementary 180 - {given} = \\boxed{{{180 - given}}}"
-    proved, copied = f"vertical {given}. 180 - (180 - {given}) =", f"vertical {given} ="
+    other = 180 - given
+    proof = ("180 - (180 - {given}) = ", "180 - {given} = {other}. 180 - {other} = ")
+    proved = worded(rng, _VERTICAL, proof, given=given, other=other) + _box(given)
+    sums = ("x + {given} = 180. 180 - {given} = ", "they add up to 180. 180 - {given} = ")
+    summed = worded(rng, _SUPPLEMENTARY, sums, given=given) + _box(other)
+    copied = worded(rng, _VERTICAL, ("x = ",), given=given) + _box(given)
+    subtracted = worded(rng, _SUPPLEMENTARY, ("180 - {given} = ",), given=given) + _box(other)
     return SyntheticProblem(
         "crossing",
         canvas.picture(),
         rng.choice(["Find x.", "Find the angle x at the crossing."]),
         str(angle),
-        f"{proved} \\boxed{{{given}}}" if vertical else supplementary,
-        supplementary if vertical else f"{copied} \\boxed{{{given}}}",
+        proved if vertical else summed,
+        subtracted if vertical else copied,
         "Angle",
         ("Line",),
         "vertical" if vertical else "supplementary",
@@ -162,13 +189,15 @@ def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Sty
     canvas.line(centre, (centre[0] + reach, centre[1]))
     canvas.label(str(radius), jitter(rng, (0.5, 0.5 - 1.15 * inset(size))))
     unit = "" if asked == "diameter" else " \\pi"
+    opening = ("radius {radius}", "the radius is {radius}", "it has radius {radius}")
+    steps = (". 2 * {radius} = ", ". {radius} + {radius} = ", ". two radii make a diameter. 2 * {radius} = ")
     return SyntheticProblem(
         "circle",
         canvas.picture(),
         rng.choice([f"Find the {asked} of the circle.", f"Find the {asked}."]),
         f"{2 * radius}{unit}",
-        f"radius {radius}. 2 * {radius} = \\boxed{{{2 * radius}{unit}}}",
-        f"radius {radius} = \\boxed{{{radius}{unit}}}",
+        worded(rng, opening, steps, radius=radius) + _box(f"{2 * radius}{unit}"),
+        worded(rng, opening, (" = ", ". the answer is "), radius=radius) + _box(f"{radius}{unit}"),
         "Length",
         ("Circle",),
         asked,
@@ -183,6 +212,9 @@ FAMILIES: dict[str, Family] = {
     "circle": circle_from_radius,
 }
 MIN_SIZE = 168  # pixels; below, the letters are not readable
+_VERTICAL = ("vertical {given}. ", "vertical angles, {given}. ")
+_SUPPLEMENTARY = ("supplementary {given}. ", "a straight angle, {given}. ")
+_HALVED = ("(180 - {apex}) / 2 = ", "180 - {apex} = {both}. {both} / 2 = ")
 _TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41), (12, 35, 37))
 
 
@@ -368,6 +400,10 @@ LETTERED: dict[str, Family] = {
 }
 
 
+def _box(answer: object) -> str:
+    return f"\\boxed{{{answer}}}"
+
+
 def _length(
     picture: Image.Image, question: str, answer: str, working: str, slip: str, shapes: tuple[str, ...] = ("Triangle",)
 ) -> SyntheticProblem:
@@ -383,7 +419,7 @@ def _angle(
 def _problem(
     picture: Image.Image, question: str, answer: str, working: str, slip: str, goal: str, shapes: tuple[str, ...]
 ) -> SyntheticProblem:
-    solution, wrong = (f"{working}. \\boxed{{{value}}}" for value in (answer, slip))
+    solution, wrong = (f"{working}. {_box(value)}" for value in (answer, slip))
     return SyntheticProblem("", picture, question, answer, solution, wrong, goal, shapes)
 
 

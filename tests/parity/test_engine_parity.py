@@ -128,10 +128,14 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
 
 
 def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
-    """Stock TRL's rollouts: the guard notices, saves, names the causes, and no later step is taken."""
-    result = parity(tmp_path, "cpu", "--sabotage", "expanded", "per_device_train_batch_size=8", check=False)
+    """Stock TRL's rollouts: the guard notices, saves, names the causes, and no later step is taken.
+
+    With the tiny model they are 0.25 nats per token from the trainer, up to 11, since most tokens are wording.
+    """
+    words = ["per_device_train_batch_size=8", "adora_max_drift=0.1"]
+    result = parity(tmp_path, "cpu", "--sabotage", "expanded", *words, check=False)
     assert result["returncode"] != 0
-    assert "adora_max_drift is 0.3" in result["stderr"]
+    assert "adora_max_drift is 0.1" in result["stderr"]
     assert "Likely causes" in result["stderr"] and "min_pixels" in result["stderr"]
     saved = [path.name for path in (tmp_path / "run").glob("checkpoint-*")]
     assert saved == ["checkpoint-0"]

@@ -47,22 +47,27 @@ class Subtype:
 
 
 def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
-    """What each subtype's groups of `GROUP` answers by the teacher look like to the demo's criterion."""
+    """What each subtype's groups of `GROUP` answers by the teacher look like to the demo's criterion.
+
+    The wordings of a group are drawn from all workings of its subtype.
+    """
     found: dict[str, Subtype] = defaultdict(Subtype)
-    rng = random.Random(0)
+    judged: list[tuple[Subtype, float, tuple[float, float]]] = []
     for row in rows:
         meta = row["meta"]
         subtype = found[", ".join(filter(None, (meta["family"], meta["kind"])))]
-        texts = (meta["solution"], meta["slip"])
-        tokens = [len(tokenizer(text + END_OF_TURN)["input_ids"]) for text in texts]
-        rewards = [1.0 if grade(text, row["answer"]).verdict == "correct" else 0.1 for text in texts]
-        subtype.right.append(tokens[0])
-        subtype.slip.append(tokens[1])
-        slips = [rng.random() < SLIPS[meta["family"]] for _ in range(GROUP)]
-        lengths = torch.tensor([[tokens[slip] for slip in slips]])
-        rewarded = torch.tensor([[rewards[slip] for slip in slips]])
-        group = weigh_groups(Groups(rewarded, lengths, torch.zeros_like(lengths, dtype=torch.bool)))
-        if len({rewards[slip] for slip in slips}) > 1:  # mixed
+        right, slip = meta["solution"], meta["slip"]
+        subtype.right.append(len(tokenizer(right + END_OF_TURN)["input_ids"]))
+        subtype.slip.append(len(tokenizer(slip + END_OF_TURN)["input_ids"]))
+        rewards = [1.0 if grade(text, row["answer"]).verdict == "correct" else 0.1 for text in (right, slip)]
+        judged.append((subtype, SLIPS[meta["family"]], (rewards[0], rewards[1])))
+    rng = random.Random(0)
+    for subtype, share, rewards_of in judged:
+        slips = [rng.random() < share for _ in range(GROUP)]
+        lengths_PG = torch.tensor([[rng.choice(subtype.slip if slip else subtype.right) for slip in slips]])
+        rewards_PG = torch.tensor([[rewards_of[slip] for slip in slips]])
+        group = weigh_groups(Groups(rewards_PG, lengths_PG, torch.zeros_like(lengths_PG, dtype=torch.bool)))
+        if len(set(rewards_PG[0].tolist())) > 1:  # mixed
             subtype.attenuated.append(bool(group.tds_P.item()))
     return found
 
