@@ -119,6 +119,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._bans_only = not {*generation_kwargs} - {LOOPS}  # the user's settings do not change what is sampled
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
+        if biases := generation_kwargs.get("logit_bias"):  # keys of JSON are texts, which vLLM does not take
+            generation_kwargs["logit_bias"] = {int(token): bias for token, bias in biases.items()}
         if banned:
             generation_kwargs["logit_bias"] = {**(generation_kwargs.get("logit_bias") or {}), **banned}
         # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them text is made.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -92,6 +93,12 @@ def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(mon
         with pytest.raises(UserError, match="generation_kwargs: repetition_detection: {.*such as") as refused:
             generation_with({"repetition_detection": wrong})
         assert "\n" not in str(refused.value)
+
+
+def test_a_bias_from_the_command_line_has_texts_as_its_tokens(monkeypatch):
+    monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
+    engine = generation_with(json.loads('{"logit_bias": {"50": 2.0}}'))
+    assert SamplingParams(**engine.generation_kwargs).logit_bias == {50: 2.0}
 
 
 def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
