@@ -99,7 +99,7 @@ def test_lora_reaches_the_engine(tmp_path):
     """With adapters merged on every sync, the engine still agrees with the policy after updates that moved it."""
     out = tmp_path / "out"
     launch(
-        "cpu", *SMOKE, *SMALL, "--output_dir", str(out), "--max_steps", "4", "--learning_rate", "5e-3",
+        "cpu", *SMOKE, *SMALL, "--output_dir", str(out), "--max_steps", "4", "--learning_rate", "2e-2",
         "--adora_synthetic_rows", "64", "--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0",
         "--lora_target_modules", "q_proj", "v_proj", "up_proj", "--adora_freeze_vision_tower", "true",
         "--beta", "0.01",
