@@ -200,9 +200,14 @@ def test_weights_that_were_written_while_the_servers_sampled_are_read_and_not_wr
     """Unless one of them was started again in the meantime: it needs everything. Nothing stays behind."""
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     engine.sync_weights()
-    whole, written = stand_ins[0].weights[0], []
+    whole, written = stand_ins[0].weights[0], list[bool]()
     writes = WeightFiles.written
-    monkeypatch.setattr(WeightFiles, "written", lambda *given: written.append(True) or writes(*given))
+
+    def noted(*given: Any) -> Any:
+        written.append(True)
+        return writes(*given)
+
+    monkeypatch.setattr(WeightFiles, "written", noted)
     for case, again, count in (("as they were", False, 1), ("one started again", True, 2)):
         with engine.weights_written():
             assert len(written) == 1 and all(len(one.weights) == 1 for one in stand_ins), case
