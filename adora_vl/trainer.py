@@ -127,7 +127,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.extensions.insert(0, partials)
         if args.adora_async_rollouts:
             asks = self._sync, self._tokenized, lambda now: self._distinct_rows.rows_after(now, self._row_order)
-            drift = self._probe, self._check_drift
+            drift = partial(drift_probe, self), self._check_drift
             self.extensions.insert(0, RolloutsAhead(context, self.vllm_generation, *asks, *drift))
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
         self.tie_notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
@@ -287,13 +287,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self):
             return cast("tuple[Any, ...]", self._tokenize_prompts(messages_of(rows)))
 
-    def _probe(self, rows: list[Row], step: int) -> DriftProbe:
-        with self.images.vision.unshared():  # a rank may have an image among them where another one has none
-            return drift_probe(self, rows, step)
-
     def _check_drift(self, probe: DriftProbe, answers: Any, step: int) -> None:
         """Of the present weights, on short rollouts of some of the rows."""
-        with self.images.vision.unshared():
+        with self.images.vision.unshared():  # a rank may have an image among them where another one has none
             measured_drift(self, self.drift_guard.check, probe, answers, step)
 
     def _generate(self, prompts: list[Any]) -> Any:

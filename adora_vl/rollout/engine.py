@@ -37,7 +37,7 @@ from adora_vl.rollout.weight_sync import (
     zero_scratch,
 )
 from adora_vl.utils import compat
-from adora_vl.utils.errors import RolloutError, engine_call
+from adora_vl.utils.errors import RolloutError, UserError, engine_call
 from adora_vl.utils.launch import segments_expand
 from adora_vl.utils.seeding import rollout_seed
 
@@ -95,6 +95,16 @@ class SamplingRequest:
     answers: Answers | None = None  # returned in the place of new ones
 
 
+def _biases(asked: Any) -> dict[int, float]:
+    """A `logit_bias` as vLLM takes it: the keys of JSON are texts. Raises `UserError`."""
+    try:
+        return {int(token): float(bias) for token, bias in asked.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f'generation_kwargs: logit_bias: {asked!r} is no mapping of token ids to biases; give {{"50": -1.0}}'
+        ) from error
+
+
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
 
@@ -107,7 +117,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     ) -> None:
         """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its seconds.
 
-        Raises `UserError` for a `repetition_detection` that vLLM does not take.
+        Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
         """
         processing_class = kwargs["processing_class"]
         self.settings, self._timed = settings, timed
@@ -119,10 +129,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._bans_only = not {*generation_kwargs} - {LOOPS}  # the user's settings do not change what is sampled
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
-        if biases := generation_kwargs.get("logit_bias"):  # keys of JSON are texts, which vLLM does not take
-            generation_kwargs["logit_bias"] = {int(token): bias for token, bias in biases.items()}
-        if banned:
-            generation_kwargs["logit_bias"] = {**(generation_kwargs.get("logit_bias") or {}), **banned}
+        if biases := _biases(generation_kwargs.get("logit_bias") or {}) | banned:
+            generation_kwargs["logit_bias"] = biases
         # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them text is made.
         colocated = kwargs.get("mode", "colocate") == "colocate"
         if colocated and not generation_kwargs.get("stop"):

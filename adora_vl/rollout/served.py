@@ -28,7 +28,7 @@ class Served:
     place: PlaceFeatures
     servers: Servers | None  # of the first rank alone
     files: WeightFiles | None = None  # of the first rank alone, where weights travel by file
-    _written: Callable[[], Path | None] | None = None  # inside of `weights_written`
+    _written: list[Path] | None = None  # inside of `weights_written`; the folder, on the first rank
 
     @contextmanager
     def weights_written(self, tensors: Callable[[bool], Tensors]) -> Iterator[None]:
@@ -43,7 +43,7 @@ class Served:
                 found.append(until.enter_context(self.files.written(tensors(False))))
 
             self.first_rank(write, others=lambda: _go_through(tensors(False)))
-            self._written = lambda: found[0] if found else None
+            self._written = found
             try:
                 yield
             finally:
@@ -56,9 +56,9 @@ class Served:
         server has not got that sync: at the first one, and where a server was started again.
         """
         everything = bool(self.first_rank(lambda servers: servers.find()))
-        if self._written is not None and not everything:
-            path = self._written()
-            self.first_rank(lambda servers: servers.read_weights(path) if path else None)
+        written = self._written
+        if written is not None and not everything:
+            self.first_rank(lambda servers: servers.read_weights(written[0]))
             return
 
         def write_and_read(servers: Servers) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ class Pending:
     where: str  # its name
     numbers: list[int]  # of its rows on this rank, in the data set
     step: int  # optimizer steps of the weights that sample it
-    requests: list[GroupRequest] = field(default_factory=list)  # on the first rank
-    found: Future[_Found] | None = None  # on the first rank, once it was asked for
+    found: Future[_Found] | None = None  # on the first rank
 
 
 class RolloutsAhead(Extension):
@@ -99,11 +98,11 @@ class RolloutsAhead(Extension):
             if asked is not None and asked.found is not None:
                 asked.found.exception()  # servers that still sample cannot take weights
             self.sync()
-            asked = self._wanted(generation.rows, numbers, generation.sampling, generation.where, generation.step)
-            self._ask([asked.requests], asked)
+            requests = self._requests(generation.rows, generation.sampling)
+            asked = Pending(generation.where, numbers, generation.step, *self._ask(requests))
         assert asked is not None
         stale = generation.step - asked.step
-        following = self._following(generation, numbers)
+        following, requests = self._following(generation, numbers)
         probe = self.probe(generation.rows[:: self.generations], generation.step) if stale else None
         with self.engine.weights_written() if stale else nullcontext():
             began = time.perf_counter()
@@ -112,9 +111,8 @@ class RolloutsAhead(Extension):
             self._present, self.pending = asked, None
             self.sync()
         # The probe goes first, since its rollouts would wait for those of a whole generation.
-        batches = [*([probe.requests] if probe else []), *([following.requests] if following else [])]
-        probed = self._ask(batches, following)
-        self.pending = following
+        probed, coming = self._ask(probe.requests if probe else [], requests)
+        self.pending = following and replace(following, found=coming)
         if probe is not None:
             answers, _ = self._joined(probed)
             self.check_drift(probe, self.engine.served.shared(answers, len(probe.prompts.ids)), generation.step)
@@ -125,34 +123,34 @@ class RolloutsAhead(Extension):
         for name, seconds in (("trainer", waited), ("servers", idle)):
             self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
 
-    def _following(self, generation: Generation, numbers: list[int]) -> Pending | None:
-        """The generation after this one, with its images read, or None where there is none."""
+    def _following(self, generation: Generation, numbers: list[int]) -> tuple[Pending | None, list[GroupRequest]]:
+        """The generation after this one, or None where there is none, and what to ask for, with its images read."""
         step = generation.step + self.steps
         if step >= self.state().max_steps:
-            return None
+            return None, []
         rows: list[Row] = []
         with suppress(Exception):
             rows = self.next_rows(numbers)
         readable = bool(rows) and not unreadable_rows(rows)  # else the step that draws the row says so, on all ranks
         if not all(gather_object([readable])):
-            return None
+            return None, []
         following = _without_numbers(rows)
         where = replace(generation, key=f"{step}/0").where
         seed = generation.sampling.seed
         request = replace(generation.sampling, seed=None if seed is None else (seed[0], where))
-        return self._wanted(rows, following, request, where, generation.step)
+        return Pending(where, following, generation.step), self._requests(rows, request)
 
-    def _wanted(self, rows: list[Row], numbers: list[int], request: SamplingRequest, where: str, step: int) -> Pending:
+    def _requests(self, rows: list[Row], request: SamplingRequest) -> list[GroupRequest]:
         with self.engine.sampling(request):
             prompts, images, _ = self.tokenized(rows)
-            return Pending(where, numbers, step, self.engine.asks(prompts, images, self.generations))
+            return self.engine.asks(prompts, images, self.generations)
 
-    def _ask(self, batches: list[list[GroupRequest]], last: Pending | None) -> Future[_Found] | None:
-        """Asks for one batch after the other, of which `last` gets the last one, on a thread of the first rank. It does
-        HTTP alone, so that no collective of the policy's meets another. Returns what the first one will be.
+    def _ask(self, *batches: list[GroupRequest]) -> list[Future[_Found] | None]:
+        """Asks for one batch after the other, on a thread of the first rank that does HTTP alone, so that no collective
+        of the policy's meets another. Returns what each will be, None on the other ranks.
         """
-        if not self.accelerator.is_main_process or not batches:
-            return None
+        if not self.accelerator.is_main_process:
+            return [None for _ in batches]
         served, futures = self.engine.served, [Future[_Found]() for _ in batches]
 
         def work() -> None:
@@ -164,9 +162,7 @@ class RolloutsAhead(Extension):
                     future.set_exception(error)
 
         threading.Thread(target=work, name="rollouts-ahead", daemon=True).start()
-        if last is not None:
-            last.found, last.requests = futures[-1], []
-        return futures[0]
+        return [*futures]
 
     def _joined(self, asked: Future[_Found] | None) -> tuple[list[Answer], float]:
         """The answers, and how long the servers have waited since. Raises what asking raised, on all ranks."""
@@ -204,7 +200,7 @@ class RolloutsAhead(Extension):
         future.set_result(([Answer(**answer) for answer in said["answers"]], time.perf_counter()))
         first = self.accelerator.is_main_process
         numbers: Sequence[int] = said["numbers"][self.accelerator.process_index]
-        self.pending = Pending(said["where"], list(numbers), said["step"], found=future if first else None)
+        self.pending = Pending(said["where"], list(numbers), said["step"], future if first else None)
 
 
 def _without_numbers(rows: Sequence[Any]) -> list[int]:

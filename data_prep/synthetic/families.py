@@ -71,12 +71,13 @@ def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: S
     canvas.label(str(apex), jitter(rng, (x, 0.30 + inset(size))))
     base, both = f"{(180 - apex) / 2:g}", 180 - apex
     opening = ("apex {apex}. ", "the apex is {apex}. ", "apex {apex} and two equal angles. ")
+    steps = ("(180 - {apex}) / 2 = ", "180 - {apex} = {both}. {both} / 2 = ")
     return SyntheticProblem(
         "isosceles",
         canvas.picture(),
         rng.choice(["Find the measure of a base angle of the isosceles triangle.", "Find the base angle."]),
         base,
-        worded(rng, opening, _HALVED, apex=apex, both=both) + _box(base),
+        worded(rng, opening, steps, apex=apex, both=both) + _box(base),
         worded(rng, opening, ("180 - {apex} = ",), apex=apex) + _box(both),
         "Angle",
         ("Triangle",),
@@ -159,12 +160,14 @@ def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style =
     canvas.label("x", jitter(rng, (0.5, 0.96 - inset(size)) if vertical else (0.87, 0.57)))
     angle = given if vertical else 180 - given
     other = 180 - given
+    equal = ("vertical {given}. ", "vertical angles, {given}. ")
+    neighbours = ("supplementary {given}. ", "a straight angle, {given}. ")
     proof = ("180 - (180 - {given}) = ", "180 - {given} = {other}. 180 - {other} = ")
-    proved = worded(rng, _VERTICAL, proof, given=given, other=other) + _box(given)
+    proved = worded(rng, equal, proof, given=given, other=other) + _box(given)
     sums = ("x + {given} = 180. 180 - {given} = ", "they add up to 180. 180 - {given} = ")
-    summed = worded(rng, _SUPPLEMENTARY, sums, given=given) + _box(other)
-    copied = worded(rng, _VERTICAL, ("x = ",), given=given) + _box(given)
-    subtracted = worded(rng, _SUPPLEMENTARY, ("180 - {given} = ",), given=given) + _box(other)
+    summed = worded(rng, neighbours, sums, given=given) + _box(other)
+    copied = worded(rng, equal, ("x = ",), given=given) + _box(given)
+    subtracted = worded(rng, neighbours, ("180 - {given} = ",), given=given) + _box(other)
     return SyntheticProblem(
         "crossing",
         canvas.picture(),
@@ -212,9 +215,6 @@ FAMILIES: dict[str, Family] = {
     "circle": circle_from_radius,
 }
 MIN_SIZE = 168  # pixels; below, the letters are not readable
-_VERTICAL = ("vertical {given}. ", "vertical angles, {given}. ")
-_SUPPLEMENTARY = ("supplementary {given}. ", "a straight angle, {given}. ")
-_HALVED = ("(180 - {apex}) / 2 = ", "180 - {apex} = {both}. {both} / 2 = ")
 _TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41), (12, 35, 37))
 
 

@@ -79,7 +79,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         monkeypatch.setattr(owner, method, run)
 
     noted(WeightFiles, "written", "written")
-    noted(RolloutsAhead, "_wanted", "read")
+    noted(RolloutsAhead, "_requests", "read")
     noted(RolloutsAhead, "_joined", "joined")
     noted(Servers, "read_weights", "synced")
     noted(RolloutsAhead, "_ask", "asked")

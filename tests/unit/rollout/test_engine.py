@@ -99,6 +99,9 @@ def test_a_bias_from_the_command_line_has_texts_as_its_tokens(monkeypatch):
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     engine = generation_with(json.loads('{"logit_bias": {"50": 2.0}}'))
     assert SamplingParams(**engine.generation_kwargs).logit_bias == {50: 2.0}
+    for wrong in ({"yes": 2.0}, {"50": "much"}, [50]):
+        with pytest.raises(UserError, match="^generation_kwargs: logit_bias: .* is no mapping of token ids"):
+            generation_with({"logit_bias": wrong})
 
 
 def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):

@@ -65,7 +65,7 @@ def test_servers_that_sample_what_nobody_wants_any_more_are_waited_for_before_th
         raise InterruptedError
 
     ahead = rollouts_ahead(sync)
-    ahead.pending = Pending("train/0/0", [5], 0, found=found)
+    ahead.pending = Pending("train/0/0", [5], 0, found)
     with pytest.raises(InterruptedError):
         ahead.before_sampling(generation("train", **{ROW_NUMBER: 6}))
     assert done == [True]
