@@ -238,6 +238,8 @@ def main() -> None:
     data = within(options.data) if options.data else out / "data"
     tokens = options.max_tokens or int(config.get("max_completion_length", 256))
     if not (REPOSITORY / data).is_dir():
+        if options.data:
+            sys.exit(f"--data: there is no folder {str(options.data)!r}; prepare it first (python -m data_prep --help)")
         command(sys.executable, "-m", "data_prep", "synthetic", "--output", data, *DEMO_DATA)
     evaluate(local_model(str(config["model_name_or_path"])), out / "before", options, data, tokens)
     folders: dict[str, list[Path]] = {}

@@ -21,8 +21,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-# Median, limit, and a budget that an answer reaches five times at most, as `adora_max_staleness: 4` allows.
-SETTINGS = ((100, 1600, 320), (50, 400, 100))
+# Median and limit, and of each run its budget and `adora_max_staleness`: an answer that is one generation older than
+# that is sampled to its end, so a limit of 1,600 has room for five segments of 320 tokens, or for nine of 200.
+SETTINGS = (((100, 1600), (("320", "4"), ("200", "8"))), ((50, 400), (("100", "4"), ("80", "5"))))
 COLUMNS = {"steps": 1, "decoding": 1e3, "seconds": 1e3}
 BEGINNING = 3  # generations
 SEED, LIMIT_SHARE, SIGMA = 0, 0.01, 0.7
@@ -34,14 +35,14 @@ def drawn(seed: int, median: int, limit: int) -> int:
     return limit if rng.random() < LIMIT_SHARE else max(5, min(limit, int(median * rng.lognormvariate(0, SIGMA))))
 
 
-def arguments(folder: Path, limit: int, budget: str, generations: int) -> list[str]:
+def arguments(folder: Path, limit: int, budget: str, staleness: str, generations: int) -> list[str]:
     """The demo's command with 8 problems x 8 rollouts and answers of up to `limit` tokens."""
     keys = {
         "config": "configs/train/smoke_cpu.yaml", "output_dir": str(folder), "max_steps": generations,
         "per_device_train_batch_size": 64, "max_completion_length": limit, "vllm_max_model_length": limit + 256,
         "adora_group_requests": "false", "generation_kwargs": '{"ignore_eos": true}', "save_strategy": "no",
         "adora_synthetic_rows": 256, "logging_steps": 1, "seed": SEED, "adora_rollout_budget": budget,
-        "adora_record_every": 0, "log_completions": "false",
+        "adora_record_every": 0, "log_completions": "false", "adora_max_staleness": staleness,
     }  # fmt: skip
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
@@ -63,7 +64,7 @@ def force_lengths(length: Callable[[int], int]) -> None:
     GroupingLLM.grouped, PartialRollouts.longest = limited, longest  # type: ignore[method-assign, assignment]
 
 
-def child(median: int, limit: int, budget: str, generations: int) -> list[dict[str, float]]:
+def child(median: int, limit: int, budget: str, staleness: str, generations: int) -> list[dict[str, float]]:
     """One training: of each generation engine steps and the seconds in them, all seconds, rollouts and tokens."""
     from adora_vl.utils.launch import prepare_engine_environment
 
@@ -100,7 +101,7 @@ def child(median: int, limit: int, budget: str, generations: int) -> list[dict[s
     AdoraGRPOTrainer._begin = timed(begin, "seconds")  # type: ignore[method-assign]
     AdoraGRPOTrainer._generate = timed(generated, "seconds")  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
-        assert main(arguments(Path(folder), limit, budget, generations)) == 0
+        assert main(arguments(Path(folder), limit, budget, staleness, generations)) == 0
     return found
 
 
@@ -112,11 +113,13 @@ def per_rollout(found: list[dict[str, float]]) -> list[float]:
 
 def compare(generations: int) -> None:
     """Print two lines for each run: all of it, and its middle, each with the ratios to the run without a budget."""
-    print(f"{'median':>6} {'limit':>6} {'budget':>7} {'':>8}{'rollouts':>9}{'steps':>14}{'ms in steps':>14}{'ms':>14}")
-    for median, limit, budget in SETTINGS:
+    titles = f"{'median':>6} {'limit':>6} {'budget':>7} {'staleness':>9} {'':>7}{'rollouts':>9}"
+    print(titles + "".join(f"{title:>14}" for title in ("steps", "ms in steps", "ms")))
+    for lengths, runs in SETTINGS:
         whole: dict[str, list[float]] = {}
-        for each in ("null", str(budget)):
-            command = [sys.executable, "-m", "benchmarks.long_tailed", str(median), str(limit), each, str(generations)]
+        for budget in (("null", "4"), *runs):
+            words = [*map(str, lengths), *budget, str(generations)]
+            command = [sys.executable, "-m", "benchmarks.long_tailed", *words]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 sys.exit(done.stderr[-3000:])
@@ -126,7 +129,7 @@ def compare(generations: int) -> None:
                 first = whole.setdefault(part, values)
                 both = "".join(f"{a:>9.2f}{a / b:>5.2f}" for a, b in zip(values, first, strict=True))
                 count = sum(generation["rollouts"] for generation in chosen)
-                print(f"{median:>6} {limit:>6} {each:>7} {part:>8}{count:>9.0f}{both}", flush=True)
+                print("{:>6} {:>6} {:>7} {:>9}".format(*words) + f" {part:>7}{count:>9.0f}{both}", flush=True)
 
 
 def main() -> None:
@@ -134,9 +137,10 @@ def main() -> None:
     parser.add_argument("median", type=int)
     parser.add_argument("limit", type=int)
     parser.add_argument("budget", help="of adora_rollout_budget")
+    parser.add_argument("staleness", help="of adora_max_staleness")
     parser.add_argument("generations", type=int)
     options = parser.parse_args()
-    print(json.dumps(child(options.median, options.limit, options.budget, options.generations)))
+    print(json.dumps(child(options.median, options.limit, options.budget, options.staleness, options.generations)))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
 
-SHARE, REMEMBERED = 0.9, 4  # `auto`: so many answers end within the budget, by those of as many generations
+# `auto`: so many answers end within the budget, by those of as many generations, of which the longest answers are on
+# average at least so many times as long.
+SHARE, REMEMBERED, TAIL = 0.9, 4, 1.5
 FILES = "partial"  # in a checkpoint, one of each rank
 
 # Samples these rows as the request says: tokens and log-probabilities. All ranks call it together, also without rows.
@@ -107,9 +109,14 @@ def groups_to_complete(groups: int, places: int, left: int, least: int) -> int:
 
 
 def automatic_budget(lengths: Sequence[Sequence[int]], least: int) -> int | None:
-    """The length that nine of ten answers had at most, and `least`; None where there are none yet."""
+    """The length that nine of ten answers had at most, and `least`. None, so no budget, where there are none yet, and
+    where those that run on are not much longer: little would be saved then, and groups would be late for it.
+    """
     known = sorted(length for generation in lengths for length in generation)
-    return max(least, known[math.ceil(SHARE * len(known)) - 1]) if known else None
+    if not known:
+        return None
+    budget = max(least, known[math.ceil(SHARE * len(known)) - 1])
+    return budget if budget * TAIL <= sum(map(max, lengths)) / len(lengths) else None
 
 
 class PartialRollouts(Extension):

@@ -281,12 +281,22 @@ def test_how_many_begin_and_have_to_be_complete():
 
 
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
-    assert automatic_budget([], 7) is None and automatic_budget([[0, 0]], 7) == 7
-    assert automatic_budget([list(range(1, 51)), list(range(51, 101))], 7) == 90
+    assert automatic_budget([], 7) is None
+    tailed = [[*range(1, 50), 180], [*range(50, 99), 180]]  # nine of ten had 90 at most
+    assert automatic_budget(tailed, 7) == automatic_budget(tailed, 90) == 90
     run = Run(20, adora_rollout_budget="auto").go_on()
-    assert run.figures[0]["adora/rollout_budget"] == LONGEST, "of the first generation nothing is known yet"
-    lengths = [[len(tokens) for tokens in g.sampling.answers.tokens] for g in run.learned[11:15]]
-    assert run.figures[15]["adora/rollout_budget"] == automatic_budget(lengths, LONGEST // 5)
+    budgets = [figures["adora/rollout_budget"] for figures in run.figures]
+    lengths = [[len(tokens) for tokens in generation.sampling.answers.tokens] for generation in run.learned]
+    expected = [automatic_budget(lengths[max(0, step - 4) : step], LONGEST // 5) or LONGEST for step in range(20)]
+    assert budgets == expected and budgets[0] == LONGEST, "of the first generation nothing is known yet"
+    assert sum(budget < LONGEST for budget in budgets) > 5
+
+
+def test_the_automatic_budget_leaves_answers_whole_where_few_tokens_would_be_saved():
+    """Groups that end later are learned from later. The demo's workings have 35 to 50 tokens, and its limit is 60."""
+    assert automatic_budget([[9] * 9 + [60], [45] * 9 + [60]], 12) is None
+    tailed = [[9] * 9 + [75], [40] * 9 + [45]]  # the longest are 60 tokens on average
+    assert automatic_budget(tailed, 12) == automatic_budget(tailed, 40) == 40 and automatic_budget(tailed, 41) is None
 
 
 # ------------------------------------------------------------------------------------- processes
