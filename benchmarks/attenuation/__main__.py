@@ -106,8 +106,9 @@ def main() -> int:
     )
     parser.add_argument("--curves", type=Path, metavar="PNG", help="with --tables: draw the curves too")
     parser.add_argument(
-        "--add", type=Path, nargs="?", const=RUNS, metavar="FILE", help="add the runs to a runs.jsonl that has others"
-    )
+        "--add", type=Path, nargs="?", const=RUNS, metavar="FILE",
+        help="train nothing, and add the runs that are there to a runs.jsonl that has others",
+    )  # fmt: skip
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # which of them this process is
     parser.add_argument("--commit", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -120,7 +121,7 @@ def main() -> int:
     if options.worker is not None:
         work(options)
         return 0
-    failed = 0 if options.report else train_all(options.settings, options.output, options.workers)
+    failed = 0 if options.report or options.add else train_all(options.settings, options.output, options.workers)
     write_report(options.output)
     if options.add:
         print(f"{add_runs(options.output, options.add)} runs added to {options.add}")

@@ -297,7 +297,8 @@ def draw_curves(runs: Sequence[Run], settings: Sequence[tuple[str, str]], path: 
             axis.tick_params(labelsize=7)
     for axis in axes[-1]:
         axis.set_xlabel("step", fontsize=8)
-    max(axes, key=lambda row: len(row[0].lines))[0].legend(fontsize=7)  # where most arms were run
+    most = max(axes, key=lambda row: len(row[0].lines))[0]  # where most arms were run
+    fig.legend(*most.get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=len(ARMS))
     fig.savefig(path, dpi=80)
     pyplot.close(fig)
 

@@ -194,7 +194,7 @@ def test_runs_are_added_to_those_of_another_machine_once_and_pair_with_their_own
     for one in ours:
         (tmp_path / "runs" / f"{one['arm']}.json").write_text(json.dumps(one))
     for added in (2, 0):
-        command = ["attenuation", "--report", "--output", str(tmp_path), "--add", str(kept)]
+        command = ["attenuation", "--output", str(tmp_path), "--add", str(kept)]
         monkeypatch.setattr(sys, "argv", command)
         attenuation()
         assert f"{added} runs added" in capsys.readouterr().out
