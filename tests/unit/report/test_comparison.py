@@ -120,6 +120,20 @@ def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
     assert "cannot be told from" in lines[0]
 
 
+def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
+    """It is of many problems already. The pass rate in training is a mean over the last tenth."""
+    for name, offset in (("a", 0.0), ("b", 0.4)):
+        folder = Path(run(tmp_path / name, [0.1], adora_mode=name))
+        evaluated = {step: {"step": step, "kind": "eval", "eval_drawn_accuracy": 0.5 + offset * (step == 100)}
+                     for step in (95, 100)}  # fmt: skip
+        trained = ({"step": step, "kind": "train", PASS_RATE: 0.5 + offset * (step == 100), "seconds/rollout": 1.0}
+                   for step in evaluated)  # fmt: skip
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*trained, *evaluated.values()])))
+    lines = said(capsys, str(tmp_path / "a"), str(tmp_path / "b"), "--compare")
+    assert "+40.0" in next(line for line in lines if line.startswith("drawn on the way, 1,600 rollouts"))
+    assert "+20.0" in next(line for line in lines if line.startswith("pass rate in training, 1,600 rollouts"))
+
+
 def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, capsys):
     seeds = range(3)
     a = [run(tmp_path / f"a{s}", [0.5], 5 + s, seed=s) for s in seeds]

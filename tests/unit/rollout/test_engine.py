@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -54,6 +55,18 @@ def test_log_probabilities_are_the_trainers_own_where_nothing_but_the_bans_chang
             engine = object.__new__(AdoraVLLMGeneration)
             engine.__dict__.update({**NEUTRAL, "_bans_only": True, **sampling})
             assert engine._logprobs_mode() == ("raw_logprobs" if number < 2 else "processed_logprobs")
+
+
+def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
+    """Else two runs on a machine would share it, and every run would leave some behind. Others' stays."""
+    monkeypatch.setattr(llm_module, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setenv("VLLM_DIST_IDENT", "a-run")
+    (tmp_path / "other").touch()
+    with llm_module.own_shared_memory():
+        ranks: Any = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
+        name = llm_module.cpu_communicator._CPUSHMDistributed.make_group_name(ranks)
+        (tmp_path / name.removeprefix("/")).touch()
+    assert str(os.getppid()) in name and [file.name for file in tmp_path.iterdir()] == ["other"]
 
 
 def generation_with(asked: dict[str, Any] | None, mode: str = "colocate") -> AdoraVLLMGeneration:

@@ -66,10 +66,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def trainer(engine: Any, **changed: Any) -> Any:
     """What decides whether the engine stays awake, with dynamic sampling; `changed` in `facts`."""
-    facts = {"use_vllm": True, "tries": 2, "old_pass": False, "beta": 0.0, "extension": False} | changed
+    facts: dict[str, Any] = {"use_vllm": True, "tries": 2, "old_pass": False, "beta": 0.0, "extension": False}
+    facts |= {"model": nn.Linear(1, 1), **changed}
     found: Any = object.__new__(AdoraGRPOTrainer)
     found.__dict__.update(use_vllm=facts["use_vllm"], beta=facts["beta"], vllm_generation=engine)
-    found.model, found.shape = nn.Linear(1, 1), SimpleNamespace(has_one_step=True)
+    found.model, found.shape = facts["model"], SimpleNamespace(has_one_step=True)
     found.extensions = [SimpleNamespace(needs_old_logps=facts["extension"])]
     found.args = SimpleNamespace(adora_dynamic_sampling=facts["tries"], adora_skip_old_pass=not facts["old_pass"])
     return found
@@ -116,13 +117,24 @@ def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
 
 def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subtests):
     """The pass needs the memory of the engine."""
-    for changed in ({"old_pass": True}, {"beta": 0.01}, {"extension": True}, {"tries": 0}):
+    dropout = {"model": nn.Dropout(0.1)}  # two passes over the same tokens differ
+    for changed in ({"old_pass": True}, {"beta": 0.01}, {"extension": True}, {"tries": 0}, dropout):
         with subtests.test(str(changed)):
             engine.did.clear()
             with trainer(engine, **changed)._engine_awake():
                 for _ in range(2):
                     engine.generate([[1], [1]], None, 2)
             assert engine.did.count("sync") == 2 and engine.did.count("sleep") == 2
+
+
+def test_the_weights_of_a_step_are_synced_once(engine):
+    """Where several parts of a step ask for them, as one step ahead and the measurement of the drift do."""
+    found = trainer(engine)
+    found.state, found._last_loaded_step = SimpleNamespace(global_step=3), 2
+    for step in (3, 3, 4, 4):
+        found.state.global_step = step
+        found._sync()
+    assert engine.did.count("sync") == 2
 
 
 def test_without_sleep_mode_nothing_sleeps(engine):
