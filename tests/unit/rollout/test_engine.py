@@ -35,6 +35,7 @@ from adora_vl.utils.launch import prepare_engine_environment
 prepare_engine_environment()
 
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.device_communicators import cpu_communicator  # noqa: E402
 from vllm.multimodal.hasher import MultiModalHasher  # noqa: E402
 from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids  # noqa: E402
 from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
@@ -64,7 +65,7 @@ def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_pat
     (tmp_path / "other").touch()
     with llm_module.own_shared_memory():
         ranks: Any = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
-        name = llm_module.cpu_communicator._CPUSHMDistributed.make_group_name(ranks)
+        name = cpu_communicator._CPUSHMDistributed.make_group_name(ranks)
         (tmp_path / name.removeprefix("/")).touch()
     assert str(os.getppid()) in name and [file.name for file in tmp_path.iterdir()] == ["other"]
 
