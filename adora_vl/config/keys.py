@@ -160,8 +160,8 @@ class SpeedOptions:
         default=None,
         metadata={
             "help": "Partial rollouts: stop a generation after so many tokens and go on with unfinished answers in the "
-            "next one; auto: the length that nine of ten of the last answers had at most. Null: all are sampled to "
-            "their ends."
+            "next one; auto: the length that nine of ten of the last answers had at most, where the longest are much "
+            "longer. Null: all are sampled to their ends."
         },
     )
     adora_async_rollouts: Annotated[int, Field(ge=0, le=1)] = field(
