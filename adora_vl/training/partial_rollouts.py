@@ -30,8 +30,8 @@ from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
 
-# `auto`: so many answers end within the budget, by those of as many generations, of which the longest answers are on
-# average at least so many times as long.
+# `auto`: the share of the answers that end within the budget, by the answers of so many generations, and how many times
+# as long as the budget the longest answer of a generation has to be on average.
 SHARE, REMEMBERED, TAIL = 0.9, 4, 1.5
 FILES = "partial"  # in a checkpoint, one of each rank
 
