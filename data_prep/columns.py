@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.data.dataset import COLUMNS, schema
+from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _inside(value: Any, path: str) -> list[Any]:
     for name in path.split(".") if path else ():
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
-                value = json.loads(value)
+                value = read_json(value)
             except (ValueError, RecursionError):
                 return []
         if not isinstance(value, Mapping) or name not in value:

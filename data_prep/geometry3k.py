@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import zipfile
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import DEFAULT_FAMILY
+from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 from data_prep.columns import PRESETS
 from data_prep.hub import download_parquet
@@ -200,7 +200,7 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
         raise RowError(row_id, "file_missing", wrong, "put the file there", originals=originals) from error
     refuse = partial(RowError, row_id, originals=originals)
     try:
-        data = json.loads(originals[0].decode("utf-8"))
+        data = read_json(originals[0].decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise refuse("not_json", f"{folder}/data.json is not JSON ({error})", "download the problem again") from error
     if not isinstance(data, dict):

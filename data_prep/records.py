@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from adora_vl.data.images import UnreadableImageError, file_within
 from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rewards.completion import last_boxed
-from adora_vl.utils.cli import shown
+from adora_vl.utils.cli import GivenTwiceError, read_json, shown
 from data_prep.chat import pictures_of_chat, text_of_chat, without_instruction
 from data_prep.columns import Columns
 from data_prep.placeholders import in_words, place_images
@@ -90,7 +90,7 @@ def named_files(value: Any, files: FileRoot) -> list[Path]:
     """The files inside the input's folder that the value of an images column names."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except (ValueError, RecursionError):
             return []
     found = []
@@ -314,7 +314,9 @@ def _listed(value: Any, texts_only: bool) -> Any:
     """A cell of a text table that is a list in JSON as that list; anything else as it is."""
     if texts_only and isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            found = json.loads(value)
+            found = read_json(value)
+        except GivenTwiceError as error:
+            return [error]  # what no list may hold, so the row is refused with these words
         except (ValueError, RecursionError):
             return value
         return found if isinstance(found, list) else value

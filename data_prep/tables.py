@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from adora_vl.data.dataset import SPLITS
+from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
 from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.columns import Columns, picked, require_columns
 from data_prep.leakage import question_key
@@ -369,20 +370,36 @@ def _json(path: Path) -> Records:
                 yield f"line {number}", _object(line)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
+    """An object of a list, or what is wrong with it or with an object in it."""
+    try:
+        found = each_once(pairs)
+    except GivenTwiceError as error:
+        return _twice(error)
+    inside = (one for value in found.values() for one in (value if isinstance(value, list) else [value]))
+    return next((one for one in inside if isinstance(one, BadRecord)), found)
+
+
+def _twice(error: GivenTwiceError, line: bytes = b"") -> BadRecord:
+    return BadRecord("given_twice", str(error), "keep the right value in", line)
+
+
 def _json_list(path: Path) -> Records:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise UserError(f"input: {str(path)!r} is not JSON ({in_one_line(error):.200}); mend it") from error
     for number, item in enumerate(content, 1):
         broken = BadRecord("not_json", f"it is {item!r:.60}", "make it an object in")
-        yield f"item {number}", item if isinstance(item, dict) else broken
+        yield f"item {number}", item if isinstance(item, dict | BadRecord) else broken
 
 
 def _object(line: bytes) -> dict[str, Any] | BadRecord:
     remedy = "write one object a line in"
     try:
-        found = json.loads(line.decode("utf-8"))
+        found = read_json(line.decode("utf-8"))
+    except GivenTwiceError as error:
+        return _twice(error, line)
     except (ValueError, RecursionError) as error:
         return BadRecord("not_json", f"it is not JSON ({in_one_line(error):.200})", remedy, line)
     return found if isinstance(found, dict) else BadRecord("not_json", f"it is {found!r:.60}, no object", remedy, line)

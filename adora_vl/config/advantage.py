@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import types
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,6 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Schedule
 from adora_vl.advantage.adora import AdoraOptions
+from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError, did_you_mean
 
 KEEP = "keep_settings"  # in the block of options: the keys of TRL that the method must not set
@@ -36,7 +36,7 @@ def method_names(config: Any) -> list[str]:
 def _block(config: Any) -> dict[str, Any]:
     """The mapping in `adora_method_options`, which is JSON on the command line and was checked there."""
     block = config.adora_method_options
-    return dict(json.loads(block) if isinstance(block, str) else block or {})
+    return dict(read_json(block) if isinstance(block, str) else block or {})
 
 
 def set_method_settings(config: Any) -> list[str]:

@@ -6,7 +6,6 @@ annotation, and not in its metadata, which Transformers' parser hands on to argp
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from pydantic import Field
 
 from adora_vl.config.values import Name, check_fields
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, RESPONSE_FORMATS, SYSTEM_PROMPT, template
+from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 
 NOISE_KINDS = {"gaussian": 500.0, "rotate": 15.0}  # kind -> NoisyRollout's strength: diffusion steps, degrees
@@ -429,7 +429,7 @@ def settle_data_options(script: AdoraScriptArguments) -> None:
     Twice is the same as once.
     """
     columns = script.adora_columns
-    script.adora_columns = json.loads(columns) if isinstance(columns, str) else columns
+    script.adora_columns = read_json(columns) if isinstance(columns, str) else columns
     if script.adora_columns == {}:
         raise UserError("adora_columns: {} is empty; write such as {problem: question, answer: label}")
     _check_mixture(script.dataset_name, script.adora_mixture)

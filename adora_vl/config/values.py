@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from adora_vl.utils.cli import flow_mapping, is_null, shown, split_list, truth
+from adora_vl.utils.cli import GivenTwiceError, flow_mapping, is_null, read_json, shown, split_list, truth
 from adora_vl.utils.errors import UserError, did_you_mean
 
 Name = Annotated[str, Field(pattern=r"\S", description="a name")]
@@ -258,7 +258,9 @@ def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
     text = value.strip() if isinstance(value, str) else ""
     file = Path(text) if key in _OR_FILE and text and not text.startswith("{") else None
     try:
-        content = json.loads(file.read_bytes() if file else text)
+        content = read_json(file.read_bytes() if file else text)
+    except GivenTwiceError as error:
+        raise UserError(f"{key}: {error}; keep the right one") from None
     except (OSError, ValueError, RecursionError):
         content = None if file else flow_mapping(text)
         value = value if content is None else json.dumps(content)

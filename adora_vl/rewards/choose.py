@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import importlib.util
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,6 +28,7 @@ from adora_vl.rewards.safe_call import (
     is_async,
     safe_call,
 )
+from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 
 # What TRL gives beside the columns of the data set.
@@ -271,7 +271,7 @@ def _options(options: object, entries: Sequence[str]) -> dict[str, dict[str, Any
     key = "adora_reward_options"
     if isinstance(options, str):
         try:
-            options = json.loads(options)
+            options = read_json(options)
         except ValueError as error:
             raise UserError(f"{key}: {options!r:.80} is not JSON ({error})") from None
     if options is None:

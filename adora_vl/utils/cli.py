@@ -1,4 +1,4 @@
-"""What the commands have in common: exit codes, options, words for nothing, yes and no, and YAML files of options."""
+"""What the commands have in common: exit codes, options, words for nothing, yes and no, YAML and JSON of users."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -21,6 +22,7 @@ EXIT_UNREAD = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
 _LONGEST = 300  # characters of a complaint about an option
 _NO_VALUE = ("none", "null")
+_MOST_YAML = 1_000_000  # characters and values of a YAML text whose aliases are written out
 
 
 class MistakesError(UserError):
@@ -181,8 +183,8 @@ def split_list(words: Sequence[Any]) -> list[Any]:
     texts = [str(word) for word in words]
     if texts and texts[0].startswith("[") and texts[-1].endswith("]"):
         try:
-            entries = yaml.safe_load(" ".join(texts))
-        except yaml.YAMLError:
+            entries = yaml.load(" ".join(texts), _loader())  # noqa: S506  # a SafeLoader
+        except (yaml.YAMLError, ValueError, RecursionError):
             entries = None
         if isinstance(entries, list):
             return entries
@@ -197,10 +199,19 @@ def _is_plain_list(word: Any) -> bool:
 
 @cache
 def _loader() -> Any:
-    """PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be given again."""
+    """PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be given again.
+
+    It also takes aliases of aliases, of which a few lines hold more than any memory, and a value that holds itself.
+    """
     import yaml  # in here, so that an interrupted import of a command ends with a line
 
     class Loader(yaml.SafeLoader):
+        def get_single_node(self) -> Any:
+            node = super().get_single_node()
+            if node is not None and _written_out(node, {}) > _MOST_YAML:
+                raise yaml.constructor.ConstructorError(None, None, "its aliases make it larger than any config")
+            return node
+
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -213,6 +224,45 @@ def _loader() -> Any:
             return super().construct_mapping(node, deep)
 
     return Loader
+
+
+def _written_out(node: Any, sizes: dict[int, int | None]) -> int:
+    """The size of a YAML node with all aliases written out. `sizes`: of nodes, None while one is looked into."""
+    import yaml
+
+    if id(node) in sizes:
+        size = sizes[id(node)]
+        if size is None:
+            line = node.start_mark.line + 1
+            raise yaml.constructor.ConstructorError(None, None, f"the value of line {line} contains itself")
+        return size
+    sizes[id(node)] = None
+    parts = node.value
+    if isinstance(node, yaml.MappingNode):
+        parts = [part for pair in parts for part in pair]
+    scalar = isinstance(node, yaml.ScalarNode)
+    size = sizes[id(node)] = 1 + (len(parts) if scalar else sum(_written_out(part, sizes) for part in parts))
+    return size
+
+
+def read_json(text: str | bytes) -> Any:
+    """What a JSON text stands for. Raises `ValueError`; also where an object gives a key twice: Python takes the last
+    one in silence.
+    """
+    return json.loads(text, object_pairs_hook=each_once)
+
+
+class GivenTwiceError(ValueError):
+    """An object of a JSON text gives a key twice."""
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values. Raises `GivenTwiceError`."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise GivenTwiceError(f"{shown(twice)} is given twice in one object")
+    return found
 
 
 def flow_mapping(text: str) -> dict[str, Any] | None:

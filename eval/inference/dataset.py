@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
@@ -20,7 +19,7 @@ from PIL import Image
 from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
-from adora_vl.utils.cli import optional, text
+from adora_vl.utils.cli import optional, read_json, text
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hub import no_hub, why_missing
 from eval.benchmark import Problem
@@ -230,14 +229,17 @@ def _loaded(
 
 def _from_json(path: Path, image_columns: Sequence[str], id_column: str) -> LoadedRows:
     """The rows of a JSON file: a list, an object of rows by id, or one object per line."""
+    place, rows = "", cast(Any, [])
     try:
         content = path.read_bytes()
         if path.suffix == ".jsonl":
-            rows: Any = [json.loads(line) for line in content.splitlines() if line.strip()]
+            for number, line in enumerate(content.splitlines(), 1):
+                place = f"line {number} of "
+                rows += [read_json(line)] if line.strip() else []
         else:
-            rows = json.loads(content)
+            rows = read_json(content)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"data: {str(path)!r} is not JSON ({error})") from None
+        raise UserError(f"data: {place}{str(path)!r} is not JSON ({error})") from None
     if isinstance(rows, dict):
         rows = [{id_column: name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from adora_vl.utils.cli import MistakesError
+from adora_vl.utils.cli import MistakesError, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, unwritable, written_to
 
@@ -95,7 +95,7 @@ def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
 def _parsed(line: bytes, id_column: str) -> Prediction | str:
     """The row, or what is wrong with its line."""
     try:
-        row = json.loads(line)
+        row = read_json(line)
     except (ValueError, RecursionError) as error:
         return f"is not JSON ({error}); expected one object a line"
     if not isinstance(row, dict):

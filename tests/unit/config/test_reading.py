@@ -97,6 +97,15 @@ BAD_FILES = {
     "[" * 3000: "nested too deeply",
     "seed: 1\nbeta: 0\nseed: 2\n": "line 3 gives 'seed' a second time",
     "seed: 2020-13-45\n": "not valid YAML",
+    "a0: &a0 [x, x]\n"
+    + "".join(
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 40)
+    ): "its aliases make it larger than any config",
+    "a: &a {b: 1}\n"
+    + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40)).replace(
+        "*a0", "*a"
+    ): "its aliases make it larger than any config",
+    "seed: 1\nadora_method_options: &x {a: [*x]}\n": "the value of line 2 contains itself",
     "? [a]\n: 1\n": "not valid YAML",
     "env: 5\n": "env: 5 is not a mapping of environment variables",
     "env: {1: 2}\n": "env: 1: 2 is not a name and a text",
@@ -106,6 +115,7 @@ BAD_FILES = {
 BAD_WORDS = {
     "--learning_rat 1": "command line: unknown key 'learning_rat'; did you mean 'learning_rate'?",
     "--adora-facter=0.2": "command line: unknown key 'adora_facter'; did you mean 'adora_factor'?",
+    '--adora_method_options {"factor":1,"factor":2}': "adora_method_options: 'factor' is given twice in one object",
     "--zzzz 1": "command line: unknown key 'zzzz'",
     "--adora_less_padding true": "command line: the key 'adora_less_padding' was removed; leave it out",
     "--no_adora_share_promt": "command line: unknown key 'no_adora_share_promt'; did you mean 'adora_share_prompt'?",

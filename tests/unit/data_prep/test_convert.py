@@ -281,6 +281,25 @@ def test_too_many_bad_rows_are_an_error_that_names_the_first(
     assert not any((tmp_path / "out.quarantine").rglob("*.png")), "a picture from outside was copied"
 
 
+@pytest.mark.parametrize("form", ["jsonl", "json"])
+def test_a_row_that_gives_a_key_twice_is_refused_with_its_place(tmp_path: Path, form: str) -> None:
+    inside = '[{"role": "user", "content": "What is 2?", "content": "What is 3?"}]'
+    twice = ['{"q": "What is 9?", "a": "9", "a": "8"}', f'{{"q": {inside}, "a": "2"}}']
+    cell = json.dumps({"q": inside, "a": "2"})  # a cell of a table of texts
+    rows = [*(f'{{"q": "What is {n}?", "a": "{n}"}}' for n in range(3)), *twice, cell]
+    source = tmp_path / f"t.{form}"
+    source.write_text("\n".join(rows) if form == "jsonl" else f"[{', '.join(rows)}]")
+    columns = ["problem=q", "answer=a"]
+    assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=columns) == 0
+    lines = quarantined(tmp_path / "out")
+    assert [line["reason"] for line in lines] == ["given_twice", "given_twice", "field_type"]
+    for at, line in zip((4, 5, 6), lines, strict=True):
+        assert (
+            f"{'line' if form == 'jsonl' else 'item'} {at} of t.{form}" in line["detail"] and "twice" in line["detail"]
+        )
+    assert len(list(stored_rows(tmp_path / "out", "train"))) == 3
+
+
 def _made_a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()

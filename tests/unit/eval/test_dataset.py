@@ -188,12 +188,14 @@ def test_wrong_data_is_said_in_a_line(case: Case, monkeypatch: pytest.MonkeyPatc
         ("bad.json", "is not JSON"),
         ("list.json", "is not a list of objects"),
         ("empty.json", "has no rows"),
+        ("twice.jsonl", "line 2 of 'twice.jsonl' is not JSON .'a' is given twice"),
         ("bad.parquet", "is not a readable Parquet file"),
     ]
     for data, message in cases:
         with case(data) as folder, monkeypatch.context() as patch:
             patch.chdir(folder)
             Path("folder").mkdir()
+            Path("twice.jsonl").write_text('{}\n{"a": 1, "a": 2}')
             for name, content in (("bad.json", "{"), ("list.json", "[1]"), ("empty.json", "[]"), ("bad.parquet", "x")):
                 Path(name).write_text(content)
             with pytest.raises(UserError, match=message) as error:

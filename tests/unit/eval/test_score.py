@@ -208,6 +208,9 @@ def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) ->
     (tmp_path / "p.jsonl").write_text(json.dumps(prediction("1", "")) + '\n{"pid": "2", "ans\n')
     with pytest.raises(UserError, match="row 2 is not JSON"):
         read_predictions(tmp_path / "p.jsonl")
+    (tmp_path / "p.jsonl").write_text(json.dumps(prediction("1", "")) + '\n{"pid": "2", "pid": "3"}\n')
+    with pytest.raises(UserError, match=r"row 2 is not JSON \('pid' is given twice"):
+        read_predictions(tmp_path / "p.jsonl")
 
 
 def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_answer(tmp_path: Path) -> None:
