@@ -13,10 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from PIL import Image
-
 from adora_vl.data.dataset import SPLITS, Manifest, Row, example_row, read_manifest, row_count, split_files, stored_rows
-from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_tokens
+from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_tokens, open_picture
 from adora_vl.data.prompts import DEFAULT_PROMPT, as_text, conversation_with_images, template
 from adora_vl.data.rows import problem_with_prompt, problem_with_row
 from adora_vl.models.families import FAMILIES
@@ -123,7 +121,7 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, fami
 def _size(image: Any, where: str) -> tuple[int, int]:
     """Width and height of a stored picture, by its header."""
     try:
-        with Image.open(io.BytesIO(image["bytes"])) as opened:
+        with open_picture(io.BytesIO(image["bytes"])) as opened:
             return opened.size
     except Exception as error:  # Pillow raises nearly anything on broken bytes
         raise UserError(f"{where} is not a stored picture ({in_one_line(error)}); prepare the dataset again") from error

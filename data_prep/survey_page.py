@@ -16,10 +16,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from PIL import Image
 
 from adora_vl.data.dataset import Row
-from adora_vl.data.images import png_bytes
+from adora_vl.data.images import open_picture, png_bytes
 from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -229,7 +228,7 @@ def _text(value: str) -> str:
 def _picture(encoded: bytes) -> str:
     """The stored picture, or a smaller one, as a data URI."""
     if len(encoded) > _IMAGE_BYTES:
-        with Image.open(io.BytesIO(encoded)) as image:
+        with open_picture(io.BytesIO(encoded)) as image:
             image.thumbnail((_IMAGE_SIDE, _IMAGE_SIDE))
             encoded = png_bytes(image)
             if len(encoded) > _IMAGE_BYTES:  # a photograph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import struct
 import sys
 import warnings
@@ -11,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -27,6 +29,12 @@ WIDEST = 200  # above this ratio of the sides the model's processor raises, in t
 MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
 _LYING = (5, 6, 7, 8)  # EXIF's orientations that exchange width and height
 MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF")  # Pillow would start Ghostscript for a stranger's EPS
+
+
+def open_picture(source: Any) -> Image.Image:
+    """A picture of one of the `FORMATS`, not decoded yet. Raises what Pillow raises."""
+    return Image.open(source, formats=FORMATS)
 
 
 @lru_cache(maxsize=4096)
@@ -78,7 +86,8 @@ def clean_image(
 
     `unit`: the side of an image token, in pixels.
 
-    Raises `UnreadableImageError`: not a picture, truncated, animated, too large to decode, or with nothing on it.
+    Raises `UnreadableImageError`: not a picture, truncated, animated, too large to decode, with nothing on it, or with
+    values of which it cannot be told what is white.
     """
     flat = decoded_image(encoded)
     _refuse_degenerate(flat)
@@ -106,7 +115,7 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
     The file itself where it is a PNG or JPEG with these pixels and without metadata: encoding it anew takes as long as
     all other work on a row, and a photograph as PNG is many times larger. Else a new PNG.
     """
-    with Image.open(io.BytesIO(encoded)) as original:
+    with open_picture(io.BytesIO(encoded)) as original:
         plain = original.mode == "RGB" and original.size == image.size
         if plain and original.format == "JPEG":
             plain = all(name in _PLAIN_SEGMENTS for name, _ in original.applist)  # type: ignore[attr-defined]
@@ -168,7 +177,7 @@ def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
 
 def image_size(encoded: bytes) -> tuple[int, int]:
     """Width and height that `decoded_image` would give, from the header alone. Raises what Pillow raises."""
-    with Image.open(io.BytesIO(encoded)) as image:
+    with open_picture(io.BytesIO(encoded)) as image:
         if image.format == "PNG" and "exif" not in image.info:  # Pillow would decode it to look behind the pixels
             return image.size
         lies = image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING
@@ -184,12 +193,15 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's own pixel limit is higher, and only a warning; so are broken tags
         try:
-            with Image.open(io.BytesIO(encoded)) as image:
+            with open_picture(io.BytesIO(encoded)) as image:
                 _refuse_undecoded(image, first_frame)
                 if image.format == "PNG":  # the only one that shows a lost end: each chunk has a checksum
                     image.verify()
-            with Image.open(io.BytesIO(encoded)) as image:
+            with open_picture(io.BytesIO(encoded)) as image:
+                deep = re.search(";16[BLN]", str(image.tile))  # 16 bits of a colour
                 image.load()
+                if deep:
+                    _refuse_dark(image)
                 ImageOps.exif_transpose(image, in_place=True)
                 return _flattened(image)
         except UnreadableImageError:
@@ -227,10 +239,34 @@ def _refuse_degenerate(image: Image.Image) -> None:
         )
 
 
+def _scaled(image: Image.Image) -> Image.Image:
+    """A grey picture of more than 8 bits, or of floats, in 8 bits. The file does not say what is white: it is the
+    largest number of 8, 10, 12, 14 or 16 bits, or 1 for floats, that the picture comes near.
+    """
+    values, floats = np.asarray(image), image.mode == "F"
+    low, high = float(values.min()), float(values.max())
+    whites = (1, 255, 65535) if floats else (255, 1023, 4095, 16383, 65535)
+    white = next((white for white in whites if high <= white), 0)
+    if not (low >= 0 and white / 4 <= high <= white):
+        raise UnreadableImageError("image_range", f"of its values from {low:g} to {high:g} {_NO_WHITE}")
+    scaled = values.astype(np.float32) * 255 / white
+    return Image.fromarray((np.rint(scaled) if floats else scaled).astype(np.uint8))
+
+
+_NO_WHITE = "it cannot be told which is white, and it would be nearly black; save it with 8 bits a channel"
+
+
+def _refuse_dark(image: Image.Image) -> None:
+    """Refuse colours of 16 bits that are used for 14 or less: Pillow keeps the upper 8 alone, so no scale helps."""
+    grey = image.mode == "I" or image.mode.startswith("I;16")
+    if not grey and all(image.getchannel(band).getextrema()[1] < 64 for band in image.getbands() if band != "A"):
+        raise UnreadableImageError("image_range", f"of its colours of 16 bits up to a quarter of the range {_NO_WHITE}")
+
+
 def _flattened(image: Image.Image) -> Image.Image:
     """RGB on white. A transparent diagram is drawn for white paper; Pillow alone would put its lines on black."""
-    if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow clips 16 bits at 255 instead of scaling them
-        image = Image.fromarray((np.asarray(image) // 257).clip(0, 255).astype(np.uint8))
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # Pillow clips them at 255 instead of scaling them
+        image = _scaled(image)
     if not image.has_transparency_data:
         return _rgb(image)
     drawn = image if image.mode == "RGBA" else image.convert("RGBA")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -16,6 +17,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, DatasetInfo, Features, Image, List, concatenate_datasets, interleave_datasets
 
 from adora_vl.data.dataset import load_split
+from adora_vl.data.images import open_picture
 from adora_vl.data.prompts import Template, conversations, template
 from adora_vl.data.rows import has_choices, require_sound_prompt, require_sound_rows, rows_without_pixels
 from adora_vl.utils.errors import UserError, in_one_line
@@ -41,6 +43,9 @@ class DecodedRows:
 
     def _decoded(self, stored: dict[str, Any]) -> Any:
         try:
+            source = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
+            if isinstance(source, BytesIO) or Path(source or "").is_file():
+                open_picture(source).close()  # `datasets` would open a file of any format
             return self._decoder.decode_example(stored)
         except Exception as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
             return UnreadableImage(in_one_line(error))

@@ -17,10 +17,9 @@ from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
 from datasets import Dataset
-from PIL import Image
 from tqdm import tqdm
 
-from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, model_size
+from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, model_size, open_picture
 from adora_vl.data.prompts import conversation, conversation_with_images
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.utils.cli import amount
@@ -321,7 +320,7 @@ def size_of(image: dict[str, Any]) -> Size | None:
 
 def _size(source: Any) -> Size | None:
     try:
-        with Image.open(source) as opened:
+        with open_picture(source) as opened:
             return opened.size
     except Exception:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
         return None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import struct
+import zlib
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,14 @@ from PIL.PngImagePlugin import PngInfo
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.data.images import UnreadableImageError, clean_image, image_tokens, png_bytes, stored_bytes
+from adora_vl.data.loading import DecodedRows, UnreadableImage
+from adora_vl.data.prompt_lengths import size_of
+
+
+def encoded_as(picture: Image.Image, form: str) -> bytes:
+    stream = io.BytesIO()
+    picture.save(stream, form)
+    return stream.getvalue()
 
 
 def test_any_kind_of_picture_becomes_the_same_rgb(tmp_path: Path, subtests: pytest.Subtests) -> None:
@@ -30,6 +41,68 @@ def test_any_kind_of_picture_becomes_the_same_rgb(tmp_path: Path, subtests: pyte
             expected = picture.convert("RGB").getpixel((0, 0)) if mode == "1" else (102, 102, 102)
             assert (cleaned.mode, cleaned.size, cleaned.getpixel((0, 0))) == ("RGB", (6, 4), expected)
             assert cleaned.getpixel((5, 3)) == (255, 255, 255)
+
+
+# The type of the values, the largest, and the values that become black, grey and white.
+DEPTHS: list[tuple[Any, float, list[float]]] = [
+    *((np.uint16, 2**bits - 1, [0, 2 ** (bits - 1), 2**bits - 1]) for bits in (8, 10, 12, 14, 16)),
+    (np.int32, 65535, [0, 32768, 65535]),
+    *((np.float32, white, [0.0, white / 2, white]) for white in (1.0, 255.0, 65535.0)),
+]
+
+
+def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
+    for kind, largest, values in DEPTHS:
+        shades = np.repeat(np.array([values], kind), 4, axis=0).repeat(4, axis=1)
+        form = "PNG" if kind is np.uint16 else "TIFF"
+        cleaned = clean_image(encoded_as(Image.fromarray(shades), form))
+        found = [cleaned.getpixel((at, 0)) for at in (0, 5, 11)]
+        assert found[0] == (0, 0, 0) and found[2] == (255, 255, 255), (kind, largest)
+        assert found[1] in ((127,) * 3, (128,) * 3), (kind, largest)
+
+
+def test_a_picture_whose_white_nobody_can_tell_is_refused_with_the_remedy() -> None:
+    shades = np.linspace(0, 1, 48).reshape(6, 8)
+    for values in (shades * 1.1, shades - 0.1, shades * 0.2, shades * 1e6, np.where(shades > 0.5, np.nan, shades)):
+        with pytest.raises(UnreadableImageError, match="save it with 8 bits a channel") as refused:
+            clean_image(encoded_as(Image.fromarray(values.astype(np.float32)), "TIFF"))
+        assert refused.value.kind == "image_range"
+    for largest, visible in ((4095, False), (16383, False), (60000, True)):
+        colours = np.stack([shades * largest] * 3, axis=-1).astype(">u2")
+        if visible:
+            assert clean_image(_png_of_16_bits(colours)).getextrema()[0][1] == largest // 256
+            continue
+        with pytest.raises(UnreadableImageError, match="save it with 8 bits a channel"):
+            clean_image(_png_of_16_bits(colours))
+
+
+def _png_of_16_bits(colours: Any) -> bytes:
+    """As Pillow itself cannot write it. `colours`: (height, width, 3)."""
+    height, width, _ = colours.shape
+    lines = b"".join(b"\0" + line.tobytes() for line in colours)
+    header = struct.pack(">2I5B", width, height, 16, 2, 0, 0, 0)
+    chunks = (b"IHDR" + header, b"IDAT" + zlib.compress(lines), b"IEND")
+    packed = (struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 48\n%%EndComments\nshowpage\n"
+
+
+def test_no_program_is_started_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a picture is opened: of a table, of a prepared folder, of a benchmark."""
+    started = tmp_path / "started"
+    (tmp_path / "gs").write_text(f"#!/bin/sh\necho >> {started}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # Pillow looks for it once
+    with pytest.raises(UnreadableImageError, match="not in any known picture format"):
+        clean_image(EPS)
+    assert size_of({"bytes": EPS, "path": None}) is None
+    (tmp_path / "a.png").write_bytes(EPS)
+    stored = [{"bytes": EPS, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]
+    found = DecodedRows()({"images": [stored]})["images"][0]
+    assert all(isinstance(image, UnreadableImage) for image in found) and not started.exists()
 
 
 def _gradient(width: int, height: int) -> bytes:
