@@ -25,6 +25,7 @@ from adora_vl.utils.errors import (
     lost_contact,
 )
 from adora_vl.utils.files import disk_is_full, written_to
+from adora_vl.utils.hidden import masked, masked_text
 from adora_vl.utils.launch import leave, watch_launcher
 from adora_vl.utils.startup_log import STARTUP_LOG, StartupLog
 from adora_vl.utils.versions import check_versions
@@ -76,8 +77,9 @@ def load(run: Run) -> AdoraGRPOTrainer:
     except Exception as error:  # model, engine, optimizer and trackers each have their own
         wrong = next((key for key in given if key in str(error)), None)
         if wrong is not None and isinstance(error, TypeError | ValueError):
+            value = f"{masked(given)[wrong]!r:.60}"
             raise UserError(
-                f"model_init_kwargs: {wrong}: {given[wrong]!r:.60} is refused by the model ({in_one_line(error)})"
+                f"model_init_kwargs: {wrong}: {value} is refused by the model ({in_one_line(error)})"
             ) from error
         raise RunError(f"the model or the engine could not be loaded ({in_one_line(error)})") from error
 
@@ -245,7 +247,7 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
     cause = cause or error.__cause__
     alone = cause is not None or isinstance(error, DiskFullError)
     if cause is not None:
-        traceback.print_exception(cause)
+        print(masked_text("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
     if not alone and rank != "0":
         return
     place = f" (rank {rank} of {ranks})" if alone and ranks != "1" else ""

@@ -34,6 +34,7 @@ class StandIn:
         self.logprobs_mode = "raw_logprobs"
         self.dead = False
         self.asked: list[tuple[str, Body]] = []
+        self.logins: set[str | None] = set()
         self.weights: list[list[str]] = []  # the names of the tensors that each sync brought
         self.spoil: Callable[[Body], Body] = lambda reply: reply  # of the replies with rollouts
         outer = self
@@ -42,6 +43,7 @@ class StandIn:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
+                outer.logins.add(self.headers["Authorization"])
                 self._reply(outer.told(self.path.partition("?")[0]))
 
             def do_POST(self) -> None:

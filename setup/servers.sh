@@ -47,10 +47,20 @@ for number in "${!gpus[@]}"; do
 done
 echo "servers: ${addresses[*]}; their logs are in $logs"
 
+# A proxy of the environment knows nothing of 127.0.0.1.
+health='import sys, urllib.request as r; r.build_opener(r.ProxyHandler({})).open(sys.argv[1] + "/health", timeout=5)'
+said="$SECONDS"
 for number in "${!addresses[@]}"; do
-  until "$python" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/health", timeout=5)' \
-    "${addresses[$number]}" 2>/dev/null; do
-    kill -0 "${servers[$number]}" 2>/dev/null || { tail -n 20 "$logs/$((first + number)).log" >&2; exit 1; }
+  log="$logs/$((first + number)).log"
+  until "$python" -c "$health" "${addresses[$number]}" 2>/dev/null; do
+    kill -0 "${servers[$number]}" 2>/dev/null || { tail -n 20 "$log" >&2; exit 1; }
+    if ((SECONDS >= ${SERVER_WAIT:-3600})); then
+      echo "${addresses[$number]} does not answer after $SECONDS s; its log is $log, and SERVER_WAIT=SECONDS waits longer" >&2
+      exit 1
+    elif ((SECONDS - said >= 60)); then
+      said="$SECONDS"
+      echo "waiting for ${addresses[$number]} since $SECONDS s; its log is $log" >&2
+    fi
     sleep 2
   done
 done

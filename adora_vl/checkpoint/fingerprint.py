@@ -18,6 +18,7 @@ from accelerate.utils import gather_object
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears
+from adora_vl.utils.hidden import masked
 
 # These keys may differ between a run and its continuation: where it writes, what it shows, how long it goes on.
 _FREE_KEYS = {
@@ -55,7 +56,7 @@ def fingerprint(
     free |= {"adora_async_rollouts"} if not values.get("adora_async_rollouts") else set()
     free |= _BUDGET_KEYS if values.get("adora_rollout_budget") is None else set()
     kept = {
-        key: json.dumps(value, default=str, sort_keys=True)
+        key: json.dumps(masked(value), default=str, sort_keys=True)
         for key, value in values.items()
         if key not in free and not key.startswith(_FREE_PREFIXES)
     }

@@ -13,6 +13,7 @@ from adora_vl.config.keys import AdoraKeys
 from adora_vl.config.values import check_fields
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.hidden import HIDDEN, masked
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
 
@@ -35,6 +36,14 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         except ValueError:
             self._check_groups(*given)
             raise
+        masked(vars(self))  # notes what is not to be shown from here on
+        for key in ("hub_token", "model_init_kwargs", "vllm_server_base_url"):
+            value = getattr(self, key)
+            if HIDDEN in (value, *(value.values() if isinstance(value, dict) else ())) or f"//{HIDDEN}@" in str(value):
+                raise UserError(
+                    f"{key}: '{HIDDEN}' stands for a secret that was left out of a printed command; write it, or log "
+                    "in with `hf auth login` for the hub"
+                )
 
     def _check_groups(self, batch: int | None, steps: int | None) -> None:
         """Raise `UserError` in the user's own keys, where TRL's words have a number that is made of them.
@@ -54,7 +63,16 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
 
     def __getstate__(self) -> dict[str, Any]:
         """Every checkpoint has a pickle of the config (training_args.bin), and is made to be handed on."""
-        return {**vars(self), "hub_token": None}
+        return dict(masked(vars(self), hidden=None))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Stock Transformers shows this to trackers, with secrets below the first level."""
+        return dict(masked(super().to_dict()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.to_dict()})"
+
+    __str__ = __repr__
 
     @property
     def frozen_components(self) -> list[str]:

@@ -198,7 +198,7 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
                 if image.format == "PNG":  # the only one that shows a lost end: each chunk has a checksum
                     image.verify()
             with open_picture(io.BytesIO(encoded)) as image:
-                deep = re.search(";16[BLN]", str(image.tile))  # 16 bits of a colour
+                deep = re.search(";16[BLN]", str(getattr(image, "tile", "")))  # of a colour
                 image.load()
                 if deep:
                     _refuse_dark(image)
@@ -259,7 +259,8 @@ _NO_WHITE = "it cannot be told which is white, and it would be nearly black; sav
 def _refuse_dark(image: Image.Image) -> None:
     """Refuse colours of 16 bits that are used for 14 or less: Pillow keeps the upper 8 alone, so no scale helps."""
     grey = image.mode == "I" or image.mode.startswith("I;16")
-    if not grey and all(image.getchannel(band).getextrema()[1] < 64 for band in image.getbands() if band != "A"):
+    colours = [image.getchannel(band) for band in image.getbands() if band != "A"]
+    if not grey and max(int(np.max(np.asarray(colour))) for colour in colours) < 64:
         raise UnreadableImageError("image_range", f"of its colours of 16 bits up to a quarter of the range {_NO_WHITE}")
 
 

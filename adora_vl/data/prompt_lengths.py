@@ -10,6 +10,7 @@ import http.client
 import io
 import json
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,8 @@ from adora_vl.data.prompts import conversation, conversation_with_images
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.hidden import without_login
+from adora_vl.utils.openai_client import OPENER
 
 KEY = "adora_overlong_prompts"
 _SERVER_SECONDS = 5.0
@@ -228,8 +231,11 @@ def served_length(config: Any) -> int | None:
     found = []
     for address in addresses.split(","):
         try:
-            url = f"{address.strip()}/v1/models"
-            with urllib.request.urlopen(url, timeout=_SERVER_SECONDS) as reply:  # noqa: S310  # the user's
+            plain, login = without_login(address.strip())
+            request = urllib.request.Request(f"{plain}/v1/models")  # noqa: S310  # the user's
+            if login:
+                request.add_header("Authorization", f"Basic {b64encode(':'.join(login).encode()).decode()}")
+            with OPENER.open(request, timeout=_SERVER_SECONDS) as reply:
                 found.append(int(json.load(reply)["data"][0]["max_model_len"]))
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
             continue

@@ -35,6 +35,7 @@ from adora_vl.planning.plan import Plan, make_plan
 from adora_vl.utils.cli import amount, quantile, section, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
+from adora_vl.utils.hidden import masked
 from adora_vl.utils.launch import prepare_engine_environment
 from data_prep.survey import shown_lines
 
@@ -90,14 +91,14 @@ def default_of(field: Field[Any]) -> Any:
 
 
 def changed_keys(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """What the user set to something else than the default, in the order of the dataclasses."""
+    """What the user set to something else than the default, in the order of the dataclasses, without secrets."""
     changed = {}
     for dataclass in (plan.script, plan.config, plan.model):
         for field in fields(dataclass):
             value = getattr(dataclass, field.name)
             if field.name in given and value != default_of(field):
                 changed[field.name] = getattr(value, "value", value)
-    return changed
+    return dict(masked(changed))
 
 
 def config_lines(plan: Plan, given: Collection[str]) -> list[str]:

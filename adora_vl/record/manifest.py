@@ -20,19 +20,18 @@ import torch
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import replace_file
+from adora_vl.utils.hidden import is_secret, masked, masked_text, masked_words
 from adora_vl.utils.versions import installed
-
-SECRET = ("token", "password", "secret")  # ends of keys whose values are never shown
 
 
 def launch_command(arguments: Sequence[str], parent: Path | None = None) -> str:
     """The command that started this run: `accelerate launch ...` if the parent process was started so (Linux can
-    tell), else `python -m adora_vl.train` with the same arguments. The values of secret keys are left out.
+    tell), else `python -m adora_vl.train` with the same arguments. Secrets are left out.
     """
     words = _accelerate(Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent)
     if words is None or "-m" not in words:  # the trainer was started by another script
         words = [interpreter(), "-m", "adora_vl.train", *arguments]
-    return shlex.join(_without_secrets(words))
+    return shlex.join(masked_words(words))
 
 
 def interpreter() -> str:
@@ -64,16 +63,6 @@ def _accelerate(cmdline: Path) -> list[str] | None:
         if word == "accelerate.commands.launch":
             return [as_called(str(Path(sys.executable).with_name("accelerate"))), "launch", *words[at + 1 :]]
     return None
-
-
-def _without_secrets(words: Sequence[str]) -> list[str]:
-    kept, secret = [], False
-    for word in words:
-        key, sign, _ = word.partition("=")
-        hidden = key.startswith("--") and key.endswith(SECRET)
-        kept.append("..." if secret else f"{key}=..." if hidden and sign else word)
-        secret = hidden and not sign
-    return kept
 
 
 # The methods as their papers write them
@@ -166,7 +155,7 @@ def run_manifest(
     return {
         "made_by": "adora_vl.train",
         "command": launch_command(arguments),
-        "config": {key: value for key, value in sorted(config.items()) if not key.endswith(SECRET)},
+        "config": masked({key: value for key, value in sorted(config.items()) if not is_secret(key)}),
         "data": _data(data, config.get("adora_mixture"), rows, fingerprint.get("dataset"), left_out),
         "model": {"name": config.get("model_name_or_path"), "fingerprint": fingerprint.get("model")},
         "prompt": json.loads(fingerprint.get("adora_prompt", "null")),  # null: each row was its problem alone
@@ -211,7 +200,7 @@ def failure_noted(manifest: Manifest, output_dir: Path, steps: Callable[[], int]
         yield
     except Exception as error:
         if is_main:
-            manifest["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            manifest["error"] = masked_text(f"{type(error).__name__}: {error}".splitlines()[0])
             with suppress(RunError):  # a disk that is full is what the first error says
                 end_manifest(manifest, output_dir, "failed", steps())
         raise

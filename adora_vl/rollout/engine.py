@@ -26,7 +26,7 @@ from adora_vl.rollout.engine_settings import (
 )
 from adora_vl.rollout.prompt_tokens import check_prompts, collapse_image_runs, never_sampled_ids
 from adora_vl.rollout.served import Served
-from adora_vl.rollout.servers import GroupRequest, Servers, connect
+from adora_vl.rollout.servers import Client, GroupRequest, Servers, connect
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.rollout.weight_sync import (
     can_merge,
@@ -152,7 +152,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if self.mode == "server" and folder is not None:
             self._connect(Path(folder))
             return
-        with compat.ENGINE.replaced_by(self._build_llm, on=vllm_generation):
+        with (
+            compat.ENGINE.replaced_by(self._build_llm, on=vllm_generation),
+            compat.SERVER_CLIENT.replaced_by(Client, on=vllm_generation),
+        ):
             super()._init_vllm()
         if self.mode == "colocate":
             self.llm.timed = self._timed

@@ -25,7 +25,9 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
-from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, in_one_line
+from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SpokenError, in_one_line
+from adora_vl.utils.hidden import without_login
+from adora_vl.utils.openai_client import is_here
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1"
 _CONNECT_S = 10.0
@@ -44,7 +46,7 @@ _T = TypeVar("_T")
 PlaceFeatures = Callable[[dict[str, Any] | None, list[int]], dict[str, Any] | None]
 
 
-class UnusableServerError(RuntimeError):
+class UnusableServerError(SpokenError, RuntimeError):
     """A server does not do what it is asked for; others may."""
 
 
@@ -328,15 +330,54 @@ def _none_left(problem: BaseException | None) -> str:
     return f"no vLLM server is left{last}. Start one again"
 
 
+class _Session(requests.Session):
+    """What a server is asked by: its login in a header instead of in its address, and no proxy to this machine."""
+
+    def __init__(self, address: str, login: tuple[str, str] | None) -> None:
+        super().__init__()
+        self.auth = login
+        self.trust_env = not is_here(address)
+        for scheme in ("http://", "https://"):
+            self.mount(scheme, _Adapter(_CONNECT_S))
+
+
+class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
+    """TRL's client of a server."""
+
+    base_url: str
+    host: str
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Stock TRL asks without a time limit, also a proxy, and for ever where it gets another status than 200; what
+        it says has the address with its login. Ours raises `ConnectionError` once the time is over.
+        """
+        self.base_url, login = without_login(self.base_url)
+        self.session = _Session(self.base_url, login)
+        end = time.monotonic() + total_timeout
+        while True:
+            try:
+                response = self.session.get(f"{self.base_url}/health", timeout=_LIVING_S)
+                if response.status_code == 200:
+                    self.host = response.headers.get("X-Forwarded-For", self.host)
+                    return
+                problem = f"it answers {response.status_code} to /health"
+            except requests.RequestException as error:
+                problem = in_one_line(error)
+            if time.monotonic() >= end:
+                raise ConnectionError(f"{problem}, in {total_timeout:g} s")
+            time.sleep(retry_interval)
+
+
 def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> list[VLLMClient]:
     """TRL's clients of the servers, which answer within `patience_s`. Raises `EngineError` where one does not."""
 
     def client(address: str) -> VLLMClient:
         try:
-            found = VLLMClient(base_url=address, group_port=group_port, connection_timeout=patience_s)
+            found = Client(base_url=address, group_port=group_port, connection_timeout=patience_s)
             found.get_server_info()
         except Exception as error:  # TRL raises `Exception` for a status that it does not expect
-            raise EngineError(f"vllm_server_base_url: {address} cannot be used ({in_one_line(error)})") from error
+            shown = without_login(address)[0]
+            raise EngineError(f"vllm_server_base_url: {shown} cannot be used ({in_one_line(error)})") from error
         return found
 
     return [future.result() for future in _on_threads([partial(client, one) for one in addresses], len(addresses))]

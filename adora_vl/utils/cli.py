@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.hidden import masked_text
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_UNREAD = 141  # 128 + SIGPIPE
@@ -30,7 +31,7 @@ class MistakesError(UserError):
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
-        self.lines = list(lines)
+        self.lines = [masked_text(line) for line in lines]
 
 
 def exit_code_of(command: Callable[[], None], interrupted: str) -> int:

@@ -72,6 +72,13 @@ ENGINE = Patch(
     "log-probabilities, and takes no further arguments for it.",
     until="VLLMGeneration hands arguments of the user's on to LLM.",
 )
+SERVER_CLIENT = Patch(
+    owner="trl.generation.vllm_generation",
+    name="VLLMClient",
+    upstream="VLLMGeneration._init_vllm builds this class by name. It asks a server for its health through a proxy, "
+    "waits for ever where that answers with an error, and says the address with its password.",
+    until="VLLMClient.check_server asks by its session, ends in time, and shows no login.",
+)
 PROMPT_GATHERING = Patch(
     owner="trl.trainer.grpo_trainer",
     name="gather_object",

@@ -6,9 +6,19 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from adora_vl.utils.hidden import masked_text
 
 
-class UserError(ValueError):
+class SpokenError(Exception):
+    """An error whose words people read, on the screen and in files: it has no secrets in them."""
+
+    def __init__(self, *words: Any) -> None:
+        super().__init__(*(masked_text(word) if isinstance(word, str) else word for word in words))
+
+
+class UserError(SpokenError, ValueError):
     """The input is wrong: one line that names the key or row, its value and what would be right. Exit code 2."""
 
 
@@ -16,7 +26,7 @@ class SharedUserError(UserError):
     """A `UserError` that all ranks raise together, so that only the first rank prints it."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(SpokenError, RuntimeError):
     """Engine and trainer do not see the same thing: learning from these rollouts would be learning from noise."""
 
 
@@ -28,7 +38,7 @@ class NoServerError(RolloutError):
     """No vLLM server is left to ask, or to give weights to. All ranks raise it together."""
 
 
-class RunError(RuntimeError):
+class RunError(SpokenError, RuntimeError):
     """The run cannot go on; the message says why, and from where it can."""
 
 
@@ -63,6 +73,7 @@ def in_one_line(error: BaseException) -> str:
         lines = []
     if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
         lines = [str(error.errors()[0]["msg"])]  # pydantic's first line only counts the errors
+    lines = [masked_text(line) for line in lines[:1]]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import io
+import ipaddress
 import json
 import os
 import re
@@ -28,8 +29,9 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import SpokenError, UserError
 from adora_vl.utils.files import written_to
+from adora_vl.utils.hidden import masked_text, note_secret
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -76,7 +78,7 @@ class Reply:
     n_prompt_tokens: int
 
 
-class EndpointError(Exception):
+class EndpointError(SpokenError):
     """One call gave no usable answer; `str` says why. `again`: whether another attempt may succeed. `refused`: the
     server takes no call with this key. `too_long`: nor with this prompt, which the model's context does not hold.
     """
@@ -191,11 +193,12 @@ class ChatClient:
             wrong = "has a character that no header can hold, such as a line break; set it to the key alone"
             raise EndpointError(f"the key in {self.endpoint.key_variable} {wrong}", again=False, refused=True)
         if key:
+            note_secret(key)
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         request = urllib.request.Request(address, content, headers)  # noqa: S310  # http(s), see `check_url`
         try:
-            with _OPENER.open(request, timeout=self.endpoint.timeout_s) as reply:
+            with OPENER.open(request, timeout=self.endpoint.timeout_s) as reply:
                 received = bytes(reply.read(_LARGEST_REPLY + 1))
         except urllib.error.HTTPError as error:
             again = error.code in _RETRIED
@@ -294,7 +297,29 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_OPENER = urllib.request.build_opener(_NoRedirects, _TimedHandler, _TimedSecureHandler)
+def is_here(address: str) -> bool:
+    """Whether an address leads to this machine itself, where no proxy can lead."""
+    host = (urllib.parse.urlsplit(address).hostname or "").lower()
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return found.is_loopback or found.is_unspecified
+
+
+class _ProxyToOthers(urllib.request.ProxyHandler):
+    """The proxy of the environment, where no_proxy does not say otherwise, and never to this machine itself."""
+
+    def proxy_open(self, req: urllib.request.Request, proxy: str, type: str) -> Any:
+        return None if is_here(req.full_url) else super().proxy_open(req, proxy, type)
+
+
+def build_opener() -> urllib.request.OpenerDirector:
+    """Opens addresses in time, by the proxies that the environment has now."""
+    return urllib.request.build_opener(_NoRedirects, _ProxyToOthers, _TimedHandler, _TimedSecureHandler)
+
+
+OPENER = build_opener()
 
 
 def _call_it_endpoint() -> None:
@@ -313,7 +338,7 @@ def _said(error: urllib.error.HTTPError, key: str) -> str:
     except (OSError, http.client.HTTPException):
         return ""
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    text = text.replace(key, "...") if key else text
+    text = masked_text(text, key)
     return f": {text[:_SHOWN]}" if text else ""
 
 

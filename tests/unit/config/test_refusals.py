@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError, model_validator
 from transformers import PreTrainedModel
 from trl import ModelConfig
 
-from adora_vl.config import AdoraGRPOConfig
+from adora_vl.checkpoint.fingerprint import fingerprint
+from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.checks import (
     check_async,
     check_budget,
@@ -28,6 +29,7 @@ from adora_vl.config.checks import (
 from adora_vl.export import main as export
 from adora_vl.models.check import check_model
 from adora_vl.models.load import PRETRAINED
+from adora_vl.record.manifest import run_manifest
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError, in_one_line
@@ -135,13 +137,39 @@ def test_an_option_of_a_dry_run_alone_says_where_it_belongs(last_line: Any) -> N
         assert last_line(**{option: "80"}) == f"error: --{option}: belongs to --dry-run; add --dry-run, or leave it out"
 
 
-def test_the_hub_token_is_in_no_file_of_a_run(tmp_path: Path) -> None:
-    word = "hf_abcdefgh"
-    made = config(hub_token=word)
+def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path) -> None:
+    words = ["hf_abcdefgh", "hf_ijklmnop", "sk-qrstuvwx", "yz12345678"]
+    address = f"http://me:{words[3]}@10.0.0.1:8000"
+    own = {"mine.py:f": {"judges": [{"api_key": words[2], "eos_token": "<|im_end|>"}]}}
+    made = config(
+        hub_token=words[0], model_init_kwargs={"token": words[1]}, vllm_server_base_url=address,
+    )  # fmt: skip
+    script = AdoraScriptArguments(dataset_name=["d"], adora_reward_options=own)
     torch.save(made, tmp_path / "training_args.bin")
-    assert word.encode() not in (tmp_path / "training_args.bin").read_bytes() and made.hub_token == word
     read = torch.load(tmp_path / "training_args.bin", weights_only=False)
-    assert read.hub_token is None and read.learning_rate == made.learning_rate
+    assert (read.hub_token, read.model_init_kwargs) == (None, {"token": None})
+    assert read.learning_rate == made.learning_rate and read.vllm_server_base_url == "http://...@10.0.0.1:8000"
+    kept = fingerprint(script, made, data=[], model="tiny", revision="main", processes=1)
+    given = ["--model_init_kwargs", f'{{"token": "{words[1]}"}}', f"--vllm_server_base_url={address}"]
+    manifest = run_manifest(
+        script, made, data=["d"], rows=1, fingerprint={}, plan="", processes=1, checkpoint=None, arguments=given,
+    )  # fmt: skip
+    shown = [str(manifest), str(kept), made.to_json_string(), str(made), repr(made), str(UserError(f"no {words[2]}"))]
+    shown += [in_one_line(OSError(f"{word}: {address}")) for word in words]
+    for text in (*shown, (tmp_path / "training_args.bin").read_bytes().decode("latin-1")):
+        assert not any(word in text for word in words), text
+    assert manifest["command"].endswith("""'{"token": "..."}' --vllm_server_base_url=http://...@10.0.0.1:8000""")
+    assert "<|im_end|>" in str(kept), "the model's own tokens are no secrets"
+    assert made.model_init_kwargs == {"token": words[1]} and made.vllm_server_base_url == address, "the run has them"
+
+
+def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots() -> None:
+    left_out: list[dict[str, Any]] = [
+        {"hub_token": "..."}, {"model_init_kwargs": {"token": "..."}}, {"vllm_server_base_url": "http://...@a:8000"},
+    ]  # fmt: skip
+    for given in left_out:
+        with pytest.raises(UserError, match=f"^{next(iter(given))}: '...' stands for a secret that was left out"):
+            config(**given)
 
 
 def test_a_schedule_is_made_before_the_run_or_refused() -> None:

@@ -56,9 +56,9 @@ def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
         shades = np.repeat(np.array([values], kind), 4, axis=0).repeat(4, axis=1)
         form = "PNG" if kind is np.uint16 else "TIFF"
         cleaned = clean_image(encoded_as(Image.fromarray(shades), form))
-        found = [cleaned.getpixel((at, 0)) for at in (0, 5, 11)]
+        found: list[Any] = [cleaned.getpixel((at, 0)) for at in (0, 5, 11)]
         assert found[0] == (0, 0, 0) and found[2] == (255, 255, 255), (kind, largest)
-        assert found[1] in ((127,) * 3, (128,) * 3), (kind, largest)
+        assert found[1] in [(127,) * 3, (128,) * 3], (kind, largest)
 
 
 def test_a_picture_whose_white_nobody_can_tell_is_refused_with_the_remedy() -> None:
@@ -70,7 +70,7 @@ def test_a_picture_whose_white_nobody_can_tell_is_refused_with_the_remedy() -> N
     for largest, visible in ((4095, False), (16383, False), (60000, True)):
         colours = np.stack([shades * largest] * 3, axis=-1).astype(">u2")
         if visible:
-            assert clean_image(_png_of_16_bits(colours)).getextrema()[0][1] == largest // 256
+            assert np.asarray(clean_image(_png_of_16_bits(colours))).max() == largest // 256
             continue
         with pytest.raises(UnreadableImageError, match="save it with 8 bits a channel"):
             clean_image(_png_of_16_bits(colours))

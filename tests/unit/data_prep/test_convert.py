@@ -289,7 +289,7 @@ def test_a_row_that_gives_a_key_twice_is_refused_with_its_place(tmp_path: Path, 
     rows = [*(f'{{"q": "What is {n}?", "a": "{n}"}}' for n in range(3)), *twice, cell]
     source = tmp_path / f"t.{form}"
     source.write_text("\n".join(rows) if form == "jsonl" else f"[{', '.join(rows)}]")
-    columns = ["problem=q", "answer=a"]
+    columns = ("problem=q", "answer=a")
     assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=columns) == 0
     lines = quarantined(tmp_path / "out")
     assert [line["reason"] for line in lines] == ["given_twice", "given_twice", "field_type"]

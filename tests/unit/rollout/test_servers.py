@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.data.prompt_lengths import served_length
 from adora_vl.models.families import freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.engine_settings import EngineSettings
@@ -359,6 +361,27 @@ def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins):
     stand_ins[0].told = lambda path: None if path == "/server_info" else {"data": [{"id": "m"}]}
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
         connect([stand_ins[0].url], 0, 0.0)
+
+
+def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_ins, monkeypatch):
+    """Whether it answers, is not there, or stands behind a proxy that has nothing but errors."""
+    address = stand_ins[0].url.replace("//", "//me:pass%40word@")
+    (server,) = connect([address], 0, 0.0)
+    basic = f"Basic {b64encode(b'me:pass@word').decode()}"
+    assert server.base_url == stand_ins[0].url and stand_ins[0].logins == {basic}
+    config = SimpleNamespace(vllm_server_base_url=address)
+    assert served_length(config) == 4096 and stand_ins[0].logins == {basic}
+    monkeypatch.setenv("http_proxy", stand_ins[1].url)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    connect([address], 0, 0.0)
+    assert stand_ins[1].logins == set(), "a proxy gets nothing that is for this machine"
+    stand_ins[1].told = stand_ins[0].told = lambda path: None
+    for wrong in (address, "http://me:pass%40word@127.0.0.1:9", "http://me:pass%40word@far.invalid:8000"):
+        with pytest.raises(EngineError, match="vllm_server_base_url: http://[^@]* cannot be used") as error:
+            connect([wrong], 0, 0.1)
+        assert "pass" not in f"{error.value}{error.value.__cause__}"
+    assert stand_ins[1].logins == {basic}, "it was asked for the one that is elsewhere, and its error was no server"
 
 
 def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path):

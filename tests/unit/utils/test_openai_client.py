@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 import json
 import math
@@ -13,11 +14,13 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from PIL import Image
@@ -27,7 +30,7 @@ from adora_vl.rewards import choose_rewards, try_rewards
 from adora_vl.rewards.judge import KEY_VARIABLE, score_in
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, build_opener, check_url, is_here
 from data_prep.synthetic.generate import generate
 from eval.command import main
 from eval.compare import main as compare
@@ -81,6 +84,52 @@ def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve: Serve, monk
     with pytest.raises(UserError) as refused:
         check_url("base_url", f"http://me:{KEY}@localhost:8000/v1")
     assert KEY not in str(refused.value)
+
+
+def _spellings(key: str) -> dict[str, str]:
+    def in_base64(text: str) -> str:
+        return b64encode(text.encode()).decode()
+
+    return {
+        "upper case": f"BEARER {key.upper()}",
+        "for an address": f"?key={quote(key, safe='')}&more",
+        "for JSON": json.dumps(f"the key {key}"),
+        "for JSON of another library": json.dumps(key).replace("/", "\\/"),
+        "for HTML": html.escape(key),
+        "hexadecimal": key.encode().hex(),
+        "Base64": in_base64(key),
+        "Base64 for an address": urlsafe_b64encode(f"Bearer {key}".encode()).decode(),
+        **{f"Base64 behind {count} letters": in_base64("x" * count + key + ":of me") for count in range(4)},
+    }
+
+
+def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = 'sk-Q/a+b"c&?>~9z7Kf0'
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    for name, spelling in _spellings(key).items():
+        server = serve(in_turn((401, f"no model for {spelling} here".encode())))
+        with pytest.raises(EndpointError) as error:
+            client(server).chat(HELLO)
+        said = str(error.value)
+        assert "no model for" in said and " here" in said and "..." in said, name
+        assert not any(part.lower() in said.lower() for part in (spelling[9:20], key[:9], key[-9:])), f"{name}: {said}"
+
+
+def test_a_proxy_gets_nothing_that_is_for_this_machine(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the key. What is for others it gets, as before."""
+    proxy, judge = serve(lambda body, call: completion("of the proxy")), serve(lambda body, call: completion("hi"))
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
+    monkeypatch.setattr("adora_vl.utils.openai_client.OPENER", build_opener())
+    for url in (judge.url, judge.url.replace("127.0.0.1", "localhost")):
+        assert ChatClient(Endpoint(url, "m", attempts=1)).chat(HELLO).text == "hi"
+    assert proxy.requests == []
+    assert ChatClient(Endpoint("http://judge.invalid/v1", "m", attempts=1)).chat(HELLO).text == "of the proxy"
+    here = ("http://[::1]:8000", "http://127.9.9.9/v1", "http://0.0.0.0:8000", "http://judge.localhost")
+    assert [is_here(url) for url in (*here, "http://10.0.0.1", "http://localhost.org")] == [True] * 4 + [False] * 2
 
 
 def test_an_address_that_the_server_does_not_know_is_shown(serve: Serve) -> None:

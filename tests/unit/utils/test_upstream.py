@@ -153,7 +153,9 @@ def test_trl_still_has_the_attributes_that_we_read():
     for name in ("model_executor.driver_worker.model_runner", "_llm_weights_sleeping", "vllm_client"):
         assert f"{name}" in generation, name
     client = inspect.getsource(VLLMClient)
-    assert "self.session = " in client and "self.base_url = " in client
+    assert "self.session = " in client and "self.base_url = " in client and "self.host = " in client
+    assert list(inspect.signature(VLLMClient.check_server).parameters) == ["self", "total_timeout", "retry_interval"]
+    assert "requests.get(url)" in inspect.getsource(VLLMClient.check_server)  # past the session, and without a limit
     assert {"gather_params", "is_fsdp", "is_zero3"} <= set(dir(DistributedBackend))
     assert list(inspect.signature(get_config_model_id).parameters) == ["config"]
 
