@@ -7,8 +7,9 @@ Qwen2.5-VL-3B and few layers. Printed are medians over the turns: seconds by pha
 
 On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of the prompts too. The
 way "stock, as on a card" is stock with that choice made as on a card; everything else is the same. A model with all of
-its layers spends less of its time in the head: one row says what follows for 36 layers. Without Triton the head's
-passes hold whole tiles of the vocabulary in float32, which a card does not; so the memory outside them is printed too.
+its layers spends less of its time in the head. Without Triton the head's passes hold whole tiles of the vocabulary in
+float32, which a card does not; so the memory outside them is printed too. With `--as-on-a-card` each case ends with its
+row of the table in docs/speed.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
-LAYERS_OF_3B = 36
 # What a case is beside the defaults of `benchmarks.step_run`. A prompt has about 50 tokens of text. With gradient
 # checkpointing, as TRL has it by default and our recipes do.
 CASES: dict[str, list[str]] = {
@@ -86,15 +86,9 @@ def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
     return found
 
 
-def policy_seconds(seconds: dict[str, float], head: bool | None = None) -> float:
-    """Seconds of the old pass, the forward and the backward. `head`: of the head alone, or of all the rest."""
-    chosen = [phase for phase in POLICY if head is None or phase.endswith("head") == head]
-    return sum(seconds.get(phase, 0.0) for phase in chosen)
-
-
-def whole_model(seconds: dict[str, float], layers: int) -> float:
-    """Policy seconds with all layers of 3B. The vision tower counts as layers here: it is about as much too short."""
-    return policy_seconds(seconds, head=False) * LAYERS_OF_3B / layers + policy_seconds(seconds, head=True)
+def policy_seconds(seconds: dict[str, float]) -> float:
+    """Seconds of the old pass, the forward and the backward."""
+    return sum(seconds.get(phase, 0.0) for phase in POLICY)
 
 
 def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
@@ -104,14 +98,13 @@ def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
     return figures
 
 
-def table(name: str, ways: dict[str, dict[str, float]], layers: int) -> str:
+def table(name: str, ways: dict[str, dict[str, float]]) -> str:
     """The ways beside each other, with the ratios of ours to the others."""
     rows: list[tuple[str, dict[str, float], float, str]] = []
     for phase in PHASES:
         rows.append((phase, {way: found[phase] for way, found in ways.items()}, 1.0, "s"))
     rows.append(("policy step", {way: policy_seconds(found) for way, found in ways.items()}, 1.0, "s"))
     rows.append(("whole step", {way: found["whole step"] for way, found in ways.items()}, 1.0, "s"))
-    rows.append((f"policy, {LAYERS_OF_3B} layers", {w: whole_model(f, layers) for w, f in ways.items()}, 1.0, "s"))
     for key, label in MEMORY.items():
         rows.append((label, {way: found[key] for way, found in ways.items()}, 2.0**20, "MiB"))
     others = [way for way in ways if way != "ours"]
@@ -123,6 +116,17 @@ def table(name: str, ways: dict[str, dict[str, float]], layers: int) -> str:
             line += f"{figures['ours'] / figures[way]:>9.2f}" if figures[way] > 1e-3 * scale else " " * 9
         lines.append(f"{line} {unit}")
     return "\n".join(lines)
+
+
+def page_row(ways: dict[str, dict[str, float]], prompt: int, answers: list[int]) -> str:
+    """Ours beside stock as on a card, as docs/speed.md has it."""
+    stock, ours = ways["stock, as on a card"], ways["ours"]
+    seconds, memory = [policy_seconds(found) for found in (stock, ours)], "step_bytes_outside_head"
+    said = f"{min(answers):,} to {max(answers):,}, median {statistics.median(answers):.0f}"
+    if min(answers) == max(answers):
+        said = f"all {max(answers):,}"
+    cells = (f"{prompt:,}", said, *(f"{each:.0f}" for each in seconds), f"**{seconds[1] / seconds[0]:.2f}**")
+    return f"| {' | '.join(cells)} | {ours[memory] / stock[memory]:.2f} |"
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -157,8 +161,10 @@ def main() -> None:
         one = turns["ours"][0]
         found = {way: medians(each, options.seconds) for way, each in turns.items()}
         norms = [turns[way][0]["grad_norm"] for way in ways]
-        tqdm.write(table(name, found, one["layers"]))
+        tqdm.write(table(name, found))
         tqdm.write(f"  prompt {one['prompt']}, answers {one['answers']}; gradient norms {norms}\n")
+        if options.as_on_a_card:
+            tqdm.write(page_row(found, one["prompt"], one["answers"]))
         results[name] = {"medians": found, "turns": turns}
         (options.output / "step.json").write_text(json.dumps(results, indent=1))
 

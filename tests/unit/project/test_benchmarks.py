@@ -80,10 +80,9 @@ from benchmarks.methods import (
     table,
 )
 from benchmarks.slice import PUBLISHED, build_model, by_quarters, draw_rows, slice_config, write_data
-from benchmarks.step import answer_lengths, mrope, policy_seconds, whole_model
+from benchmarks.step import answer_lengths, mrope
 from eval.scoring.score import Graded, aggregate
 from eval.scoring.statistics import half_width
-from tests.conftest import REPOSITORY
 
 
 def test_a_chain_is_what_its_form_asks_for():
@@ -219,18 +218,6 @@ def test_recipes_and_arithmetic_models_have_a_row_each():
     figures = "2 | 40.0 | 80.0 | **+40.0 [+40.0, +40.0]** | +40.0 |"
     assert models == [f"| arithmetic model {number} | {figures}" for number in (1, 2)]
     assert by_model(runs[:4], "R2", "grpo") == []
-
-
-def test_the_page_has_the_tables_that_the_command_prints(capsys, monkeypatch):
-    """From the runs that the repository keeps."""
-    monkeypatch.setattr(sys, "argv", ["attenuation", "--tables"])
-    assert attenuation() == 0
-    printed = capsys.readouterr().out.splitlines()
-    page = (REPOSITORY / "docs" / "experiments.md").read_text()
-    found = page.partition("## What was found")[2].partition("\n## ")[0]
-    rows = [line for line in found.splitlines() if line.startswith("| ")]
-    assert len(rows) > 10 and [row for row in rows if row not in printed] == []
-    assert printed[-1] in found, "how many runs, of which commit"
 
 
 def test_a_run_of_the_engine_is_compared_and_not_counted():
@@ -621,9 +608,3 @@ def test_answers_have_the_median_and_some_are_at_the_limit():
 
 def test_the_sections_of_mrope_are_half_a_head():
     assert [sum(mrope(head)) for head in (16, 32, 64, 128)] == [8, 16, 32, 64] and mrope(128) == [16, 24, 24]
-
-
-def test_the_head_is_counted_once_however_many_layers_there_are():
-    seconds = {"old pass": 1.0, "old pass, head": 2.0, "backward": 3.0, "backward, head": 4.0, "data": 9.0}
-    assert policy_seconds(seconds) == 10 and policy_seconds(seconds, head=True) == 6
-    assert whole_model(seconds, layers=2) == 4 * 18 + 6
