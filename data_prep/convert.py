@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from filelock import FileLock
 
 from adora_vl.data.dataset import SPLITS, Manifest, read_manifest
 from adora_vl.data.images import DEFAULT_FAMILY
+from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 from data_prep.columns import Columns, columns_from
@@ -147,8 +149,9 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
         try:
             manifest = read_manifest(folder)
             if manifest is None or not _unchanged(manifest, seen, location, columns):
+                held = _held(source_files(location, columns))  # before it is read: what changes now is seen next time
                 convert(location, folder, columns, overwrite=True)
-                replace_file(seen, json.dumps(_stamps(source_files(location, columns))))
+                replace_file(seen, json.dumps(held))
         except UserError as error:
             raise UserError(
                 f"dataset_name: {location!r} with adora_columns: {error}; `python -m data_prep convert` has options "
@@ -171,7 +174,7 @@ def _unchanged(manifest: Manifest, seen: Path, location: str, columns: Columns) 
     try:
         before = json.loads(seen.read_text(encoding="utf-8"))
         tables = [str(part.file) for part in _parts(location, columns)]
-        return bool(set(tables) <= before.keys() and _stamps(before) == before)
+        return bool(set(tables) <= before.keys() and _held(before) == before)
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -195,16 +198,12 @@ def source_files(location: str, columns: Columns) -> list[str]:
     return list(found)
 
 
-def _stamps(paths: Iterable[str]) -> dict[str, list[int]]:
-    """Size and time of change of each file; [] for one that is gone."""
-    found: dict[str, list[int]] = {}
-    for path in paths:
-        try:
-            stat = Path(path).stat()
-        except OSError:
-            found[path] = []
-            continue
-        found[path] = [stat.st_size, stat.st_mtime_ns]
+def _held(paths: Iterable[str]) -> dict[str, str]:
+    """The `content_hash` of each file; empty for one that is gone."""
+    found = dict.fromkeys(paths, "")
+    for path in found:
+        with suppress(OSError):
+            found[path] = content_hash([Path(path)])
     return found
 
 

@@ -30,12 +30,13 @@ from adora_vl.data.dataset import (
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
 from adora_vl.utils.cli import amount
+from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from data_prep.output import complete_or_absent, refuse_foreign
 from eval.geometry3k import BENCHMARK, load
 from eval.inference.engines import AnswerEngine, AnswerEngineSettings, build_engine
 from eval.inference.predictions import PREDICTIONS, Prediction, read_predictions
-from eval.inference.provenance import FILE_NAME, data_hash, digest, model_hash, read
+from eval.inference.provenance import FILE_NAME, data_hash, model_hash, read
 from eval.inference.runner import infer
 from eval.scoring.score import grade_row
 
@@ -137,6 +138,7 @@ def filter_dataset(
     """
     check_input(data, split)
     tags = _answer_tags(predictions)
+    held = content_hash([predictions])
     found = tallies(read_predictions(predictions), rounding=rounding, answer_tags=tags)
     _check_covered(found, data, split, predictions)
     kept = {pid for pid, tally in found.items() if tally.rate in keep}
@@ -154,7 +156,7 @@ def filter_dataset(
             "split": split,
             "keep": str(keep),
             "rounding": rounding,
-            "answers": digest([predictions]),
+            "answers": held,
             **(arguments or {}),
         },
     }

@@ -105,6 +105,7 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
     Raises `UserError` with a line for each row that cannot be asked about.
     """
+    held = data_hash(Path(options.data), options.split)  # before the rows are read: a later change is another hash
     dataset = load_split(options.data, options.split)
     made = template(options.prompt) if getattr(options, "prompt", None) else None
     if made is not None:
@@ -124,7 +125,7 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
         if fault:
             wrong.add(f"row {problem.pid}: {fault}")
     wrong.settle()
-    return asked, data_hash(Path(options.data), options.split)
+    return asked, held
 
 
 def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:

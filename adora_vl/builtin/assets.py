@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,18 +18,13 @@ from adora_vl.config import AdoraScriptArguments
 from adora_vl.data.dataset import read_manifest
 from adora_vl.models.load import SHIPPED, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, local_model
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import cache_folder
 from data_prep.convert import ensure_converted
 from data_prep.generated import ensure_knights, ensure_synthetic
 
 SYNTHETIC_DATA, KNIGHTS_DATA = "synthetic", "knights"
 SYNTHETIC_TEST_ROWS, SYNTHETIC_SIZE, SYNTHETIC_SEED = 512, 56, 0
 KNIGHTS_PEOPLE = TextStart.people  # what the tiny model was taught a little of
-
-
-def cache_folder() -> Path:
-    """`ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ADORA_VL_HOME") or Path(cache) / "adora_vl")
 
 
 def resolve_model(name: str) -> str:

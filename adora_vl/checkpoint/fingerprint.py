@@ -15,6 +15,8 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from adora_vl.data.dataset import data_hash
+from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears
@@ -66,10 +68,8 @@ def fingerprint(
         **({"rows left out": _summary(left_out)} if left_out else {}),
         "processes": str(processes),
         "sharding": sharding,
-        "dataset": "+".join(
-            _identity(Path(folder), str(folder), ("manifest.json",), "data/*.parquet") for folder in data
-        ),
-        "model": _identity(Path(model), f"{model}@{revision}", ("config.json",), "*.safetensors"),
+        "dataset": "+".join(data_hash(Path(folder)) if Path(folder).is_dir() else str(folder) for folder in data),
+        "model": model_hash(str(model), revision) or f"{model}@{revision}",
     }
 
 
@@ -89,19 +89,6 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
 def _summary(ids: Sequence[str]) -> str:
     """How many there are, and a hash of which."""
     return f"{len(ids)} ({hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]})"
-
-
-def _identity(folder: Path, name: str, described_by: tuple[str, ...], pattern: str) -> str:
-    """A folder is known by its descriptions and the sizes of its large files, not by its path; a hub id by itself."""
-    if not folder.is_dir():
-        return name
-    digest = hashlib.sha256()
-    for file in described_by:
-        if (folder / file).is_file():
-            digest.update((folder / file).read_bytes())
-    for path in sorted(folder.glob(pattern)):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-    return digest.hexdigest()[:16]
 
 
 _PREFIX = ".seen-by-all-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from adora_vl.checkpoint.writer import ASIDE, holds_a_run
 from adora_vl.checkpoint.written import of_a_run, own_files, some
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import refuse_dangling, written_to
+
+_OF_EARLIER = re.compile(r": [0-9a-f]{16}(\+[0-9a-f]{16})* -> ")  # the hashes of an earlier version
 
 
 def lock_output_dir(output_dir: Path) -> FileLock:
@@ -91,6 +94,12 @@ def choose_start(
     changed = differences(before, now)
     if changed:
         _refuse_another_world(found.checkpoint, before, now)
+        if all(map(_OF_EARLIER.search, changed)):
+            raise UserError(
+                f"output_dir: {str(output_dir)!r} holds {found.checkpoint.name} of an earlier version, which did not "
+                f"know files by all of their bytes; if they are the same, go on with --resume_from_checkpoint "
+                f"{quote(str(found.checkpoint))}"
+            )
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(
             f"output_dir: {str(output_dir)!r} holds {found.checkpoint.name} of another run: {changed[0]}{more}; set it "

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from adora_vl.data.images import png_bytes
+from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import refuse_dangling
 
@@ -141,6 +142,11 @@ def file_hashes(folder: Path) -> dict[str, str]:
     return hashes
 
 
+def data_hash(folder: Path, split: str = "*") -> str:
+    """The `content_hash` of a prepared folder's manifest, where there is one, and of the files of `split`, or all."""
+    return content_hash([*folder.glob(MANIFEST_NAME), *folder.glob(f"data/{split}-*.parquet")])
+
+
 def split_files(folder: Path) -> dict[str, list[Path]]:
     """The Parquet files of each split of a prepared folder. Raises `UserError` where there is no such folder."""
     if not folder.is_dir():
@@ -237,7 +243,9 @@ def load_split(folder: str | Path, split: str) -> Dataset:
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log is no place for one, and an error is one line
     try:
-        return load_dataset("parquet", data_files={split: [str(path) for path in files]}, split=split)
+        # The library knows a file by its path and its time; the name is a part of what its cache goes by.
+        held = f"content-{content_hash(files)}"
+        return load_dataset("parquet", held, data_files={split: [str(path) for path in files]}, split=split)
     except (OSError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
         reason = in_one_line(cause)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from adora_vl.models.families import known, sees_images
+from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import only_here, why_missing
 
@@ -23,6 +24,10 @@ TINY_MODEL, TINY_TEXT_MODEL, TINY_PERIMETER_MODEL = "tiny", "tiny_text", "tiny_p
 # Shipped: they are small, and a demo starts at once.
 PRETRAINED = Path(__file__).parents[1] / "builtin" / "pretrained"
 SHIPPED = {TINY_MODEL: PRETRAINED, TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter")}
+_ON_WHICH_ANSWERS_DEPEND = (
+    "*.safetensors", "pytorch_model*.bin", "*.jinja", "*config.json", "chat_template.json", "token*.json",
+    "added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+)  # fmt: skip
 ADAPTER, MERGED = "adapter_config.json", "merged"
 
 
@@ -73,6 +78,20 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
             f"comes with a model is not run here; name a model of the families {known()}, or another of Transformers"
         )
     return AutoConfig.from_pretrained(model, trust_remote_code=False, **where)
+
+
+def model_hash(model: str, revision: str | None = None) -> str | None:
+    """The `content_hash` of the weights, settings and tokenizer in a model folder. For a hub id its commit, because a
+    branch such as `main` moves, or None if it is unknown.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return content_hash({path for pattern in _ON_WHICH_ANSWERS_DEPEND for path in folder.glob(pattern)})
+    try:
+        commit: str | None = read_config("model", model, revision)._commit_hash
+    except (OSError, ValueError):  # loading the model will say what is wrong
+        return None
+    return commit
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:

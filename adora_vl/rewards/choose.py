@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import hashlib
 import importlib.util
@@ -9,6 +10,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +31,12 @@ from adora_vl.rewards.safe_call import (
     safe_call,
 )
 from adora_vl.utils.cli import read_json
+from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 
 # What TRL gives beside the columns of the data set.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_OURS = ("adora_vl", "data_prep", "eval")  # beside a file in the checkout; no part of the user's reward
 # The least and the most that a function gives. What a judge or a function of the user's gives is not known.
 _RANGES: dict[str, tuple[float, float]] = {
     **{name: (min(values), max(values)) for name, values in PRESETS.items()},
@@ -122,9 +126,33 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         raise UserError(f"adora_reward: {entry!r} must end with **kwargs, which take the columns that it does not name")
 
 
-def file_hash(path: Path) -> str:
-    """The first 16 digits of the file's SHA-256."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def with_neighbours(path: Path) -> set[Path]:
+    """A file and the modules beside it, or in packages below, that its text imports, also inside a function; and those
+    that these import. (The library's `modulefinder` ends in an error for a package without `__init__.py`.)
+    """
+    root, found, left = path.parent, set[Path](), [path]
+    while left:
+        file = left.pop()
+        if file in found or not file.is_file():
+            continue
+        found.add(file)
+        for name in _imported(file, file.parent.relative_to(root).parts):
+            for place in (root.joinpath(*name[:end]) for end in range(1, len(name) + 1)):
+                left += [place.with_name(f"{place.name}.py"), place / "__init__.py"]
+    return found
+
+
+def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What a file of `package` imports by name: `a.b.c` for `from a.b import c`, which may be a module or not."""
+    names: list[tuple[str, ...]] = []
+    with suppress(SyntaxError, ValueError):  # loading the file says what is wrong
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                names += [tuple(each.name.split(".")) for each in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                of = package[: len(package) + 1 - node.level] if node.level else ()
+                names += [(*of, *filter(None, (node.module or "").split(".")), each.name) for each in node.names]
+    return [name for name in names if name[0] not in _OURS]
 
 
 def _module(entry: str, path: Path) -> ModuleType:
@@ -168,7 +196,9 @@ _NAMES = (*PRESETS, *OTHERS, judge.NAME)
 
 @dataclass(frozen=True)
 class ChosenRewards:
-    """The reward functions of a run in the order of `adora_reward`, and the hash of each file that they come from."""
+    """The reward functions of a run in the order of `adora_reward`, and a hash of each file that they come from, with
+    its neighbours.
+    """
 
     entries: tuple[str, ...]
     functions: tuple[Callable[..., Any], ...]
@@ -216,8 +246,10 @@ def choose_rewards(
             found.append(made[entry])
             continue
         path = find_file(entry, folders or [Path.cwd()])
+        hashes[entry.rpartition(":")[0]] = content_hash(
+            with_neighbours(path)
+        )  # before it is read: see `ensure_converted`
         found.append(with_options(entry, load(entry, path), options_by_entry.get(entry, {})))
-        hashes[entry.rpartition(":")[0]] = file_hash(path)
     _check_names(entries, [own_name(entry) if is_own(entry) else made[entry].__name__ for entry in entries])
     return ChosenRewards(tuple(entries), tuple(found), hashes)
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -29,6 +29,12 @@ GIB = 2**30
 _PARTIAL_NAME = re.compile(rf"\.(.+){_PARTIAL}[0-9a-f]{{16}}")  # hidden, and 8 random bytes
 _NEW, _OLD, _LOCK = "new", "old", "lock"  # in the hidden neighbour of a folder
 NFS_DELAY_S = 60.0  # a client of NFS may not see another one's new file for this long (the default of `acdirmax`)
+
+
+def cache_folder() -> Path:
+    """`ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("ADORA_VL_HOME") or Path(cache) / "adora_vl")
 
 
 @contextmanager
@@ -63,6 +69,36 @@ def replace_file(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+class KeptAnswers:
+    """Answers by key, a JSON line each, to which several processes may add at once.
+
+    A line that cannot be read is ignored; one that a killed process tore does not take the next one with it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Raises `OSError`, as `put` does."""
+        self._file, self._answers = file, dict[str, str]()
+        content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        for line in content.splitlines():
+            with suppress(ValueError, LookupError, TypeError, RecursionError):
+                entry = json.loads(line)
+                if isinstance(entry["key"], str) and isinstance(entry["answer"], str):
+                    self._answers[entry["key"]] = entry["answer"]
+
+    def get(self, key: str) -> str | None:
+        return self._answers.get(key)
+
+    def put(self, key: str, answer: str) -> None:
+        self._answers[key] = answer
+        line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("ab+") as file:  # one write of a short line: whole, whoever is first
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)
+
+
 def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
     """Whether a file is there that another machine has made on a shared disk, if need be after a while."""
     end = time.monotonic() + patience_s
@@ -85,7 +121,7 @@ def replacing_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
     `OSError`.
     """
     recover_folder(folder)
-    beside, lock = _locked_neighbour(folder)
+    beside, lock = locked_folder(lambda: _neighbour(folder))
     try:
         new = beside / _NEW
         new.mkdir()
@@ -136,30 +172,43 @@ def recover_folder(folder: Path) -> None:
     for beside in sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*")):
         if not is_partial(beside) or not beside.is_dir():
             continue
-        try:
-            lock = _lock(beside, os.O_RDWR)
-        except OSError:  # its process lives, or has gone on in the meantime
-            continue
-        _settle(beside, folder)
+        with suppress(OSError), _abandoned(beside):
+            _settle(beside, folder)
+
+
+def remove_abandoned(folders: Iterable[Path]) -> None:
+    """Remove each of these that a process which is gone got of `locked_folder`."""
+    for folder in folders:
+        with suppress(OSError), _abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _abandoned(folder: Path) -> Iterator[None]:
+    """Raises `OSError` where the process that made a locked folder lives, or has gone on in the meantime."""
+    lock = _lock(folder, os.O_RDWR)
+    try:
+        yield
+    finally:
         os.close(lock)
 
 
-def _locked_neighbour(folder: Path) -> tuple[Path, int | None]:
-    """A new hidden folder beside `folder`, and the open lock in it, by which others know that its process lives.
+def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
+    """A new folder with a random name, and the open lock in it, by which others know that its process lives.
 
-    None in place of the lock on a file system that has no locks; there `recover_folder` leaves everything alone.
+    None in place of the lock on a file system that has no locks; there nobody removes what a process left behind.
     """
     while True:
-        beside = _neighbour(folder)
-        beside.mkdir(parents=True)
+        folder = new_name()
+        folder.mkdir(parents=True)
         try:
-            lock = _lock(beside, os.O_RDWR | os.O_CREAT)
-        except BlockingIOError:  # `recover_folder` had it first
+            lock = _lock(folder, os.O_RDWR | os.O_CREAT)
+        except BlockingIOError:  # `_abandoned` had it first
             continue
         except OSError:
-            return beside, None
-        if (beside / _LOCK).exists():
-            return beside, lock
+            return folder, None
+        if (folder / _LOCK).exists():
+            return folder, lock
         os.close(lock)
 
 

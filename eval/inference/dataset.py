@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +19,12 @@ from adora_vl.data.images import UnreadableImageError, decoded_image, file_withi
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
 from adora_vl.utils.cli import optional, read_json, text
+from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hub import no_hub, why_missing
 from eval.benchmark import Problem
 from eval.inference.engines import HUB_ID
 from eval.inference.predictions import RowErrors, missing_fields, row_fault
-from eval.inference.provenance import digest
 
 Row = dict[str, Any]
 _ENDINGS = (".parquet", ".jsonl", ".json")
@@ -148,7 +147,8 @@ def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str)
     files = [path] if path.is_file() else _files(path, split)
     if files[0].suffix == ".parquet":
         folder = path if path.is_dir() else path.parent
-        return _from_table(_tables(files), image_columns, digest(files), str(path), folder)
+        held = content_hash(files)  # before they are read
+        return _from_table(_tables(files), image_columns, held, str(path), folder)
     return _from_json(files[0], image_columns, id_column)
 
 
@@ -215,13 +215,24 @@ def _from_table(
     def values(index: int) -> Callable[[], list[Any]]:
         return lambda: [table.column(column)[index].as_py() for column in columns]
 
-    return _loaded(rows, [values(index) for index in range(len(rows))], folder, data_hash, origin)
+    getters = [values(index) for index in range(len(rows))]
+    return _loaded(rows, image_columns, getters, folder, data_hash, origin)
 
 
 def _loaded(
-    rows: list[Row], values: Sequence[Callable[[], list[Any]]], folder: Path | None, data_hash: str, origin: str
+    rows: list[Row],
+    image_columns: Sequence[str],
+    values: Sequence[Callable[[], list[Any]]],
+    folder: Path | None,
+    data_hash: str,
+    origin: str,
 ) -> LoadedRows:
-    """`values`: what the image columns of each row hold. `folder`: that of its paths; None for data from the hub."""
+    """`values`: what the image columns of each row hold. `folder`: that of its paths; None for data from the hub.
+    `data_hash`: of the rows; what the files of pictures hold comes to it.
+    """
+    named = {str(name) for row in rows for name in map(row.get, image_columns) if _is_path(name)}
+    pictures = [folder / name for name in named if (folder / name).is_file()] if folder else []
+    data_hash += f"+{content_hash(pictures)}" if pictures else ""
     images: list[Images] = [partial(_images, each, folder) for each in values]
     sizes: list[Sizes] = [partial(_sizes, each, folder) for each in values]
     return LoadedRows(rows, images, sizes, data_hash, origin, folder)
@@ -231,6 +242,7 @@ def _from_json(path: Path, image_columns: Sequence[str], id_column: str) -> Load
     """The rows of a JSON file: a list, an object of rows by id, or one object per line."""
     place, rows = "", cast(Any, [])
     try:
+        held = content_hash([path])  # before it is read
         content = path.read_bytes()
         if path.suffix == ".jsonl":
             for number, line in enumerate(content.splitlines(), 1):
@@ -244,17 +256,11 @@ def _from_json(path: Path, image_columns: Sequence[str], id_column: str) -> Load
         rows = [{id_column: name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
-    hash_ = hashlib.sha256(content)
-    for row in rows:
-        for name in (row.get(column) for column in image_columns):
-            file = path.parent / name if _is_path(name) else None
-            if file is not None and file.is_file():
-                hash_.update(f"{name}\0{file.stat().st_size}\0".encode())
 
     def values(row: Row) -> Callable[[], list[Any]]:
         return lambda: [row.get(column) for column in image_columns]
 
-    return _loaded(rows, [values(row) for row in rows], path.parent, hash_.hexdigest()[:16], str(path))
+    return _loaded(rows, image_columns, [values(row) for row in rows], path.parent, held, str(path))
 
 
 def _images(values: Callable[[], list[Any]], folder: Path | None) -> list[Image.Image]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adora_vl import __version__
+from adora_vl.data.dataset import data_hash as data_hash
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
+from adora_vl.models.load import model_hash as model_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 from adora_vl.utils.versions import installed
@@ -63,62 +64,6 @@ def trained_with(model: str | None) -> dict[str, Any]:
 
 FILE_NAME = "fingerprint.json"
 Fields = dict[str, Any]
-# The files on which an answer depends.
-_MODEL_FILES = (
-    "*.safetensors",
-    "*.jinja",
-    "*config.json",
-    "chat_template.json",
-    "token*.json",
-    "vocab.json",
-    "merges.txt",
-)
-_WINDOWS, _WINDOW_BYTES = 64, 64 * 1024
-
-
-def model_hash(model: str, revision: str | None = None) -> str | None:
-    """A hash of the weights, settings and tokenizer in a model folder. For a hub id the commit, or None if it is
-    unknown.
-
-    A hub id is identified by its commit, because a branch such as `main` moves. Of a file over 4 MiB only 64 evenly
-    spaced windows of 64 KiB are read. This is enough to tell two checkpoints apart, and quick for 15 GB.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        return _hub_commit(model, revision)
-    return digest({path for pattern in _MODEL_FILES for path in folder.glob(pattern)})
-
-
-def _hub_commit(model: str, revision: str | None) -> str | None:
-    """The full commit of a model on the hub; None for one that has none, such as a folder."""
-    from adora_vl.models.load import read_config
-
-    try:
-        commit: str | None = read_config("model", model, revision)._commit_hash
-    except (OSError, ValueError):  # loading the model will say what is wrong
-        return None
-    return commit
-
-
-def data_hash(folder: Path, split: str) -> str:
-    """A hash of a prepared dataset's manifest (where there is one) and of the files of `split`."""
-    return digest({*folder.glob("manifest.json"), *folder.glob(f"data/{split}-*.parquet")})
-
-
-def digest(paths: Iterable[Path]) -> str:
-    """A hash of files by name, size and content; of a large file by 64 windows of its content."""
-    sha = hashlib.sha256()
-    for path in sorted(paths):
-        size = path.stat().st_size
-        sha.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            if size <= _WINDOWS * _WINDOW_BYTES:
-                sha.update(file.read())
-                continue
-            for window in range(_WINDOWS):
-                file.seek(window * (size - _WINDOW_BYTES) // (_WINDOWS - 1))
-                sha.update(file.read(_WINDOW_BYTES))
-    return sha.hexdigest()[:16]
 
 
 def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields) -> None:

@@ -159,7 +159,7 @@ def test_differences_name_what_a_person_sets_first():
 
 
 def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_path):
-    """A folder that was moved is the same. One of which a file was written anew, in another size, is not."""
+    """A folder that was moved is the same. One of which a file was written anew, in the same size, is not."""
 
     def of(home: Path) -> dict[str, str]:
         model = str(home / "model")
@@ -174,10 +174,21 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
     moved = home.rename(tmp_path / "there")
     assert differences(before, of(moved)) == []
     for key, name in (("dataset", "data/data/train-0.parquet"), ("model", "model/model.safetensors")):
-        (moved / name).write_bytes(b"123")
+        (moved / name).write_bytes(b"13")
         (line,) = differences(before, of(moved))
         assert line.startswith(f"{key}: ")
         (moved / name).write_bytes(b"12")
+
+
+def test_a_run_of_an_earlier_version_is_told_how_to_go_on(tmp_path):
+    """Its hashes cannot be compared. Where a key differs as well, that is what is said."""
+    named = make(tmp_path, 10, fingerprint={"beta": "0", "model": "0123456789abcdef"})
+    now = {"beta": "0", "model": "0" * 32}
+    with pytest.raises(UserError, match=rf"if they are the same, go on with --resume_from_checkpoint {named}$"):
+        choose_start(tmp_path, None, False, now)
+    assert choose_start(tmp_path, str(named), False, now).checkpoint == str(named)
+    with pytest.raises(UserError, match="of another run: beta: 0 -> 1"):
+        choose_start(tmp_path, None, False, now | {"beta": "1"})
 
 
 def test_a_reward_function_that_was_edited_is_another_run():

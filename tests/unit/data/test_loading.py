@@ -20,7 +20,7 @@ from adora_vl.builtin.assets import data_folders
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.command_line import parse
 from adora_vl.data.dataloader import EpochRepeatSampler
-from adora_vl.data.dataset import read_manifest, split_files
+from adora_vl.data.dataset import load_split, read_manifest, row_count, split_files, write_split
 from adora_vl.data.images import png_bytes
 from adora_vl.data.loading import UnreadableImage, load_rows, mark_unreadable, mixed_rows, unreadable_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, RESPONSE_FORMATS, SYSTEM_PROMPT
@@ -29,7 +29,9 @@ from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run, run_manifest
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
+from data_prep import convert as convert_module
 from data_prep.convert import ensure_converted
+from data_prep.synthetic.generate import generate
 from data_prep.tables import open_local
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
@@ -152,7 +154,9 @@ def test_a_table_is_named_with_its_columns_and_converted_once(tmp_path: Path, mo
     assert kinds == [["image", "text"], ["text", "image", "text", "image", "text"], ["image", "text"]]
     assert [len(row["images"]) for row in seen] == [1, 2, 1]
     picture = tmp_path / "in" / "pics" / "0.png"
-    os.utime(picture, ns=(1, 1))  # a picture has changed
+    os.utime(picture, ns=(1, 1))  # of a picture only the time has changed
+    assert data_folders(script) == [folder] and Path(folder, "manifest.json").stat().st_mtime_ns == made
+    picture.write_bytes(picture.read_bytes() + b"\0")  # now the picture
     assert data_folders(script) == [folder] and Path(folder, "manifest.json").stat().st_mtime_ns != made
     jsonl(tmp_path / "in", rows[1:])
     data_folders(script)
@@ -165,6 +169,40 @@ def test_a_table_is_named_with_its_columns_and_converted_once(tmp_path: Path, mo
     ) as error:
         data_folders(script)
     assert len(str(error.value).splitlines()) == 2  # what is wrong, and where the rows are
+
+
+def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, real = tmp_path / "t.jsonl", convert_module.convert
+
+    def write(rows: int) -> None:
+        table.write_text(
+            "".join(json.dumps({"q": f"What is {n} + {rows}?", "a": n + rows}) + "\n" for n in range(rows))
+        )
+
+    def during(*given: Any, **more: Any) -> Any:
+        made = real(*given, **more)
+        write(7)
+        return made
+
+    write(5)
+    monkeypatch.setattr(convert_module, "convert", during)
+    for rows in (5, 7):
+        folder = ensure_converted(str(table), {"problem": "q", "answer": "a"}, tmp_path / "home")
+        assert row_count(folder, "train") == rows
+
+
+def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for seed in (1, 2):
+        rows = list(generate(3, split="train", seed=seed))
+        write_split(rows, tmp_path / "data", "train")
+        for path in (tmp_path / "data").rglob("*"):
+            os.utime(path, (1, 1))  # as tar and rsync put them back
+        assert load_split(tmp_path / "data", "train")["problem"][:] == [row["problem"] for row in rows]
 
 
 def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> None:

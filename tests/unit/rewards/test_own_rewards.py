@@ -158,6 +158,32 @@ def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_
     assert first.hashes.keys() == {"r.py"} and first.hashes != second.hashes
 
 
+def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtests):
+    files = {
+        "r.py": "import json, adora_vl.types\nfrom scale_of_r import SCALE\ndef f(completions, **kwargs):\n"
+        "    from package_of_r.inner import late\n    return [SCALE] * len(completions)",
+        "scale_of_r.py": "SCALE = 1",
+        "package_of_r/inner/__init__.py": "from .. import beside; from .late import VALUE",
+        "package_of_r/inner/late.py": "VALUE = 1",
+        "package_of_r/beside.py": "VALUE = 1",
+        "adora_vl/types.py": "ours, which a checkout has beside the file",
+        "unused.py": "never imported",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def known_by() -> str:
+        return choose_rewards([f"{tmp_path / 'r.py'}:f"]).hashes[str(tmp_path / "r.py")]
+
+    before = known_by()
+    for name, text in files.items():
+        with subtests.test(name):
+            (tmp_path / name).write_text(text.replace("1", "2") if "1" in text else f"{text}\n# edited")
+            assert (known_by() == before) == (name in ("unused.py", "adora_vl/types.py"))
+            (tmp_path / name).write_text(text)
+
+
 def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
     (tmp_path / "neighbour_of_a_reward.py").write_text("VALUE = 7")
     (tmp_path / "torch.py").write_text("1 / 0")
