@@ -66,7 +66,8 @@ class JudgeReward:
     def client(self) -> ChatClient:
         """Made at the first call: its cache lies in the run's folder, which has to be checked first."""
         if self._client is None:
-            self._client = ChatClient(self._endpoint, cache=self._cache, budget=self._budget)
+            body = {"temperature": 0, "max_tokens": self._max_tokens}
+            self._client = ChatClient(self._endpoint, body=body, cache=self._cache, budget=self._budget)
         return self._client
 
     def __call__(
@@ -90,7 +91,7 @@ class JudgeReward:
             self.messages(str(one), reference, completion_text(reply))
             for one, reference, reply in zip(said, references, completions, strict=True)
         ]
-        known = [self.client.cached(messages) is not None for messages in asked]
+        known = [self._known(messages) is not None for messages in asked]
         found = self.client.each(self._score, asked)
         if self._refused is not None:
             raise UserError(
@@ -116,7 +117,7 @@ class JudgeReward:
         """One call, before a run. Raises `UserError` where it fails."""
         messages = self.messages("What is 2 + 3?", "5", "It is 5.")
         try:
-            self.client.chat(messages, temperature=0, max_tokens=self._max_tokens)
+            self.client.chat(messages)
         except EndpointError as error:
             raise UserError(
                 f"adora_reward: judge: {self._endpoint.url} with the model {self._endpoint.model!r} gave no answer: "
@@ -126,12 +127,23 @@ class JudgeReward:
     def _score(self, messages: Messages) -> float | EndpointError:
         if self._refused is not None:
             return self._refused
+        known = self._known(messages)
+        if known is not None:
+            return known
         try:
-            return float(self.client.ask(messages, score_in, temperature=0, max_tokens=self._max_tokens))
+            return float(self.client.ask(messages, score_in))
         except EndpointError as error:
             if error.refused:
                 self._refused = error
             return error
+
+    def _known(self, messages: Messages) -> float | None:
+        """The score in the cache. What is none there is asked for anew: a file may have been edited, or be damaged."""
+        found = self.client.cached(messages)
+        try:
+            return None if found is None else _checked_score(found)
+        except EndpointError:
+            return None
 
 
 def score_in(text: str) -> str:
@@ -139,13 +151,18 @@ def score_in(text: str) -> str:
     if "<score>" not in text or "</score>" not in text:
         raise EndpointError("the reply has no <score>...</score>")
     word = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()
+    _checked_score(word)
+    return word
+
+
+def _checked_score(word: str) -> float:
     try:
         number = float(word)
     except ValueError:
         raise EndpointError(f"the score {word:.40} is no number") from None
     if not 0 <= number <= 1:
         raise EndpointError(f"the score {word:.40} is not from 0 to 1")
-    return word
+    return number
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:

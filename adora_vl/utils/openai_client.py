@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils.errors import SpokenError, UserError
-from adora_vl.utils.files import written_to
+from adora_vl.utils.files import KeptAnswers, written_to
 from adora_vl.utils.hidden import masked_text, note_secret
 
 if TYPE_CHECKING:
@@ -109,33 +109,38 @@ def check_url(name: str, url: str) -> str:
 class ChatClient:
     """Asks an endpoint, from several threads at once."""
 
-    def __init__(self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None) -> None:
-        """`cache`: a file of earlier answers. `budget`: calls that this client may make, each attempt one; None: any
-        number.
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        body: Mapping[str, Any] | None = None,
+        cache: Path | None = None,
+        budget: int | None = None,
+    ) -> None:
+        """`body`: further fields of every request. `cache`: a file of earlier answers. `budget`: calls that this client
+        may make, each attempt one; None: any number.
         """
+        self._fields = {"model": endpoint.model, **(body or {})}
         self.endpoint, self.budget = endpoint, budget
         self.calls = 0
         self._lock = threading.Lock()
-        self._cache = None if cache is None else ReplyCache(cache, endpoint.model)
+        self._cache = None if cache is None else ReplyCache(cache, [endpoint.url, self._fields])
 
     def cached(self, messages: Messages) -> str | None:
         """The answer to these messages that is on the disk."""
         return None if self._cache is None else self._cache.get(messages)
 
-    def ask(self, messages: Messages, read: Callable[[str], str], **body: Any) -> str:
-        """What `read` makes of the answer, from the cache where it is there. `read` may raise `EndpointError` for an
-        answer of the wrong form, which is then asked for again. `body`: further fields of the request.
+    def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
+        """What `read` makes of the answer, which `cached` gives from now on. `read` may raise `EndpointError` for an
+        answer of the wrong form, which is then asked for again.
         """
-        found = self.cached(messages)
-        if found is not None:
-            return found
-        answer: str = self._patiently(lambda: read(self._call(messages, body).text))
+        answer: str = self._patiently(lambda: read(self._call(messages, {}).text))
         if self._cache is not None:
             self._cache.put(messages, answer)
         return answer
 
     def chat(self, messages: Messages, **body: Any) -> Reply:
-        """One answer with its counts, never from the cache. Raises `EndpointError`."""
+        """One answer with its counts, never from the cache. `body`: fields of this request. Raises `EndpointError`."""
         answer: Reply = self._patiently(lambda: self._call(messages, body))
         return answer
 
@@ -163,7 +168,7 @@ class ChatClient:
 
     def _call(self, messages: Messages, body: Mapping[str, Any]) -> Reply:
         self._spend()
-        content = json.dumps({"model": self.endpoint.model, "messages": list(messages), **body}).encode()
+        content = json.dumps({**self._fields, "messages": list(messages), **body}).encode()
         received = self._post(content)
         try:
             found = json.loads(received)
@@ -351,29 +356,20 @@ def _asked_to_wait(error: urllib.error.HTTPError) -> float:
 
 
 class ReplyCache:
-    """Answers by model and conversation, one per JSON line. A line that cannot be read is ignored."""
+    """Answers by conversation and by `asked`: the address, and all else of the request."""
 
-    def __init__(self, file: Path, model: str) -> None:
-        self._file, self._model, self._answers = file, model, dict[str, str]()
+    def __init__(self, file: Path, asked: Sequence[Any]) -> None:
+        self._file, self._asked = file, asked
         with written_to("judge_cache", file):
-            content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-        for line in content.splitlines():
-            try:
-                entry = json.loads(line)
-                self._answers[str(entry["key"])] = str(entry["answer"])
-            except (ValueError, LookupError, TypeError):
-                continue
+            self._answers = KeptAnswers(file)
 
     def get(self, messages: Messages) -> str | None:
         return self._answers.get(self._key(messages))
 
     def put(self, messages: Messages, answer: str) -> None:
-        key = self._key(messages)
-        self._answers[key] = answer
         with written_to("judge_cache", self._file):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as file:  # one write of a short line: whole, whoever is first
-                file.write(json.dumps({"key": key, "answer": answer}) + "\n")
+            self._answers.put(self._key(messages), answer)
 
     def _key(self, messages: Messages) -> str:
-        return hashlib.sha256(json.dumps([self._model, list(messages)]).encode()).hexdigest()
+        request = [*self._asked, list(messages)]
+        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()

@@ -153,7 +153,7 @@ def judge_of(options: Namespace) -> ChatClient:
     cache: Path = options.judge_cache or beside / "judge_cache.jsonl"
     with written_to("judge_cache", cache):
         cache.parent.mkdir(parents=True, exist_ok=True)
-    return ChatClient(endpoint, cache=cache, budget=options.judge_budget)
+    return ChatClient(endpoint, body={"temperature": 0, "max_tokens": 256}, cache=cache, budget=options.judge_budget)
 
 
 def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
@@ -199,7 +199,7 @@ def _report(messages: Messages, judge: ChatClient, read: Callable[[str], str]) -
     if known is not None:
         return Extraction(known, "judge_cached")
     try:
-        return Extraction(judge.ask(messages, read, temperature=0, max_tokens=256), "judge")
+        return Extraction(judge.ask(messages, read), "judge")
     except EndpointError as error:
         return Extraction(str(error), JUDGE_FAILED)
 

@@ -403,6 +403,28 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(
     assert rewards(again, metrics)[:2] == [1.0, 0.25] and len(server.requests) == 8
 
 
+@pytest.mark.parametrize("held", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
+def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path: Path, serve: Serve, held: str) -> None:
+    server = serve(lambda body, call: completion("<score>1</score>"))
+    assert rewards(judge(tmp_path, server.url), {}) == [1.0] * 3
+    cache = tmp_path / "judge_cache.jsonl"
+    cache.write_text(cache.read_text().replace('"answer": "1"', f'"answer": "{held}"'))
+    metrics = dict[str, float]()
+    fits = held == "0.25"
+    assert rewards(judge(tmp_path, server.url), metrics) == [0.25 if fits else 1.0] * 3
+    assert (len(server.requests), metrics["judge/cached"]) == ((3, 1.0) if fits else (6, 0.0))
+
+
+def test_a_score_is_known_by_all_that_it_depends_on(tmp_path: Path, serve: Serve) -> None:
+    server, other = (serve(lambda body, call: completion("<score>1</score>")) for _ in range(2))
+    calls = 0
+    for options in ({}, {"model": "k"}, {"max_tokens": 9}, {"instruction": "Judge."}, {"base_url": other.url}):
+        for again in (False, True):
+            rewards(judge(tmp_path, **{"url": server.url, **options}), {})
+            calls += 0 if again else 3
+            assert len(server.requests) + len(other.requests) == calls, options
+
+
 def test_a_budget_leaves_the_rest_unscored(tmp_path: Path, serve: Serve) -> None:
     server = serve(lambda body, call: completion("<score>1</score>"))
     found = rewards(judge(tmp_path, server.url, budget=2, concurrency=1), {})
