@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import os
 import shutil
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adora_vl.utils.files import replacing_folder, unwritable
+from adora_vl.utils.files import locked_folder, remove_abandoned, unwritable, usual_modes
 
 KEY = "adora_weight_folder"
 _FILE_BYTES = 2 * 2**30  # what is held in memory at a time
 
 
 class WeightFiles:
-    """Folders `adora-weights-RUN-N`, each there whole or not at all, and only while it is read.
+    """Folders `adora-weights-RUN-RANDOM`, each there only while it is written and read; servers are told its name.
 
-    One process of a run writes. Other runs may have their weights in the same folder, which stay. Servers read a folder
-    as they read a checkpoint, so any network and any number of them will do.
+    One process of a run writes. Other runs may have their weights in the same folder, which stay, also those of a
+    container whose machine and `output_dir` have the same names. Servers read a folder as they read a checkpoint, so
+    any network and any number of them will do.
     """
 
     def __init__(self, folder: Path, output_dir: Path) -> None:
         """`folder`: made when it is written to. What this run, known by its `output_dir`, has left there when it was
-        killed is removed now.
+        killed is removed now: nobody holds its lock.
         """
         self.folder = folder.absolute()
         run = f"{socket.gethostname()}:{output_dir.resolve()}"  # two machines may each have a disk with such a path
         self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
-        self._own = re.compile(rf"\.?{self._name}-\d{{6}}(\.partial-[0-9a-f]{{16}})?")
         self._was_there = self.folder.exists()  # with the rights that its owner gave it, so it stays
-        self._written = 0
-        self._clear()
+        remove_abandoned(self.folder.glob(f"{self._name}-*"))
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
@@ -46,28 +46,24 @@ class WeightFiles:
         All of `tensors` is gone through in any case, since other ranks take part in each. Raises `UserError` where the
         disk refuses them.
         """
-        self._written += 1
-        path = self.folder / f"{self._name}-{self._written:06}"  # a new name, which no cache of a shared disk has seen
         rest = iter(tensors)
-        try:
-            with replacing_folder(path, durable=False) as new:
-                _save(rest, new)
-        except (OSError, SafetensorError) as error:
-            raise unwritable(KEY, self.folder, error) from error
-        finally:
-            for _ in rest:
-                pass
-        try:
+        with ExitStack() as until:
+            try:
+                path, lock = locked_folder(lambda: self.folder / f"{self._name}-{token_hex(8)}")
+                until.callback(self._remove, path, lock)
+                _save(rest, path)
+                usual_modes(path)
+            except (OSError, SafetensorError) as error:
+                raise unwritable(KEY, self.folder, error) from error
+            finally:
+                for _ in rest:
+                    pass
             yield path
-        finally:
-            self._clear()
 
-    def _clear(self) -> None:
-        if not self.folder.is_dir():
-            return
-        for path in self.folder.iterdir():
-            if self._own.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+    def _remove(self, path: Path, lock: int | None) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
         if not self._was_there:
             with suppress(OSError):  # another run has weights in it
                 self.folder.rmdir()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 
 from adora_vl.builtin.processor import build_processor
@@ -245,8 +246,10 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(s
     monkeypatch.setattr("adora_vl.rollout.weight_files._FILE_BYTES", 8)
     shared = tmp_path / "w"
     with WeightFiles(shared, tmp_path).written(tensors()) as folder:
-        assert len(list(folder.iterdir())) == 3 and [one.name for one in shared.iterdir()] == [folder.name]
-    (shared / f".{folder.name}.partial-0123456789abcdef").mkdir(parents=True)
+        assert len(list(folder.glob("*.safetensors"))) == 3 and [one.name for one in shared.iterdir()] == [folder.name]
+    killed = shared / f"{folder.name[:-16]}0123456789abcdef"
+    killed.mkdir(parents=True)
+    (killed / "lock").touch()
     (shared / "weights-000001").mkdir()
     shared.chmod(0o700)
     with WeightFiles(shared, tmp_path).written(tensors()):
@@ -263,9 +266,12 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
     with WeightFiles(shared, tmp_path / "one").written([("a", torch.zeros(2))]) as one:
         with WeightFiles(shared, tmp_path / "other").written([("b", torch.ones(2))]) as other:
             assert {path.name for path in shared.iterdir()} == {one.name, other.name}
-            WeightFiles(shared, tmp_path / "one")  # as where the first run was killed here and goes on
-            assert other.is_dir() and not one.exists()
+            with WeightFiles(shared, tmp_path / "one").written([("a", torch.ones(2))]) as same:
+                # as in a container whose host name and output_dir are the first one's
+                assert one.is_dir() and load_file(one / "model-00001.safetensors")["a"].sum() == 0 and same != one
+            assert other.is_dir() and one.is_dir() and not same.exists()
         assert shared.is_dir() and not other.exists()
+    assert not shared.exists()
 
 
 def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_path, capsys):
