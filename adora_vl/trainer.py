@@ -1,6 +1,6 @@
 """One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that can be trusted.
 
-    1. a generation   sample, grade, weigh, record; then resample, rebalance, cut into micro-batches
+    1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
     3. a checkpoint   written beside its place, sealed, renamed
 
@@ -58,7 +58,7 @@ from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.training.partial_rollouts import PartialRollouts
 from adora_vl.training.scores import Grader
 from adora_vl.training.unfinished import UnfinishedGeneration
-from adora_vl.types import Batch, Row, StepContext
+from adora_vl.types import Batch, Row, StepContext, loss_mask
 from adora_vl.utils import compat
 from adora_vl.utils.files import usual_modes
 
@@ -166,15 +166,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """A generation from these rows, ready to be learned from."""
         with self._engine_awake():
             batch = self._generate_and_score_completions(rows)  # TRL's name for it, which a subclass may override
-            generation = self._collecting
-            assert generation is not None
-
-            def further(rows: list[Row], attempt: int) -> Batch:
-                return self._collect(self._begin(rows, attempt)).batch
-
-            generation.batch = self.resample(batch, further, DistinctRows(self.train_dataset), generation.key)
-        for extension in self.extensions:
-            extension.before_split(generation)
+        generation = self._collecting
+        assert generation is not None
+        generation.batch = batch
         generation.micro_batches = self.batcher.split(generation.batch, generation.key)
         generation.release()
         self._collecting = None
@@ -192,12 +186,22 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         """Stock TRL processes the image of every copy of a row twice, makes a pass for the old log-probabilities
         whenever vLLM samples, and returns group-normalised advantages. Ours processes each image once, makes that pass
-        only if it is needed, and weighs the groups.
+        only if it is needed, replaces groups without signal, and then weighs all groups together.
         """
-        batch = self._collect(self._begin(inputs)).batch
-        if not self.model.training or not self._cuts:
-            self._collecting = None  # its rows and images are not held while the policy learns
-        return batch
+        generation = self._collect(self._begin(inputs))
+        if self.model.training:
+
+            def further(rows: list[Row], attempt: int) -> Batch:
+                return self._collect(self._begin(rows, attempt)).batch
+
+            rows = DistinctRows(self.train_dataset)
+            generation.batch = self.resample(generation.batch, further, rows, generation.key)
+            for extension in self.extensions:
+                extension.before_weighing(generation)
+            self._weigh(generation)
+        # Where nothing more is made of it, its rows and images are not held while the policy learns.
+        self._collecting = generation if self.model.training and self._cuts else None
+        return generation.batch
 
     def _begin(self, rows: list[Row], attempt: int = 0) -> Generation:
         """What is known of a generation before it is sampled. `attempt`: which further batch of it, 0 for the first."""
@@ -224,7 +228,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return generation
 
     def _collect(self, generation: Generation) -> Generation:
-        """Sample, grade and weigh these rollouts, and record them."""
+        """Sample, grade and judge these rollouts, and record them."""
         rows, mode, training = generation.rows, generation.mode, generation.mode == "train"
         self._collecting = generation
         if training and not generation.attempt:
@@ -236,22 +240,33 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         assert scores is not None
         if training:
             self.drift_guard.check_batch(batch, generation.step)
-        weighed = self.advantages(scores, batch, generation.group_size, generation.step, training=training)
-        generation.advantages = weighed
-        metrics.add_weighed_figures(self._metrics[mode], weighed, scores)
-        trackers.add_weighed(self._logs, weighed, texts=trackers.logs_tables(self.args))
+        judged = self.advantages.judged(scores, batch, generation.group_size, generation.step, training=training)
+        generation.advantages = judged
+        metrics.add_judged_figures(self._metrics[mode], judged, scores)
+        trackers.add_weighed(self._logs, judged, texts=trackers.logs_tables(self.args))
         trackers.show_all(self._logs["rewards"], scores.rewards, self.reward_func_names)
         if training:
-            self.tie_notice.count(weighed.weighting)
-            batch["advantages"] = generation.of_rank(weighed.advantages_PG.flatten(), self.accelerator.process_index)
-            with self.clock.phase("policy"):
-                for extension in self.extensions:
-                    extension.after_weighing(generation)
             with self.clock.phase("other"):
                 batch["rollout_number"] = self.recorder.number(len(rows))
                 self.recorder.add(generation, self._logs, self.reward_func_names)
-            self.prefetch.start()
         return generation
+
+    def _weigh(self, generation: Generation) -> None:
+        """Weigh the groups that are learned from, once: no later part replaces one."""
+        batch = generation.batch
+        weighed = generation.advantages = self.advantages(batch, generation.group_size, generation.step)
+        for name, value in metrics.learned_figures(weighed).items():
+            self.log_figure(name, value)
+        self.tie_notice.count(weighed.weighting)
+        batch["advantages"] = generation.of_rank(weighed.advantages_PG.flatten(), self.accelerator.process_index)
+        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        with self.clock.phase("policy"):
+            for extension in self.extensions:
+                extension.after_weighing(generation)
+        del batch["grades"], batch["signal"]
+        with self.clock.phase("other"):
+            self.recorder.weighed(generation, self._logs)
+        self.prefetch.start()
 
     def _sample_and_grade(self, generation: Generation) -> Batch:
         """TRL's part of a generation: weights into the engine, prompts, rollouts, rewards, advantages."""

@@ -52,7 +52,9 @@ class Batch(TypedDict, total=False):
     stale_tokens: Tensor  # (B,), tokens at the beginning that earlier weights sampled (adora_rollout_budget)
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
-    rollout_number: Tensor  # (B,), adora_vl.record.recorder
+    rollout_number: Tensor  # (B,), adora_vl.record.recorder; -1 for one of an earlier generation
+    signal: Tensor  # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
+    grades: Tensor  # (B, functions + 2): rewards as they count, length, and whether it has no end
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from adora_vl.advantage.groups import Groups, Schedule, one_of, scheduled, within
-from adora_vl.advantage.grpo import is_constant
 
 MODES = ("attenuation", "amplification", "off")
 CRITERIA = ("length", "difficulty")
@@ -100,13 +99,13 @@ def difficulty_advantage(facts: GroupFacts, tau: float, needs_correct: bool = Fa
 
 
 def assign_weights(
-    weighting: AdoraWeighting, rewards_PG: Tensor, options: AdoraOptions, *, seed: int, step: int
+    weighting: AdoraWeighting, signal_P: Tensor, options: AdoraOptions, *, seed: int, step: int
 ) -> AdoraWeighting:
     """The weights of ADORA or of a control, which gives them to other groups or scales the learning rate instead.
 
     Args:
         weighting: what the criteria say.
-        rewards_PG: (P, G), of all ranks. NaN marks a rollout that was not scored.
+        signal_P: bool, of all ranks: which groups carry signal.
         options: by their `assign`, `"criterion"` leaves the weights where they are. `"random"` shuffles them among the
             groups that carry signal, so that as many are attenuated as the criteria attenuate in this step.
             `"reversed"` gives the factor to the other side: to TAS groups under attenuation, to TDS groups under
@@ -125,7 +124,6 @@ def assign_weights(
         marked_P = weighting.tas_P if options.mode == "attenuation" else weighting.tds_P
         factor = scheduled(options.factor).at(step)
         return replace(weighting, weights_P=torch.where(marked_P, factor, torch.ones_like(weights_P)))
-    signal_P = ~is_constant(rewards_PG)
     if options.assign == "random":
         shuffled_P = weights_P.clone()
         shuffled_P[signal_P] = _shuffled(weights_P[signal_P], seed, step)

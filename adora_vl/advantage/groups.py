@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from adora_vl.advantage.grpo import is_constant
+
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raises `ValueError` for a value of the option `name` that is none of those known."""
@@ -83,10 +85,15 @@ class Groups:
     surprisal_PG: Tensor | None = None  # nats per token: the mean of -log p over the sampled tokens
     correct_above: float = 0.5
     step: int = 0
+    varied_P: Tensor | None = None  # bool: whether rewards differ within it; None means whether `rewards_PG` do
 
     @property
     def scored_PG(self) -> Tensor:
         return ~torch.isnan(self.rewards_PG)
+
+    @property
+    def differs_P(self) -> Tensor:
+        return ~is_constant(self.rewards_PG) if self.varied_P is None else self.varied_P
 
     @property
     def loss_tokens_PG(self) -> Tensor:

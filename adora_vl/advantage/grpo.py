@@ -46,14 +46,31 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
     """
     if scale not in SCALES:
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")
-    centred_PG = rewards - torch.nanmean(rewards, dim=1, keepdim=True)
-    if scale == "group":
-        centred_PG = centred_PG / (deviation(rewards, torch.nanmean(rewards, dim=1, keepdim=True)) + eps)
-    elif scale == "batch":
-        flat = rewards.flatten()
-        centred_PG = centred_PG / (deviation(flat, torch.nanmean(flat)) + eps)
-    advantages_PG = torch.nan_to_num(centred_PG, nan=0.0)
+    advantages_PG = torch.nan_to_num(_normalised(rewards, scale, eps), nan=0.0)
     return torch.where(is_constant(rewards)[:, None], 0.0, advantages_PG)
+
+
+def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
+    """The rewards about the mean of their group, along the last dimension, in the unit that `scale` says."""
+    centred, unit = rewards - (mean := torch.nanmean(rewards, dim=-1, keepdim=True)), torch.ones(())
+    if scale == "group":
+        unit = deviation(rewards, mean) + eps
+    elif scale == "batch":
+        unit = deviation(rewards.flatten(), torch.nanmean(rewards)) + eps
+    return centred / unit
+
+
+def stock_advantages(rewards: Tensor, weights: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4) -> Tensor:
+    """What TRL's `_generate_and_score_completions` makes of (P, G, F) rewards, NaN where a function gave none: (P, G).
+
+    `weights`: TRL's `reward_weights`. `scale`: its `scale_rewards`. `sums_rewards`: its `sum_then_normalize`, else its
+    `normalize_then_sum`, which normalises each function by group and the sum by batch.
+    """
+    parts = rewards if sums_rewards else _normalised(rewards.transpose(1, 2), "group", eps).transpose(1, 2)
+    sums = (parts * weights.to(rewards.device)).nansum(dim=2)
+    sums = torch.where(torch.isnan(rewards).all(dim=2), torch.nan, sums)
+    made = _normalised(sums, scale, eps) if sums_rewards else _normalised(sums.view(1, -1), "group", eps)
+    return torch.nan_to_num(made, nan=0.0).view_as(sums)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:

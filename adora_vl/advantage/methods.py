@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adora_vl.advantage.adora import AdoraOptions, AdoraWeighting, assign_weights, weigh_groups
-from adora_vl.advantage.daro import DaroOptions, DaroWeights, bin_losses, bin_sums, bins_of, daro
+from adora_vl.advantage.daro import OUTSIDE, DaroOptions, DaroWeights, bin_losses, bin_sums, bins_of, daro
 from adora_vl.advantage.experimental import (
     AGraeOptions,
     CanonOptions,
@@ -38,14 +38,16 @@ def _adora(groups: Groups, advantages_PG: Tensor, options: AdoraOptions, run: Ad
 
 
 def _dapo(groups: Groups, advantages_PG: Tensor, options: DapoOptions, run: AdvantagePipeline) -> Tensor:
-    rewards_PG = groups.rewards_PG
     if options.overlong_cache is not None:
-        rewards_PG = rewards_PG + overlong_penalty(groups.lengths_PG, run.max_length, options.overlong_cache)
-        advantages_PG = group_advantages(rewards_PG, scale=run.scale)
+        advantages_PG = group_advantages(_with_penalty(groups, options.overlong_cache, run), scale=run.scale)
     if options.drop_constant:
-        silent_PG = is_constant(rewards_PG)[:, None] | ~groups.scored_PG
+        silent_PG = ~advantages_PG.any(dim=1, keepdim=True) | ~groups.scored_PG
         advantages_PG = drop_constant(advantages_PG, groups.loss_tokens_PG, silent_PG)
     return advantages_PG
+
+
+def _with_penalty(groups: Groups, cache: int, run: AdvantagePipeline) -> Tensor:
+    return groups.rewards_PG + overlong_penalty(groups.lengths_PG, run.max_length, cache)
 
 
 def _canon(groups: Groups, advantages_PG: Tensor, options: CanonOptions, run: AdvantagePipeline) -> Tensor:
@@ -61,6 +63,10 @@ def _rrb(groups: Groups, advantages_PG: Tensor, options: RrbOptions, run: Advant
     return rrb(advantages_PG, groups.rewards_PG, full_range=options.full_range, power=options.range_power)
 
 
+def _bins(groups: Groups) -> Tensor:
+    return bins_of(groups.pass_rate_P, groups.rewards_PG.shape[1])
+
+
 def _daro(groups: Groups, advantages_PG: Tensor, options: DaroOptions, run: AdvantagePipeline) -> Tensor:
     """Weigh the advantages with the present weights, then update the weights on the same loss.
 
@@ -70,7 +76,7 @@ def _daro(groups: Groups, advantages_PG: Tensor, options: DaroOptions, run: Adva
     raw_PG, tokens_PG, rates_P, scored_PG = (
         t.cpu() for t in (advantages_PG, groups.loss_tokens_PG, groups.pass_rate_P, groups.scored_PG)
     )
-    bins_P, learned = bins_of(rates_P, generations), run.daro_weights(bins, options)
+    bins_P, learned = _bins(groups).cpu(), run.daro_weights(bins, options)
     weights_M = learned.weights_M
     shape = {"by_bin_tokens": options.by_bin_tokens, "drop_outside": options.drop_outside}
     weighed_PG = daro(raw_PG, tokens_PG, rates_P, weights_M, scored_PG, **shape)
@@ -92,7 +98,9 @@ class Method:
     options: type = NoOptions
     settings: Mapping[str, Any] = field(default_factory=dict)  # TRL's keys that belong to it
     plain: Callable[[Any], bool] = lambda options: False
-    remakes: bool = False  # computes advantages from the rewards and ignores those of TRL
+    remakes: bool = False  # computes advantages from the rewards of a group, and ignores those of TRL
+    # What it changes about which groups have signal. None: nothing, or what `apply` says if it remakes.
+    signal: Callable[[Groups, Tensor, Any, AdvantagePipeline], Tensor] | None = None
     source: str = ""
 
 
@@ -109,6 +117,7 @@ METHODS: Mapping[str, Method] = {
         DapoOptions,
         {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "mask_truncated_completions": True, "beta": 0.0},
         plain=lambda o: not o.drop_constant and o.overlong_cache is None,
+        signal=lambda g, s, o, run: ~is_constant(_with_penalty(g, o.overlong_cache, run)) if o.overlong_cache else s,
         source="arXiv 2503.14476",
     ),
     "adora": Method(
@@ -117,7 +126,13 @@ METHODS: Mapping[str, Method] = {
         plain=lambda o: o.mode == "off" or set(scheduled(o.factor).values) == {1.0},
         source="arXiv 2602.10019",
     ),
-    "daro": Method(_daro, DaroOptions, {"loss_type": "dapo"}, source="arXiv 2510.09001"),
+    "daro": Method(
+        _daro,
+        DaroOptions,
+        {"loss_type": "dapo"},
+        signal=lambda g, s, o, run: s & (_bins(g) != OUTSIDE) if o.drop_outside else s,
+        source="arXiv 2510.09001",
+    ),
     "mc_grpo": Method(
         lambda g, a, o, run: mc_grpo(g.rewards_PG, centre=o.centre, spread=o.spread, exclude_pivot=o.exclude_pivot),
         McGrpoOptions,
@@ -159,6 +174,7 @@ METHODS: Mapping[str, Method] = {
         _rrb,
         RrbOptions,
         plain=lambda o: (o.range_power == 0) if o.rule == "range" else o.low_factor == 1,
+        signal=lambda g, s, o, run: s & _rrb(g, torch.ones_like(g.rewards_PG), o, run).any(dim=1),
         source="arXiv 2603.01106",
     ),
 }
@@ -208,10 +224,25 @@ class AdvantagePipeline:
         """ADORA's weights and their reasons. The weights are 1 if ADORA is not among the methods."""
         options, step = self.judged_by, groups.step
         weighting = weigh_groups(groups, options, step)
-        return assign_weights(weighting, groups.rewards_PG, options, seed=self.seed, step=step)
+        return assign_weights(weighting, self.signal(groups), options, seed=self.seed, step=step)
+
+    def signal(self, groups: Groups) -> Tensor:
+        """Which groups have something to teach, bool, (P,). Each is judged alone, whatever else is in the batch, so
+        groups can be chosen by it before they are weighed; nothing is remembered.
+        """
+        signal_P = groups.differs_P
+        for name, options in self.chosen.items():
+            method = METHODS[name]
+            if method.signal is not None:
+                signal_P = method.signal(groups, signal_P, options, self)
+            elif method.remakes and method.apply is not None:
+                made_PG = method.apply(groups, torch.zeros_like(groups.rewards_PG), options, self)
+                signal_P = made_PG.any(dim=1)
+        return signal_P & groups.scored_PG.any(dim=1)
 
     def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
-        """Turn TRL's advantages of whole groups into the ones to learn from, both (P, G).
+        """Turn TRL's advantages of whole groups into the ones to learn from, both (P, G). Call it once in a generation,
+        with all groups that are learned from and no others: some methods weigh a group by the rest, and DARO learns.
 
         Afterwards `weighting` holds the weights that were applied, and their reasons.
         """
@@ -221,8 +252,8 @@ class AdvantagePipeline:
             self.figures["rate_scale"] = self.rate
         if self.is_plain:
             return advantages_PG
-        if self.sums_rewards:  # TRL's float32 mean leaves up to 6e-4 in a constant group
-            advantages_PG = torch.where(is_constant(groups.rewards_PG)[:, None], 0.0, advantages_PG)
+        # TRL's float32 mean leaves up to 6e-4 in a constant group
+        advantages_PG = torch.where(groups.differs_P[:, None], advantages_PG, 0.0)
         for name, options in self.chosen.items():
             apply = METHODS[name].apply
             if apply is not None:

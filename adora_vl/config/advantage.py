@@ -186,11 +186,6 @@ def check_method(config: Any) -> None:
 def _check_assignment(config: Any, adora: AdoraOptions | None) -> None:
     if adora is None or adora.assign != "rate":
         return
-    if config.adora_dynamic_sampling:
-        raise UserError(
-            f"adora_dynamic_sampling: {config.adora_dynamic_sampling} with assign: rate, which needs one batch per "
-            "generation to scale the learning rate by; set adora_dynamic_sampling: 0"
-        )
     if config.adora_replay_groups:
         raise UserError(
             f"adora_replay_groups: {config.adora_replay_groups} with assign: rate, which would learn from earlier "

@@ -3,7 +3,7 @@
 Source: SSR of VL-Rethinker (arXiv 2504.08837) and its repository (TIGER-AI-Lab/VL-Rethinker,
 `openrlhf/trainer/ppo_utils/replay_buffer.py`). Groups without signal give their places to groups of earlier
 generations, which are drawn with a chance that grows with their advantages. Those keep the log-probabilities of the
-policy that sampled them, so the loss corrects for the updates since.
+policy that sampled them, so the loss corrects for the updates since. They are weighed anew, with those beside them.
 
 The repository keeps single rollouts, and as many as half a generation. Ours keeps whole groups, whose rollouts share
 one pass over their prompt and image. The repository also draws the rollouts of the present generation anew with chances
@@ -13,7 +13,7 @@ ours does none of these.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from adora_vl.training.batch_rows import (
 )
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.training.micro_batches import live_units
-from adora_vl.types import Batch, StepContext, loss_mask
+from adora_vl.types import Batch, StepContext
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import generator_at
 
@@ -80,41 +80,43 @@ class SampleReplay(Extension):
         self.policy_logps, self.pad_id, self.banks = context.policy_logps, context.pad_id, images.banks
         self.generations, self.capacity = config.num_generations, config.adora_replay_groups
         self.kept: list[Kept] = []  # of this rank, the oldest first
-
-    def before_split(self, generation: Generation) -> None:
-        """Replace groups without signal."""
-        generation.batch = self(generation.batch, generation.step, f"{self.config.seed}/{generation.key}")
+        self._fresh: dict[int, Kept] = {}  # the present generation's, by the place of the group
 
     def on_exploded_ratio(self) -> None:
         """Keep nothing: the policy has moved too far from the one that sampled these groups."""
         self.kept = []
 
-    def __call__(self, batch: Batch, step: int, place: str) -> Batch:
-        """`batch` with groups without signal replaced as far as there are earlier ones. Its own groups with signal are
-        kept for later. `place` says where the run is, so that a resumed run draws the same groups.
+    def before_weighing(self, generation: Generation) -> None:
+        """Replace groups without signal as far as there are earlier ones. Where the run stands seeds the choice, so
+        that a resumed run draws the same groups.
         """
+        batch, step, place = generation.batch, generation.step, f"{self.config.seed}/{generation.key}"
         if "old_per_token_logps" not in batch:
             batch = {**batch, "old_per_token_logps": self.policy_logps(batch)}
-        live = live_units(batch["advantages"], self.generations)
-        fresh = self._fresh(batch, live, step)
+        live = live_units(batch["signal"], self.generations)
+        self._fresh = self._packed(batch, live, step)
         alike = [one for one in self.kept if one.columns == tuple(sorted(batch))]
         place = f"{place}/{self.accelerator.process_index}"
         numbers = drawn([one.size for one in alike], self.config.adora_replay_alpha, live.count(False), place)
         taken = [alike[number] for number in numbers]
-        batch = self._refilled(batch, live, taken)
-        self.kept = [*self.kept, *fresh][-self.capacity :]
+        generation.batch = self._refilled(batch, live, taken)
         self._log(len(live), [step - one.step for one in taken])
-        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
-        return batch
 
-    def _fresh(self, batch: Batch, live: list[bool], step: int) -> list[Kept]:
-        split, size, found = split_images(batch), self.generations, []
+    def after_weighing(self, generation: Generation) -> None:
+        """Keep this generation's own groups for later, as far as they are learned from."""
+        for group, advantages in enumerate(torch.split(generation.batch["advantages"].abs(), self.generations)):
+            size = float((advantages if advantages.dim() == 1 else advantages.amax(dim=1)).sum())
+            if group in self._fresh and size:
+                self.kept.append(replace(self._fresh[group], size=size))
+        self.kept, self._fresh = self.kept[-self.capacity :], {}
+
+    def _packed(self, batch: Batch, live: list[bool], step: int) -> dict[int, Kept]:
+        split, size, found = split_images(batch), self.generations, {}
         for group in [number for number, alive in enumerate(live) if alive][-self.capacity :]:
             rows = range(group * size, (group + 1) * size)
             packed = pack_rows(without_padding(take_rows(split, rows)), self.banks)
-            sizes = batch["advantages"][rows.start : rows.stop].abs()
-            sizes_G = sizes if sizes.dim() == 1 else sizes.amax(dim=1)
-            found.append(Kept(packed, tuple(sorted(batch)), float(sizes_G.sum()), step))
+            packed["rollout_number"].fill_(-1)  # the record of a later step has none
+            found[group] = Kept(packed, tuple(sorted(batch)), 0.0, step)
         return found
 
     def _refilled(self, batch: Batch, live: list[bool], taken: list[Kept]) -> Batch:

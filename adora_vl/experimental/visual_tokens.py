@@ -157,7 +157,9 @@ class VisualDependency(Extension):
             place: where the run is, so that a resumed run blackens the same patches.
         """
         mask_BC = loss_mask(batch)
-        seen_BC = None if self.has_dropout else batch.get("old_per_token_logps")
+        # those of an earlier group are of another policy
+        differs = self.has_dropout or self.config.adora_replay_groups
+        seen_BC = None if differs else batch.get("old_per_token_logps")
         seen_BC = self.policy_logps(batch) if seen_BC is None else seen_BC
         with half_black(self.images.banks, self.images.image_processor, batch, place) as pixels:
             blind_BC = self.policy_logps(batch, pixels)

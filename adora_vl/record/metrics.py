@@ -335,16 +335,24 @@ class TieNotice:
             )
 
 
-def add_weighed_figures(metrics: Mapping[str, list[float]], weighed: Advantages, scores: Scores) -> None:
-    """Add the figures of a generation to those of the next log, and correct TRL's. `metrics`: makes missing lists."""
-    for name, value in weighed_figures(weighed, scores).items():
+def add_judged_figures(metrics: Mapping[str, list[float]], judged: Advantages, scores: Scores) -> None:
+    """Add the figures of graded rollouts to those of the next log, also of those that are replaced, and correct TRL's.
+    `metrics`: makes missing lists.
+    """
+    for name, value in judged_figures(judged, scores).items():
         metrics[name].append(value)
-    leave_out_dissolved(metrics, weighed.groups)
+    leave_out_dissolved(metrics, judged.groups)
 
 
-def weighed_figures(weighed: Advantages, scores: Scores) -> dict[str, float]:
-    """The figures of ADORA, of the run's methods, of the texts and of the rewards, by their names in the log."""
-    figures = {**adora_metrics(weighed.weighting), **weighed.figures}
+def learned_figures(weighed: Advantages) -> dict[str, float]:
+    """The figures of the rollouts that are learned from, by their names in the log."""
+    figures = {"learned_reward": torch.nanmean(weighed.groups.rewards_PG).item(), **weighed.figures}
+    return {f"adora/{name}": value for name, value in figures.items()}
+
+
+def judged_figures(judged: Advantages, scores: Scores) -> dict[str, float]:
+    """The figures of ADORA, of the texts and of the rewards, by their names in the log."""
+    figures = adora_metrics(judged.weighting)
     figures["reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
     named = {f"adora/{name}": value for name, value in figures.items()}
     return {**named, "rewards/missing": scores.rewards.missing_share}

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from adora_vl.config.batch_plan import Shape
 from adora_vl.data.rows import images_of
 from adora_vl.record.rollouts import Columns, Record, criteria_columns
+from adora_vl.record.trackers import set_weighed
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.training.advantages import Advantages
@@ -69,7 +70,7 @@ class RolloutNumbers:
 _EXTRA = ("verdict", "extracted", "reason")
 _RECORDED_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")  # beside our own keys
 # Columns of a batch, (B,), that only some runs have
-_OPTIONAL = ("distorted", "visual_dependency", "visual_scale", "segments", "age")
+_OPTIONAL, _LATE = ("distorted", "segments", "age"), ("visual_dependency", "visual_scale")
 
 
 class Recorder:
@@ -97,7 +98,7 @@ class Recorder:
         return self.every > 0 and step // self.updates % self.every == 0
 
     def add(self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]) -> None:
-        """Add a generation whose advantages are final. `table`: TRL's completions table. `functions`: the names of the
+        """Add rollouts that have just been graded. `table`: TRL's completions table. `functions`: the names of the
         reward functions.
         """
         rows, batch, step = generation.rows, generation.batch, generation.step
@@ -122,6 +123,27 @@ class Recorder:
             columns |= {name: [row[name] for row in facts] for name in facts[0]}
             self.record.add(columns, weighed.groups.rewards_PG.shape[1])
 
+    def weighed(self, generation: Generation, table: Mapping[str, Any]) -> None:
+        """Put the final advantages of those rollouts that are learned from into the record, and into the rows of
+        `table`, those of the batch that was graded last. A rollout that was replaced keeps an advantage of 0.
+        """
+        batch, weighed, gather = generation.batch, generation.advantages, self.accelerator.gather
+        assert weighed is not None
+        columns = {
+            "advantage_raw": weighed.raw_PG.flatten(),
+            "advantage": weighed.advantages_PG.flatten(),
+            "weight": weighed.weighting.weights_P.repeat_interleave(weighed.raw_PG.shape[1]),
+            **{name: gather(batch[name]) for name in _LATE if name in batch},  # type: ignore[literal-required]
+        }
+        ranks, numbers_N = self.accelerator.num_processes, gather(batch["rollout_number"])
+        own_N = numbers_N >= 0
+        for name, values_N in columns.items():
+            late_RB = torch.full((ranks, self._counted), torch.nan, device=values_N.device)
+            late_RB[numbers_N[own_N] % ranks, numbers_N[own_N] // ranks] = values_N[own_N].float()
+            if self.accelerator.is_main_process:
+                self.record.set_late(name, [late_RB[:, span].flatten().tolist() for span in self._spans])
+            set_weighed(table, name, late_RB[:, -len(generation.rows) :].flatten().tolist())
+
     def measured(self, micro: Batch, logps_BC: Tensor) -> None:
         """Add the drift of rollouts for which it is only known after the policy's own forward pass."""
         drift_B = rollout_drift(logps_BC, micro["sampling_per_token_logps"], compared_mask(micro))
@@ -137,7 +159,7 @@ class Recorder:
             return
         drift_RB = self.accelerator.gather(torch.tensor(late, device=self.accelerator.device)[None])
         if self.accelerator.is_main_process:
-            self.record.set_drift([drift_RB[:, span].flatten().tolist() for span in spans])
+            self.record.set_late("drift", [drift_RB[:, span].flatten().tolist() for span in spans])
 
     def _drift(self, batch: Batch, rows: int) -> Tensor:
         """The drift of each rollout in nats per token, (rows,); NaN if only the policy's forward pass will tell."""

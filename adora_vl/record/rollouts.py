@@ -179,7 +179,7 @@ _TYPES: dict[str, pa.DataType] = {
     "reward": pa.float32(),  # the weighted sum of the parts, which are reward/<function>; null without one
     "missing": pa.string(),  # why the rollout has left its group; null where it has not
     "advantage_raw": pa.float32(),
-    "advantage": pa.float32(),  # as the loss gets it
+    "advantage": pa.float32(),  # as the loss gets it; 0 for a rollout of a group that was replaced
     "weight": pa.float32(),
     "tds": pa.bool_(),
     "pass_rate": pa.float32(),
@@ -240,18 +240,18 @@ class Record:
         cut_after(self.folder, step)
 
     def add(self, columns: Columns, generations: int) -> None:
-        """Add the rows of one generation, of all ranks, group by group."""
+        """Add the rows of one batch, of all ranks, group by group."""
         before = sum(len(waiting["step"]) for waiting in self._waiting) // generations
         count = len(columns["step"])
         columns["group"] = [before + row // generations for row in range(count)]
         columns["rollout"] = [row % generations for row in range(count)]
         self._waiting.append(columns)
 
-    def set_drift(self, generations: Sequence[Sequence[float]]) -> None:
-        """Fill in the drift of the waiting generations, where it is known (not NaN)."""
-        for columns, late in zip(self._waiting, generations, strict=False):
-            both = zip(columns["drift"], late, strict=True)
-            columns["drift"] = [before if math.isnan(now) else now for before, now in both]
+    def set_late(self, name: str, batches: Sequence[Sequence[float]]) -> None:
+        """Fill in a column of the waiting batches, where it is known now (not NaN)."""
+        for columns, late in zip(self._waiting, batches, strict=False):
+            both = zip(columns.get(name) or late, late, strict=True)
+            columns[name] = [before if math.isnan(now) else now for before, now in both]
 
     def flush(self, step: int) -> None:
         """Write the waiting rows. If the disk refuses, one line says so and recording ends, but the run goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
@@ -84,6 +85,15 @@ def add_weighed(table: Mapping[str, Any], weighed: Advantages, *, texts: bool = 
         prompts = [conversation_text(prompt) for prompt in table["prompt"]]
         table["prompt"].clear()
         table["prompt"].extend(prompts)
+
+
+def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) -> None:
+    """Put the final values of a column of the record into the newest rows of `table`. NaN: the rollout has none."""
+    columns = {**table["extra"], "advantage": table["advantages"], "weight": table["extra"]["adora_weight"]}
+    column = columns.get(name, ())
+    for place in range(-min(len(column), len(values)), 0):
+        if not math.isnan(values[place]):
+            column[place] = values[place]
 
 
 def show_all(shown: Mapping[str, Any], rewards: Rewards, names: Sequence[str]) -> None:

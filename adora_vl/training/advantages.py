@@ -1,7 +1,7 @@
 """Turns the grades of a generation into the advantages that the loss gets.
 
-Groups are judged once, and the loss, the metrics and the record all use that result. The mathematics is in
-`adora_vl.advantage`.
+Each batch of rollouts is judged when it is graded. The groups that are learned from are weighed once, when none of them
+is replaced any more: some methods weigh a group by all the others. The mathematics is in `adora_vl.advantage`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import AdoraWeighting
+from adora_vl.advantage.grpo import is_constant, stock_advantages
 from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.training.scores import Scores, weighted_sum
 from adora_vl.types import Batch, StepContext
@@ -20,7 +21,7 @@ from adora_vl.types import Batch, StepContext
 
 @dataclass(frozen=True)
 class Advantages:
-    """The advantages of a generation, of all ranks, and why they are what they are."""
+    """The advantages of a batch, of all ranks, and why they are what they are."""
 
     groups: Groups
     weighting: AdoraWeighting  # the weights that were applied, and their reasons
@@ -51,41 +52,67 @@ class Truncation:
 
 
 class AdvantageComputer:
-    """Applies the run's methods to whole groups. All ranks compute the same from gathered figures."""
+    """Judges and weighs whole groups by the run's methods. All ranks compute the same from gathered figures."""
 
     def __init__(self, context: StepContext, methods: AdvantagePipeline, reward_weights_F: Tensor) -> None:
         """`reward_weights_F`: the weight of each reward function in the sum."""
         config = context.config
+        self.scale = str(config.scale_rewards)
         self.accelerator, self.correct_above = context.accelerator, config.adora_correct_above
         self.methods, self.reward_weights_F = methods, reward_weights_F
         at = config.truncated_at if config.adora_truncation == "length" else None
         self.truncation = Truncation(at, masked=config.mask_truncated_completions)
 
-    def __call__(self, scores: Scores, batch: Batch, generations: int, step: int, *, training: bool) -> Advantages:
-        """`batch` is this rank's, with TRL's advantages. In an evaluation the groups are judged, but the advantages are
-        left as TRL made them.
+    def judged(self, scores: Scores, batch: Batch, generations: int, step: int, *, training: bool) -> Advantages:
+        """What the criteria say of rollouts that have just been graded. `batch` is this rank's, with TRL's advantages.
+
+        In a training nothing is learned from them so far: the advantages are 0, and the batch gets the columns by which
+        its groups can be chosen, and weighed later. In an evaluation the advantages are left as TRL made them.
         """
-        groups = self._groups(scores, batch, generations, step)
+        grades_BK = torch.cat(
+            [scores.rewards.counted_BF, scores.lengths_B[:, None], scores.unended_B[:, None].float()], dim=1
+        )
+        groups, _ = self._groups(grades_BK, batch, generations, step)
         raw_PG = self.accelerator.gather(batch["advantages"]).view(-1, generations)
-        if not training:
-            return Advantages(groups, self.methods.weigh(groups), raw_PG, raw_PG, {})
+        if training:
+            rows = len(batch["advantages"])
+            own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+            batch["grades"] = grades_BK[own]
+            batch["signal"] = self.methods.signal(groups).repeat_interleave(generations)[own]
+        advantages_PG = torch.zeros_like(raw_PG) if training else raw_PG
+        return Advantages(groups, self.methods.weigh(groups), raw_PG, advantages_PG, {})
+
+    def __call__(self, batch: Batch, generations: int, step: int) -> Advantages:
+        """Of the groups that are learned from. `batch` is this rank's, with the columns that `judged` gave its rows."""
+        grades_BK = self.accelerator.gather(batch["grades"])
+        groups, rewards_PGF = self._groups(grades_BK, batch, generations, step)
+        sums = self.methods.sums_rewards
+        raw_PG = stock_advantages(rewards_PGF, self.reward_weights_F, scale=self.scale, sums_rewards=sums)
         advantages_PG = self.methods(groups, raw_PG)
         assert self.methods.weighting is not None
         return Advantages(groups, self.methods.weighting, raw_PG, advantages_PG, dict(self.methods.figures))
 
-    def _groups(self, scores: Scores, batch: Batch, generations: int, step: int) -> Groups:
-        rewards_B = weighted_sum(scores.rewards.counted_BF, self.reward_weights_F)
-        rewards_PG, lengths_PG = rewards_B.view(-1, generations), scores.lengths_B.view(-1, generations)
-        unended_PG = scores.unended_B.view(-1, generations)
+    def _groups(self, grades_BK: Tensor, batch: Batch, generations: int, step: int) -> tuple[Groups, Tensor]:
+        """The groups, and the reward of each function, (P, G, F)."""
+        rewards_BF, lengths_PG = grades_BK[:, :-2], grades_BK[:, -2].view(-1, generations)
+        unended_PG, rewards_PGF = (
+            grades_BK[:, -1].view(-1, generations) > 0,
+            rewards_BF.view(len(lengths_PG), generations, -1),
+        )
+        varied_P = None
+        if not self.methods.sums_rewards:
+            weighed_PFG = rewards_PGF[:, :, self.reward_weights_F.to(rewards_BF.device) != 0].transpose(1, 2)
+            varied_P = ~is_constant(weighed_PFG.flatten(0, 1)).view(len(lengths_PG), -1).all(dim=1)
         return Groups(
-            rewards_PG,
+            weighted_sum(rewards_BF, self.reward_weights_F).view(-1, generations),
             lengths_PG,
             truncated_PG=self.truncation.truncated(lengths_PG, unended_PG),
             tokens_PG=self.truncation.loss_tokens(lengths_PG, unended_PG),
             surprisal_PG=self._surprisal(batch, generations),
             correct_above=self.correct_above,
             step=step,
-        )
+            varied_P=varied_P,
+        ), rewards_PGF
 
     def _surprisal(self, batch: Batch, generations: int) -> Tensor | None:
         """Mean surprisal of each rollout of all ranks in nats per token, (P, G). None without the engine's

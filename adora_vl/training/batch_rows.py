@@ -18,6 +18,7 @@ from adora_vl.types import Batch
 SplitBatch = dict[str, Any]
 # The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its first patch.
 PackedRows = dict[str, Any]
+_OWN_WIDTH = ("pixel_values", "image_grid_thw", "grades")  # whatever the number of their columns
 
 
 def split_images(batch: Batch) -> SplitBatch:
@@ -85,7 +86,7 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
         return batch
     trimmed: dict[str, Any] = {}
     for name, value in batch.items():
-        if not isinstance(value, Tensor) or value.dim() < 2 or name in ("pixel_values", "image_grid_thw"):
+        if not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
             trimmed[name] = value
         elif name in ("prompt_ids", "prompt_mask"):
             trimmed[name] = value[:, first:]
@@ -140,7 +141,7 @@ def _widened(batch: Batch, prompt: int, completion: int, pad_id: int, sequence_r
         fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
         if name == "importance_sampling_ratio":  # TRL's VESPO takes its logarithm without a mask
             wide[name] = value if sequence_ratio else pad(value, (0, right), value=1)
-        elif not isinstance(value, Tensor) or value.dim() < 2 or name in ("pixel_values", "image_grid_thw"):
+        elif not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
             wide[name] = value
         elif name in ("prompt_ids", "prompt_mask"):
             wide[name] = pad(value, (left, 0), value=fill)

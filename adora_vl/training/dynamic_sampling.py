@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 
 from adora_vl.training.batch_rows import replace_groups
 from adora_vl.training.micro_batches import live_units
-from adora_vl.types import Batch, Row, StepContext, loss_mask
+from adora_vl.types import Batch, Row, StepContext
 from adora_vl.utils.seeding import generator_at
 
 
@@ -32,15 +32,15 @@ class DynamicSampling:
     def __call__(self, batch: Batch, collect: Callable[[list[Row], int], Batch], rows: Rows, place: str) -> Batch:
         """Return `batch`, with groups without signal replaced as far as further problems had groups with signal.
 
-        `collect(rows, attempt)` samples and grades. `place` says where the run is; it seeds the choice of problems, so
-        that a resumed run draws the same ones.
+        `collect(rows, attempt)` samples and grades, and weighs nothing. `place` says where the run is; it seeds the
+        choice of problems, so that a resumed run draws the same ones.
         """
         tries = self.config.adora_dynamic_sampling
         if not tries:
             return batch
         size, device = self.config.num_generations, self.accelerator.device
         count = len(batch["prompt_ids"]) // size
-        live, replaced_groups = live_units(batch["advantages"], size), 0
+        live, replaced_groups = live_units(batch["signal"], size), 0
         seed = f"{self.config.seed}/{place}"
         for attempt in range(1, tries + 1):
             dead = self.accelerator.gather(torch.tensor([live.count(False)], device=device))
@@ -51,11 +51,10 @@ class DynamicSampling:
             self.log("adora/further_batches", 1.0)
             if not all(gather_object([further.keys() == batch.keys()])):
                 continue  # only one of the two batches has images, so their rows have different columns
-            pairs = exchanges(live, live_units(further["advantages"], size))
+            pairs = exchanges(live, live_units(further["signal"], size))
             batch = replace_groups(batch, further, pairs, size, self.pad_id)
-            live = live_units(batch["advantages"], size)
+            live = live_units(batch["signal"], size)
             replaced_groups += len(pairs)
-        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
         self.log("adora/refilled_groups", replaced_groups / len(live))
         return batch
 

@@ -60,11 +60,11 @@ class Extension:
     def before_sampling(self, generation: Generation) -> None:
         """The request is complete. `sampling.alter_images` may be set, and rows and `sampling.answers` replaced."""
 
+    def before_weighing(self, generation: Generation) -> None:
+        """A training batch is sampled, graded and refilled. Groups of it may be replaced, the last time."""
+
     def after_weighing(self, generation: Generation) -> None:
         """The advantages of a training batch are final, (B,). They may become (B, C)."""
-
-    def before_split(self, generation: Generation) -> None:
-        """The batch is complete. Groups of it may be replaced."""
 
     def on_exploded_ratio(self) -> None:
         """A step was skipped since the policy had moved too far from the one that sampled."""

@@ -429,7 +429,6 @@ RATE = ["--adora_method_options", '{"assign": "rate"}', "--gradient_accumulation
 def test_a_step_has_one_rate(subtests):
     """Of two generations in one optimizer step, the step would take the rate of the second alone."""
     for words, said in [
-        (["--adora_dynamic_sampling", "2"], "adora_dynamic_sampling: 2 with assign: rate"),
         (["--steps_per_generation", "2"], "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4"),
         (["--steps_per_generation", "6"], "steps_per_generation: 6 with assign: rate"),
     ]:

@@ -454,6 +454,34 @@ def test_ours_is_trls_group_normalisation_to_the_bit():
         assert torch.equal(group_advantages(mixed, scale=scale), theirs), scale
 
 
+def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
+    """Of groups that are mixed, all wrong, all right, and without a right answer but with rewards that differ."""
+    groups = batch([[1.0, 0, 0, 0], [0.0] * 4, [1.0] * 4, [0.1, 0, 0, 0]], [[10, 20, 30, 40]] * 4)
+    cases: dict[tuple[str, ...], tuple[list[bool], dict[str, Any]]] = {
+        ("grpo",): ([True, False, False, True], {}),
+        ("ngrpo", "dapo"): ([True, True, False, True], {}),
+        ("ngrpo", "adora"): ([True, True, False, True], {}),
+        ("dapo",): ([True] * 4, {"dapo": DapoOptions(overlong_cache=30)}),
+        ("daro",): ([True, False, False, False], {}),
+        ("ngrpo", "rrb"): ([True, False, False, True], {}),
+    }
+    for names, (wanted, given) in cases.items():
+        with subtests.test("+".join(names)):
+            method = AdvantagePipeline(
+                {name: given.get(name, METHODS[name].options()) for name in names}, max_length=40
+            )
+            assert method.signal(groups).tolist() == wanted and method.state() == {}
+            advantages = method(groups, group_advantages(groups.rewards_PG))
+            assert advantages.any(dim=1).tolist() == wanted, "so no method takes one for silent"
+
+
+def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
+    """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
+    groups = batch([[1.0, 0], [0.0, 0], [0.0, 0]])
+    both = AdvantagePipeline({"ngrpo": NgrpoOptions(), "dapo": DapoOptions()})
+    assert torch.equal(both(groups, torch.zeros(3, 2)), ngrpo(groups.rewards_PG))
+
+
 def test_permuting_a_group_permutes_its_advantages(subtests):
     for name in METHODS:
         with subtests.test(name):

@@ -47,6 +47,15 @@ def generation(banks: ImageBanks, images: str, advantages: list[float], completi
     return batch
 
 
+def learned(one: SampleReplay, batch: Batch, step: int, place: str) -> Batch:
+    """A step's batch as it is learned from. The weighing is left out: groups with advantages have signal."""
+    now = Generation([], "train", step, place, 0, SIZE, SamplingRequest())
+    now.batch = {**batch, "signal": batch["advantages"] != 0}
+    one.before_weighing(now)
+    one.after_weighing(now)
+    return now.batch
+
+
 def patches(banks: ImageBanks, batch: Batch) -> list[int]:
     """The letter of each row's image, by the content of its patches."""
     references = batch["pixel_values"].view(len(batch["prompt_ids"]), -1)
@@ -77,10 +86,10 @@ def test_earlier_groups_take_the_places_of_groups_without_signal():
     log: dict[str, float] = {}
     banks = ImageBanks()
     one = replay(banks, log)
-    first = one(generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
+    first = learned(one, generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
     assert first["advantages"].tolist() == [1, -1, 0, 0] and log["adora/replayed_groups"] == 0
     second = generation(banks, "ccdd", [0.0, 0.0, 2.0, -2.0], completion=3, first=10)
-    found = one(second, 4, "4")
+    found = learned(one, second, 4, "4")
     assert found["advantages"].tolist() == [1, -1, 2, -2]
     assert found["prompt_ids"][:, 0].tolist() == [0, 1, 12, 13], "the rows of the first group came back"
     assert found["completion_ids"].tolist() == [[0, 0, 99], [1, 1, 99], [12] * 3, [13] * 3]
@@ -88,7 +97,6 @@ def test_earlier_groups_take_the_places_of_groups_without_signal():
     old = found["old_per_token_logps"]
     assert old[1].tolist() == pytest.approx([-0.1, -0.1, 0]), "as the policy of then saw them"
     assert patches(banks, found) == [ord(letter) for letter in "aadd"], "with their images"
-    assert found["num_items_in_batch"] == 10
     assert log == {"adora/replayed_groups": 0.5, "adora/replay_age": 4.0}
 
 
@@ -96,7 +104,7 @@ def test_only_as_many_groups_are_kept_as_fit_and_the_newest():
     banks = ImageBanks()
     one = replay(banks, capacity=3)
     for step in range(4):
-        one(generation(banks, "aabb", [1.0, -1.0, 3.0, -3.0], first=10 * step), step, str(step))
+        learned(one, generation(banks, "aabb", [1.0, -1.0, 3.0, -3.0], first=10 * step), step, str(step))
     assert [(kept.step, kept.size) for kept in one.kept] == [(2, 6), (3, 2), (3, 6)]
 
 
@@ -104,19 +112,19 @@ def test_what_a_generation_is_learned_from_is_replaced_before_it_is_divided():
     banks = ImageBanks()
     one = replay(banks)
     for step, (images, advantages) in enumerate((("aabb", [1.0, -1.0, 1.0, -1.0]), ("ccdd", [0.0] * 4))):
-        now = Generation([], "train", step, f"{step}/0", 0, SIZE, SamplingRequest())
-        now.batch = generation(banks, images, advantages)
-        del now.batch["old_per_token_logps"]
+        batch = generation(banks, images, advantages)
+        del batch["old_per_token_logps"]
         one.policy_logps = lambda batch, pixels=None: batch["completion_ids"] / 100
-        one.before_split(now)
-    assert now.batch["advantages"].tolist() == [1, -1, 1, -1]
-    assert torch.equal(now.batch["old_per_token_logps"], now.batch["completion_ids"] / 100), "of the policy of then"
+        batch = learned(one, batch, step, f"{step}/0")
+    assert batch["advantages"].tolist() == [1, -1, 1, -1]
+    assert torch.equal(batch["old_per_token_logps"], batch["completion_ids"] / 100), "of the policy of then"
+    assert batch["rollout_number"].tolist() == [-1] * 4, "the record of this step has other rollouts"
 
 
 def test_a_generation_does_not_replay_itself():
     banks = ImageBanks()
     one = replay(banks)
-    found = one(generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
+    found = learned(one, generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
     assert patches(banks, found) == [ord(letter) for letter in "aabb"]
 
 
@@ -124,11 +132,11 @@ def test_groups_with_other_columns_wait():
     """Of a generation without images, say: rows of one batch have the same columns."""
     banks = ImageBanks()
     one = replay(banks)
-    one(generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
+    learned(one, generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
     batch = generation(banks, "ccdd", [0.0] * 4)
     del batch["sampling_per_token_logps"]
-    assert one(batch, 1, "1")["advantages"].tolist() == [0] * 4
-    assert one(generation(banks, "eeff", [0.0] * 4), 2, "2")["advantages"].tolist() == [1, -1, 0, 0]
+    assert learned(one, batch, 1, "1")["advantages"].tolist() == [0] * 4
+    assert learned(one, generation(banks, "eeff", [0.0] * 4), 2, "2")["advantages"].tolist() == [1, -1, 0, 0]
 
 
 def test_a_rank_that_replays_nothing_still_takes_part_in_the_vision_passes():
@@ -140,19 +148,19 @@ def test_a_rank_that_replays_nothing_still_takes_part_in_the_vision_passes():
     bank = banks.of_training()
     assert bank is not None
     bank.features_due = False
-    one(batch, 0, "0")
+    learned(one, batch, 0, "0")
     assert bank.features_due
 
 
 def test_after_a_resume_the_same_groups_are_there(tmp_path):
     first, second = ImageBanks(), ImageBanks()
     one, other = replay(first), replay(second)
-    one(generation(first, "aabb", [1.0, -1.0, 3.0, -3.0]), 0, "0")
+    learned(one, generation(first, "aabb", [1.0, -1.0, 3.0, -3.0]), 0, "0")
     one.save(tmp_path / "new")
     assert load_of_rank(tmp_path / "new", FILES, 0)
     other.load(tmp_path / "new")
-    whole = one(generation(first, "ccdd", [0.0] * 4), 5, "5")
-    resumed = other(generation(second, "ccdd", [0.0] * 4), 5, "5")
+    whole = learned(one, generation(first, "ccdd", [0.0] * 4), 5, "5")
+    resumed = learned(other, generation(second, "ccdd", [0.0] * 4), 5, "5")
     assert torch.equal(whole["prompt_ids"], resumed["prompt_ids"]) and resumed["advantages"].all()
     assert sorted(patches(second, resumed)) == [97, 97, 98, 98] and patches(first, whole) == patches(second, resumed)
     other.load(tmp_path)
@@ -164,7 +172,7 @@ def test_padding_is_not_kept():
     one = replay(banks)
     batch = generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0], completion=9)
     batch["completion_mask"][:2, 4:] = 0
-    one(batch, 0, "0")
+    learned(one, batch, 0, "0")
     assert one.kept[0].packed["completion_ids"].shape == (2, 4)
 
 
@@ -176,9 +184,9 @@ def test_two_processes_draw_differently():
 def test_after_a_ratio_that_exploded_nothing_is_replayed_again():
     banks = ImageBanks()
     one = replay(banks)
-    one(generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
+    learned(one, generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
     one.on_exploded_ratio()
-    assert one(generation(banks, "ccdd", [0.0] * 4), 1, "1")["advantages"].tolist() == [0] * 4
+    assert learned(one, generation(banks, "ccdd", [0.0] * 4), 1, "1")["advantages"].tolist() == [0] * 4
 
 
 def test_what_it_costs_is_said():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,19 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
 
-from adora_vl.advantage import AdvantagePipeline, Groups
-from adora_vl.advantage.adora import weigh_groups
-from adora_vl.record.metrics import weighed_figures
+from adora_vl.advantage import METHODS, AdvantagePipeline, Groups
+from adora_vl.advantage.adora import AdoraOptions, weigh_groups
+from adora_vl.advantage.experimental import D3sOptions
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.models.load import PRETRAINED
+from adora_vl.record.metrics import judged_figures, learned_figures
 from adora_vl.record.trackers import add_weighed
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import AdvantageComputer, Advantages
+from adora_vl.training.dynamic_sampling import DynamicSampling
+from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.scores import Rewards, Scores
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
@@ -61,8 +68,120 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
         "sampling_per_token_logps": torch.tensor([[-1.0, -2.0], [-2.0, -9.0]]),
     }
     scores = Scores(rewards([[1.0], [0.0], [1.0], [0.0]]), torch.ones(4), torch.zeros(4) > 0, torch.zeros(4))
-    groups = computer(scores, batch, 2, 0, training=False).groups
+    groups = computer.judged(scores, batch, 2, 0, training=False).groups
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [2.5, 3.0]]
+
+
+class Rows(list[Any]):
+    """A data set in which no row matters."""
+
+    def __getitems__(self, numbers: Any) -> list[Any]:
+        return list(numbers)
+
+
+CASES = [(name, METHODS[name].options()) for name in METHODS if name != "mc_grpo"]
+CASES += [("d3s", D3sOptions(across="batch")), ("adora", AdoraOptions(assign="rate"))]
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_one(scale, aggregation, subtests):
+    """One of eight groups of the first batch has signal, and seven of the second: in the end each weighs the same, and
+    DARO has learned once.
+    """
+    mixed, dead = [0.5, 0.0, 0.0, 0.0], [0.5] * 4
+    first, second = [mixed, *[dead] * 7], [mixed] * 7 + [dead]
+
+    def graded(computer: AdvantageComputer, groups: list[list[float]]) -> Any:
+        both = torch.tensor(groups).flatten()
+        found = Scores(rewards([[one, one] for one in both.tolist()]), both * 0 + 7, both < 0, both)
+        ids = torch.arange(32)[:, None]
+        batch: Any = {"prompt_ids": ids, "completion_ids": ids, "prompt_mask": ids * 0 + 1, "advantages": both}
+        batch |= {"completion_mask": ids * 0 + 1, "sampling_per_token_logps": both[:, None] - 2}
+        computer.judged(found, batch, 4, 0, training=True)
+        return batch
+
+    for name, options in CASES:
+        with subtests.test(f"{name} {options}"):
+            sums = aggregation == "sum_then_normalize"
+            context = step_context(scale_rewards=scale, num_generations=4, adora_dynamic_sampling=2)
+            runs = [AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums) for _ in range(2)]
+            refilled, at_once = (AdvantageComputer(context, run, torch.ones(2)) for run in runs)
+            resample = DynamicSampling(context)
+            batch = resample(graded(refilled, first), lambda *_, by=refilled: graded(by, second), Rows(range(9)), "x")
+            found, wanted = refilled(batch, 4, 0), at_once(graded(at_once, [mixed] * 8), 4, 0)
+            assert torch.equal(found.advantages_PG, wanted.advantages_PG) and wanted.advantages_PG.any()
+            assert runs[0].state() == runs[1].state() and found.figures == wanted.figures
+
+
+def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, monkeypatch):
+    """They are made again of the groups that are learned from; without a refill these are those that TRL had."""
+    made: list[tuple[Any, Any]] = []
+    judge, weigh = AdvantageComputer.judged, AdvantageComputer.__call__
+
+    def judged(self: Any, *args: Any, **more: Any) -> Advantages:
+        made.append((judge(self, *args, **more), None))
+        return made[-1][0]
+
+    def weighed(self: Any, *args: Any) -> Advantages:
+        made[-1] = made[-1][0], weigh(self, *args)
+        return made[-1][1]
+
+    monkeypatch.setattr(AdvantageComputer, "judged", judged)
+    monkeypatch.setattr(AdvantageComputer, "__call__", weighed)
+    for scale, how in product(("group", "batch", "none"), ("sum_then_normalize", "normalize_then_sum")):
+        with subtests.test(f"{scale} {how}"):
+            run_from_python(tmp_path, scale_rewards=scale, multi_objective_aggregation=how, adora_mode="off")
+            theirs, ours = made[-1]
+            assert torch.equal(ours.raw_PG, theirs.raw_PG) and ours.raw_PG.any()
+
+
+def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(tmp_path, monkeypatch):
+    """Every fourth problem is mixed: of 8 groups 1 to 3, until further batches bring more. DAPO weighs them alike."""
+    learned: list[Any] = []
+    split = MicroBatcher.split
+
+    def noted(self: MicroBatcher, batch: Any, key: str) -> Any:
+        learned.append(batch)
+        return split(self, batch, key)
+
+    monkeypatch.setattr(MicroBatcher, "split", noted)
+    method = {"adora_method": "dapo", "adora_method_options": {"keep_settings": ["mask_truncated_completions"]}}
+    trainer = run_from_python(tmp_path, share=4, adora_dynamic_sampling=2, **method)
+    (batch,) = learned
+    largest = batch["advantages"].view(8, 4).amax(dim=1)
+    assert largest.max() == largest[largest > 0].min() and (largest > 0).sum() > 3
+    assert batch["num_items_in_batch"] == batch["completion_mask"].sum() and "grades" not in batch
+    record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
+    assert len(record) == 32 * (1 + 2), "what was replaced is recorded too"
+    recorded = dict(enumerate(record["advantage"].tolist()))
+    loss = dict(zip(batch["rollout_number"].tolist(), batch["advantages"].tolist(), strict=True))
+    assert {number: recorded[number] for number in loss} == loss
+    assert not any(recorded[number] for number in recorded.keys() - loss.keys())
+    assert list(trainer._logs["advantages"]) == record["advantage"].tolist()[-32:]
+    log = trainer.state.log_history[0]
+    assert log["adora/learned_reward"] > log["reward"], "the reward is that of all rollouts"
+
+
+def run_from_python(folder: Path, *, share: int = 1, **keys: Any) -> AdoraGRPOTrainer:
+    """One step of 8 groups of texts. In every `share`-th problem one rollout of four is right by the first function."""
+    data = Dataset.from_list([
+        {"prompt": [{"role": "user", "content": f"{number}?"}], "live": number % share == 0} for number in range(64)
+    ])  # fmt: skip
+
+    def right(completions: Any, live: list[bool], **columns: Any) -> list[float]:
+        return [float(mixed and row % 4 == 0) for row, mixed in enumerate(live)]
+
+    def short(completions: Any, **columns: Any) -> list[Any]:
+        return [None if share > 1 or row // 4 == 2 else row % 7 / 10 for row in range(len(completions))]
+
+    made = AdoraGRPOTrainer(str(PRETRAINED), [right, short], train_dataset=data, args=AdoraGRPOConfig(
+        str(folder), use_cpu=True, bf16=False, max_steps=1, num_generations=4, per_device_train_batch_size=32,
+        max_completion_length=4, report_to="none", save_strategy="no", gradient_checkpointing=False, seed=1,
+        logging_steps=1, **keys,
+    ))  # fmt: skip
+    made.train()
+    return made
 
 
 def weighed() -> Advantages:
@@ -110,9 +229,9 @@ def test_the_log_has_the_figures_of_adora_and_of_the_method():
     scores = Scores(
         rewards([[0.0]] * 4), lengths_B, torch.zeros(4, dtype=torch.bool), torch.tensor([0.0, 1.0, 0.0, 1.0])
     )
-    figures = weighed_figures(weighed(), scores)
+    assert learned_figures(weighed()) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
+    figures = judged_figures(weighed(), scores)
     assert figures["adora/reflective_per_1000_tokens"] == 20.0
-    assert figures["adora/own"] == 3.0
     assert figures["adora/pass_rate"] == 0.25
     assert figures.pop("rewards/missing") == 0.0
     assert all(name.startswith("adora/") for name in figures)

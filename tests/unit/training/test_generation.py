@@ -45,13 +45,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[
             assert not generation.batch and generation.scores is None
             called.append(("sampling", generation.where))
 
-        def after_weighing(self, generation):
-            assert generation.batch["advantages"].shape == (len(generation.rows),) and generation.scores is not None
-            called.append(("weighing", generation.where))
+        def before_weighing(self, generation):
+            assert generation.batch["signal"].shape == (len(generation.rows),) and generation.scores is not None
+            called.append(("before", generation.where))
 
-        def before_split(self, generation):
-            assert not generation.micro_batches and generation.advantages is not None
-            called.append(("split", generation.where))
+        def after_weighing(self, generation):
+            assert generation.batch["advantages"].shape == (len(generation.rows),) and not generation.micro_batches
+            called.append(("after", generation.where))
 
         def on_exploded_ratio(self):
             called.append(("exploded", None))
@@ -72,7 +72,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[
 
 def test_the_hooks_are_called_in_the_order_of_a_step(watched):
     def generation(step: int) -> list[tuple[str, object]]:
-        hooks: list[tuple[str, object]] = [(hook, f"train/{step}/0") for hook in ("sampling", "weighing", "split")]
+        hooks: list[tuple[str, object]] = [(hook, f"train/{step}/0") for hook in ("sampling", "before", "after")]
         return [*hooks, ("exploded", None), ("save", f"checkpoint-{step + 2}")]
 
     assert watched[1] == [*generation(0), *generation(2), ("load", "checkpoint-2"), *generation(2)]
@@ -140,13 +140,13 @@ class Problems:
 
 
 def groups(first: int, live: list[bool], tokens: int = 1) -> Batch:
-    """Groups of two rollouts with numbers from `first` on; a dead group has advantages of 0."""
+    """Groups of two rollouts with numbers from `first` on."""
     numbers = first + torch.arange(2 * len(live))
-    signs = torch.tensor([[1.0, -1.0] if alive else [0.0, 0.0] for alive in live]).flatten()
+    signal = torch.tensor([[alive, alive] for alive in live]).flatten()
     wide = numbers[:, None].expand(-1, tokens).clone()
     ones = torch.ones_like(wide)
     return {"prompt_ids": wide[:, :1], "prompt_mask": ones[:, :1], "completion_ids": wide, "completion_mask": ones,
-            "advantages": signs, "num_items_in_batch": torch.tensor(-1)}  # fmt: skip
+            "signal": signal, "num_items_in_batch": torch.tensor(-1)}  # fmt: skip
 
 
 def resampled(tries: int, further: list[Batch]) -> tuple[Batch, list[tuple[list[Any], int]], dict[str, float]]:
@@ -165,9 +165,8 @@ def resampled(tries: int, further: list[Batch]) -> tuple[Batch, list[tuple[list[
 def test_groups_without_signal_are_replaced_by_further_problems_until_all_have_signal():
     found, asked, log = resampled(4, [groups(100, [False, True, False], tokens=3), groups(200, [True] * 3)])
     assert found["prompt_ids"].flatten().tolist() == [0, 1, 102, 103, 200, 201]
-    assert found["advantages"].tolist() == [1, -1] * 3
+    assert found["signal"].all()
     assert found["completion_mask"].sum(dim=1).tolist() == [1, 1, 3, 3, 1, 1]
-    assert found["num_items_in_batch"] == 10, "the loss divides by the tokens that there are now"
     assert [attempt for _, attempt in asked] == [1, 2], "no more than is needed"
     for rows, attempt in asked:
         wanted = further_rows(50, 3, f"7/3/0/{attempt}/0")
