@@ -47,7 +47,14 @@ from adora_vl.rollout.agreement import DriftProbe, drift_probe, measured_drift
 from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.importance import ImportanceRatio
-from adora_vl.rollout.prompt_tokens import messages_of, mismatch_named, never_sample, never_sampled_ids
+from adora_vl.rollout.prompt_tokens import (
+    messages_of,
+    mismatch_named,
+    never_sample,
+    never_sampled_ids,
+    refuse_prefill,
+)
+from adora_vl.rollout.weight_sync import refuse_unmergeable
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.dynamic_sampling import DynamicSampling
@@ -74,8 +81,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     ) -> None:  # fmt: skip
         """Stock TRL builds its own generation class; ours takes that place, with the same arguments.
 
-        Raises `UserError` where a part to freeze has no parameters, the CPU engine cannot sync this model, or TRL would
-        sample several turns.
+        Raises `UserError` where a part to freeze has no parameters, the CPU engine cannot sync this model, an adapter
+        cannot be merged, or TRL would sample several turns.
         """
         refuse_turns(kwargs)
         args = args if args is not None else AdoraGRPOConfig()
@@ -98,7 +105,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             restore_buffers(one)
         if is_peft_model(self.model):
             refuse_tied_adapters(self.model)
+            if not self._dist.is_fsdp:
+                refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.frozen_components)
+        for rows in (self.train_dataset, self.eval_dataset):
+            refuse_prefill(rows)
         self._build_collaborators(args, models)
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:

@@ -28,14 +28,7 @@ from adora_vl.rollout.prompt_tokens import check_prompts, collapse_image_runs, n
 from adora_vl.rollout.served import Served
 from adora_vl.rollout.servers import Client, GroupRequest, Servers, connect
 from adora_vl.rollout.weight_files import WeightFiles
-from adora_vl.rollout.weight_sync import (
-    can_merge,
-    merged_parameters,
-    push_weights,
-    reset_caches,
-    runner_version,
-    zero_scratch,
-)
+from adora_vl.rollout.weight_sync import merged_parameters, push_weights, reset_caches, runner_version, zero_scratch
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RolloutError, UserError, engine_call
 from adora_vl.utils.launch import segments_expand
@@ -228,13 +221,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         def wanted(name: str) -> bool:
             return everything or component_of(name) in trainable
 
-        if is_peft_model(self.model) and not self._dist.is_fsdp and can_merge(self.model):
+        if is_peft_model(self.model) and not self._dist.is_fsdp:
             # A CPU engine, too, needs all tensors of a layer together.
             changed_only = not everything and self.mode == "colocate" and not engine_runs_on_cpu()
             for name, tensor in merged_parameters(self.model, self._dist.gather_params, wanted, changed_only):
                 yield self._fix_param_name_to_vllm(name), tensor
             return
-        if is_peft_model(self.model) or self._dist.is_fsdp:
+        if self._dist.is_fsdp:
             yield from ((name, tensor) for name, tensor in super()._iter_named_params() if wanted(name))
             return
         for name, parameter in self.model.named_parameters():

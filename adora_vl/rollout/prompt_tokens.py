@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.data.rows import images_of
-from adora_vl.utils.errors import RolloutError
+from adora_vl.utils.errors import RolloutError, UserError
 
 # If one of these is sampled, there is no image for it, and the training's forward pass raises (trl issue 3847).
 NEVER_SAMPLED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
@@ -32,6 +33,22 @@ def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     if not any(images):
         return [row["prompt"] for row in rows]
     return [prepare_multimodal_messages(row["prompt"], images=own) for row, own in zip(rows, images, strict=True)]
+
+
+def refuse_prefill(dataset: Any) -> None:
+    """Raise `UserError` for the first row whose prompt ends with a turn of the assistant.
+
+    TRL closes that turn for the engine and begins another one. Beside an image it then continues it for the policy,
+    whose prompt has another length.
+    """
+    if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
+        return
+    for number, prompt in enumerate(dataset.select_columns("prompt").with_format(None)["prompt"]):
+        if isinstance(prompt, list) and prompt and prompt[-1]["role"] == "assistant":
+            raise UserError(
+                f"prompt: row {number} ends with a turn of the assistant, and an answer that is begun cannot be "
+                "continued here; end it with the user's turn, and ask there how the answer is to begin"
+            )
 
 
 def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

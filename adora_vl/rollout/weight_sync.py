@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from adora_vl.utils.errors import RolloutError
+from adora_vl.utils.errors import RolloutError, UserError
 
 
 def _model_runner(llm: Any) -> Any:
@@ -90,47 +91,112 @@ def reset_caches(llm: Any) -> None:
 Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
-def _adapted_layers(model: Any) -> dict[str, Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
+def can_merge(model: Any, gather: Gather = lambda parameters: nullcontext()) -> bool:
+    """Whether all that a `PeftModel` trains is in weights that PEFT can merge. All ranks ask together.
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    Prompt tuning, for one, adds tokens in the place of changing weights. Merging is tried on one layer of each kind.
+    """
+    from peft.tuners.tuners_utils import BaseTuner
+
+    if not isinstance(model.base_model, BaseTuner):
+        return False
+    parts = [part for _, part in _parts(model.get_base_model())]
+    reached = {id(parameter) for part in parts for parameter in part.parameters()}
+    if not all(id(parameter) in reached for parameter in model.parameters() if parameter.requires_grad):
+        return False
+    kinds = {(type(part), *(name for name, _ in part.named_parameters())): part for part in parts if _is_adapted(part)}
+    try:
+        for part in kinds.values():
+            with gather(list(part.parameters())):
+                _merged(part)
+    except (NotImplementedError, ValueError):
+        return False
+    return True
 
 
-def can_merge(model: Any) -> bool:
-    """Whether every adapter is plain LoRA, `W + B A`. DoRA and other adapters are left to peft's own merging."""
-    from peft.tuners.lora import LoraLayer
-
-    return all(
-        isinstance(layer, LoraLayer) and not any(layer.use_dora.get(name) for name in layer.active_adapters)
-        for layer in _adapted_layers(model).values()
-    )
+def refuse_unmergeable(model: Any, gather: Gather) -> None:
+    """Raise `UserError` for a `PeftModel` whose adapters can be merged neither for an engine nor for a saved model."""
+    if not can_merge(model, gather):
+        kinds = ", ".join(sorted({str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values()}))
+        raise UserError(
+            f"peft_config: {kinds}: PEFT cannot merge this adapter into the weights of this model, as the engine and "
+            "the evaluators need it; choose another one, such as LoRA"
+        )
 
 
 def merged_parameters(
     model: Any, gather: Gather, wanted: Callable[[str], bool], changed_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields `(Transformers name, tensor)` of a `PeftModel`, one tensor at a time. Adapters are added in float32 to a
-    copy, so the model itself is not changed.
+    """Yields `(Transformers name, tensor)` of a `PeftModel` with its active adapters, as `merge_and_unload` makes it.
 
-    `gather` makes sharded parameters whole, so every rank has to iterate. `changed_only`: leave out tensors that have
-    no adapter and are not trained.
+    PEFT itself merges a copy, in float32, of one layer at a time, so the model is not changed, and every adapter that
+    PEFT can merge arrives. `gather` makes sharded parameters whole, so every rank has to iterate. `changed_only`: leave
+    out tensors that have no adapter and are not trained.
     """
-    layers = _adapted_layers(model)
-    for name, parameter in model.named_parameters():
-        plain = (
-            name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
-        )
-        if model.prefix in name or ".original_module." in name or not wanted(plain):
+    seen: set[int] = set()  # tied parameters go once
+    for path, module in _parts(model.get_base_model()):
+        own = dict(_base_of(module).named_parameters(recurse=_is_adapted(module)))
+        new = {name: parameter for name, parameter in own.items() if id(parameter) not in seen and wanted(path + name)}
+        seen |= {id(parameter) for parameter in own.values()}
+        if not new:
             continue
-        owner, _, kind = name.rpartition(".base_layer.")
-        layer: Any = layers.get(owner) if kind == "weight" else None
-        adapters = [a for a in layer.active_adapters if a in layer.lora_A] if layer is not None else []
-        if changed_only and not adapters and not parameter.requires_grad:
+        if _is_adapted(module):
+            with gather(list(module.parameters())):
+                merged = dict(_merged(module).named_parameters())
+            for name, parameter in new.items():
+                yield path + name, merged[name].data.to(parameter.dtype)
             continue
-        factors = [p for a in adapters for p in (*layer.lora_A[a].parameters(), *layer.lora_B[a].parameters())]
-        with gather([parameter, *factors]):
-            tensor = parameter.data
-            if adapters:
-                delta = sum(layer.get_delta_weight(adapter).float() for adapter in adapters)
-                tensor = (tensor.float() + delta).to(tensor.dtype)
-            yield plain, tensor.detach()
+        for name, parameter in new.items():
+            if parameter.requires_grad or not changed_only:
+                with gather([parameter]):
+                    yield path + name, parameter.data
+
+
+def _parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules below `module` that hold parameters, each with what stands before its parameters' names in a model
+    without adapters. A module in PEFT's `modules_to_save` is its trained copy; one with an adapter is whole.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        active = module.active_adapters
+        yield from _parts(module.modules_to_save[active[0]] if active else module.original_module, path)
+        return
+    yield path, module
+    if not _is_adapted(module):
+        for name, child in module.named_children():
+            yield from _parts(child, f"{path}{name}.")
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+
+
+def _base_of(module: Any) -> nn.Module:
+    """The layer that an adapter changes, or the module itself."""
+    if not _is_adapted(module):
+        return cast("nn.Module", module)
+    return cast("nn.Module", module.get_base_layer() if hasattr(module, "base_layer") else module.original_module)
+
+
+def _merged(module: nn.Module) -> nn.Module:
+    """The layer of a module with an adapter, as PEFT merges and unloads it, of a copy in at least float32."""
+    copied: dict[int, Any] = {}  # what the copy has in the place of an object of the original
+    for part in module.modules():
+        parameters = {name: None if p is None else _exact(p) for name, p in part._parameters.items()}
+        copied[id(part._parameters)] = parameters
+        # DeepSpeed's hooks know its whole engine.
+        copied |= {id(value): type(value)() for name, value in vars(part).items() if name.endswith("hooks")}
+    copy: Any = deepcopy(module, copied)
+    if hasattr(copy, "unload_and_optionally_merge_module"):
+        return cast("nn.Module", copy.unload_and_optionally_merge_module(True, False, None))
+    copy.merge()
+    return _base_of(copy)
+
+
+def _exact(parameter: nn.Parameter) -> nn.Parameter:
+    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else parameter.dtype
+    return nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=False)

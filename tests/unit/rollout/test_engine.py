@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from PIL import Image
 from torch import nn
 from transformers import GenerationConfig
@@ -28,6 +29,7 @@ from adora_vl.rollout.prompt_tokens import (
     mismatch_named,
     never_sample,
     never_sampled_ids,
+    refuse_prefill,
 )
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
@@ -377,3 +379,12 @@ def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
     settings, config = {}, GenerationConfig()
     never_sample([], settings, config)
     assert settings == {} and config.suppress_tokens is None
+
+
+def test_a_prompt_that_begins_the_answer_is_refused_before_any_step():
+    """TRL gives the engine a closed turn and a new one."""
+    asked = [{"role": "user", "content": "How long?"}]
+    begun = [*asked, {"role": "assistant", "content": "<think>"}]
+    refuse_prefill(Dataset.from_dict({"prompt": [asked, [*begun, *asked]]}))
+    with pytest.raises(UserError, match="^prompt: row 1 ends with a turn of the assistant"):
+        refuse_prefill(Dataset.from_dict({"prompt": [asked, begun]}))

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from adora_vl.builtin import DEFAULT_FAMILY, TINY_FAMILIES
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.export import export
 from adora_vl.models.families import COMPONENTS, component_of, freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.weight_sync import can_merge, merged_parameters, push_weights, reset_caches
-from adora_vl.utils.errors import RolloutError
+from adora_vl.rollout.weight_sync import can_merge, merged_parameters, push_weights, refuse_unmergeable, reset_caches
+from adora_vl.utils.errors import RolloutError, UserError
 
 NAMES = ["first", "second", "third"]
 
@@ -92,34 +96,111 @@ def sent(model, wanted=lambda name: True):
     return {name: tensor.clone() for name, tensor in merged_parameters(model, lambda _: nullcontext(), wanted)}
 
 
-def test_after_the_first_sync_only_what_an_adapter_touches_goes():
+def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
     model, original = policy(torch.float32, modules_to_save=["lm_head"])
     names = [name for name, _ in merged_parameters(model, lambda _: nullcontext(), lambda _: True, changed_only=True)]
-    adapted = {name for name in original if name.endswith(("q_proj.weight", "up_proj.weight"))}
-    assert set(names) == adapted | {"lm_head.weight"}
+    adapted = {name for name in original if "q_proj" in name or "up_proj" in name}
+    assert sorted(names) == sorted(adapted | {"lm_head.weight"})
 
 
-def test_a_module_that_is_trained_whole_goes_once_as_it_is_trained():
-    """peft keeps the one from before the training beside it."""
-    model, original = policy(torch.float32, modules_to_save=["lm_head"])
-    (trained,) = [own for name, own in model.named_parameters() if ".modules_to_save.default" in name]
+LORA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True, "rank_pattern": {"up_proj": 2}},
+    "dora": {"use_dora": True},
+    "lora_bias": {"target_modules": ["q_proj"], "lora_bias": True},
+    "biases of the base": {"bias": "all"},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["lm_head"]},
+    "convolution": {"target_modules": ["patch_embed.proj"]},
+    "modules_to_save": {"modules_to_save": ["lm_head", "embed_tokens", "merger"]},
+    "tokens": {"trainable_token_indices": [5, 6]},
+    "parameter": {"target_modules": [], "target_parameters": ["q_proj.weight"]},
+}
+ALONE = {"modules_to_save", "tokens", "biases of the base"}  # PEFT activates one such adapter at a time
+OTHERS = {kind.name: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.name != "LORA"}
+TOKENS = {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM", "num_layers": 2, "token_dim": 96, "num_attention_heads": 4}
+NEEDS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 10}, "IA3": {"feedforward_modules": []}, "VBLORA": {"vector_length": 16},
+    "C3A": {"block_size": 48}, "ROAD": {"group_size": 16}, "OFT": {"r": 0}, "BEFT": {"target_modules": ["q_proj"]},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [5]},
+    "P_TUNING": TOKENS, "PROMPT_TUNING": TOKENS, "PREFIX_TUNING": TOKENS, "MULTITASK_PROMPT_TUNING": TOKENS,
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+}  # fmt: skip
+CHANGES_NO_WEIGHT = {"P_TUNING", "PROMPT_TUNING", "PREFIX_TUNING", "LILY", "POLY", "XLORA"}
+# Made for other families of models, or from packages that are not installed.
+NOT_MADE = {"ADAMSS", "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "PSOFT", "SHADOW"}
+
+
+@pytest.fixture(scope="module")
+def base():
+    return build_model(build_processor(["Find x."]).tokenizer).double()
+
+
+def adapted(base, config, second: str | None = None):
+    """A policy with this adapter, and a `second` one of the same kind, where all that is trained has moved."""
+    torch.manual_seed(0)
+    model = get_peft_model(deepcopy(base), config, autocast_adapter_dtype=False)
+    if second is not None:
+        model.add_adapter(second, config)
+        model.base_model.set_adapter(["default", second] if second == "active" else "default")
     with torch.no_grad():
-        trained += 1
-    pairs = list(merged_parameters(model, lambda _: nullcontext(), lambda _: True))
-    assert sorted(name for name, _ in pairs) == sorted(original)
-    assert torch.equal(dict(pairs)["lm_head.weight"], original["lm_head.weight"] + 1)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * 0.05
+    return model.eval()
 
 
-def test_it_is_what_peft_would_merge_under_the_models_own_names():
-    model, original = policy(torch.float32)
-    tensors = sent(model)
-    assert tensors.keys() == original.keys()
-    merged = dict(model.merge_and_unload().named_parameters())
-    for name, tensor in tensors.items():
-        # the same sums of four products, added once in float32
-        assert torch.allclose(tensor, merged[name], atol=1e-6), name
-    changed = {name for name in tensors if not torch.equal(tensors[name], original[name])}
-    assert changed == {name for name in original if name.endswith(("q_proj.weight", "up_proj.weight"))}
+def assert_sent_is_merged(base, model):
+    """Every name of the base once, the tensors of PEFT's own merging, and a model of them answers as the policy."""
+    assert can_merge(model)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pairs = [(name, tensor.clone()) for name, tensor in merged_parameters(model, lambda _: nullcontext(), bool)]
+    assert [name for name, _ in pairs] == [name for name, _ in base.named_parameters()]
+    assert all(torch.equal(kept[name], tensor) for name, tensor in model.state_dict().items()), "the policy is changed"
+    merged = dict(deepcopy(model).merge_and_unload().named_parameters())
+    assert [name for name, tensor in pairs if not torch.equal(tensor, merged[name])] == []
+    engine, words = deepcopy(base).eval(), torch.arange(3, 20)[None]
+    engine.load_state_dict(dict(pairs), strict=False)
+    trained, sampled = (one(input_ids=words).logits for one in (model, engine))
+    # 1e-5: DEFT computes in float32, whatever the weights are
+    assert torch.allclose(trained, sampled, rtol=0, atol=1e-5)
+    return {name for name, tensor in pairs if not torch.equal(tensor, base.get_parameter(name))}
+
+
+@pytest.mark.parametrize(
+    ("form", "second"),
+    [(form, None) for form in LORA]
+    + [(form, "ref") for form in LORA if "bias" not in LORA[form]]
+    + [(form, "active") for form in LORA if form not in ALONE],
+)
+def test_every_form_of_lora_is_sent_as_peft_merges_it(base, form, second):
+    """`second`: an adapter beside it, a reference as TRL keeps it, or one that is active too."""
+    model = adapted(base, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA[form]}), second)
+    assert assert_sent_is_merged(base, model)
+
+
+@pytest.mark.parametrize("form", ["dora", "embedding", "tokens", "modules_to_save"])
+def test_an_export_of_a_checkpoint_has_what_the_engine_was_sent(base, form, tmp_path):
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(base, LoraConfig(r=4, **{"target_modules": ["q_proj"], **LORA[form]}), "ref")
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict()
+    assert [name for name, tensor in sent(model).items() if not torch.equal(tensor, exported[name])] == []
+
+
+@pytest.mark.parametrize("kind", sorted(OTHERS.keys() - NOT_MADE))
+def test_every_other_adapter_is_sent_as_peft_merges_it_or_refused(base, kind):
+    fields = OTHERS[kind].__dataclass_fields__
+    usual = {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_r": 4}
+    options = {name: value for name, value in usual.items() if name in fields} | NEEDS.get(kind, {})
+    model = adapted(base, OTHERS[kind](**options))
+    if kind not in CHANGES_NO_WEIGHT:
+        assert assert_sent_is_merged(base, model)
+        return
+    with pytest.raises(UserError, match=f"^peft_config: {kind}: PEFT cannot merge this adapter"):
+        refuse_unmergeable(model, lambda _: nullcontext())
 
 
 def test_every_part_of_another_family_is_sent_merged(subtests):
@@ -152,10 +233,6 @@ def test_a_part_that_is_not_wanted_is_neither_merged_nor_sent():
     model, original = policy(torch.float32)
     tensors = sent(model, lambda name: "visual" not in name)
     assert tensors.keys() == {name for name in original if "visual" not in name}
-
-
-def test_dora_is_left_to_peft():
-    assert can_merge(policy(torch.float32)[0]) and not can_merge(policy(torch.float32, use_dora=True)[0])
 
 
 def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change():
