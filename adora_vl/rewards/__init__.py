@@ -2,8 +2,8 @@
 that needs it.
 """
 
-from adora_vl.rewards.canonical import canonical_gold
 from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
+from adora_vl.rewards.forms import canonical_gold
 from adora_vl.rewards.grade import Grade, grade, grade_batch, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward_function, reward_functions
 

@@ -1,5 +1,4 @@
-r"""Brings an answer to its canonical form, without the decorations that do not matter, and says of what kind it is: a
-number, a percentage, an expression, a text, a form that is never right, or unreadable.
+r"""Brings an answer to its canonical form, without the decorations that do not matter.
 
 Every substitution puts a space where it takes something out, and a space between two digits stays, so that no
 decoration can glue `1` and `2` into `12`. Source: the grading policy, points 2, 6 and 7.
@@ -9,13 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import cached_property, lru_cache
-from typing import Literal
-
-from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
-from adora_vl.rewards.numeric import Number, number_of
 
 _DIGITS = "0123456789."
 _DOLLAR = re.compile(r"(?<!\\)\$")
@@ -79,7 +72,7 @@ NAME_OF_VALUE = re.compile(
     rf"|{_NO_UNKNOWN}/{_NO_UNKNOWN}|\\frac\{{{_NO_UNKNOWN}\}}\{{{_NO_UNKNOWN}\}}"
 )
 # A value with its name; `|x|` is none, since two numbers have it.
-_NAMED_VALUE = re.compile(rf"(?!\|[a-z]\|)({NAME_OF_VALUE.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)")
+NAMED_VALUE = re.compile(rf"(?!\|[a-z]\|)({NAME_OF_VALUE.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)")
 _LENGTH = (
     r"(?:[cmk]?m|(?:centi|milli|kilo)?met(?:er|re)s?|in|inch(?:es)?|ft|foot|feet|yd|yards?|mi|miles?|units?)"
     r"\.?\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)?"
@@ -106,7 +99,7 @@ _COMMANDS = [
 _UNIT = re.compile(rf"(.*(?:[\d}})$]|\\pi))\s*(?:{_LENGTH}|{_AREA})", re.DOTALL)
 
 # `$12` may be a stray dollar sign, so a sign counts only where there are cents.
-_CURRENCY = re.compile(
+CURRENCY = re.compile(
     r"(?P<sign>-?)\\?[$€£¥](?P<cents>[0-9]+\.[0-9]{2})|(?P<before>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
     r"|(?P<named>-?[0-9]+(?:\.[0-9]+)?) ?(?:dollars?|euros?)"
 )
@@ -125,32 +118,6 @@ _SENTENCE = re.compile(
     rf"(?P<unit>(?:(?!{_STOCK})[^\s$]++)?(?:\s++(?!{_STOCK})[^\s$]++)*+)\s*{_STOCK}*\.?"
 )
 
-# An expression has an unknown, so it has a tree but no number.
-Kind = Literal["number", "percentage", "expression", "text", "never_right", "unreadable"]
-
-# The first that matches names the answer. All run on canonical text, which is short and has no line breaks.
-_NEVER_RIGHT = (
-    ("empty_box", re.compile(r"^[{}() ]*$")),
-    ("not_finite", re.compile(r"(?i)\bnan\b|\binf(?:inity|ty)?\b|\\infty|∞")),
-    ("relation", re.compile(r"[<>≤≥≠≈∈]|\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?|approx|sim|in)(?![A-Za-z])")),
-    ("interval", re.compile(r"^[(\[].*,.*[)\]]$|^\[.*\]$")),
-    ("enumeration", re.compile(r"[,;&±∓…]|\.\.|\\(?:pm|mp|cup|cap|[lc]?dots)(?![A-Za-z])|\\\{|\\\\")),
-    ("enumeration", re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|[0-9.] [0-9.]")),
-    ("equation", re.compile(r"=|≡|\\equiv")),
-    (
-        "percentage",
-        re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct"),
-    ),  # except for one quantity in per cent
-)
-_PER_CENT = re.compile(
-    r"((?:(?!%|percent|pct).)+?) ?(?:\\?%|percent(?:age)?|pct)"
-)  # one sign, so that reading goes one level deep
-# Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and unknown commands are
-# not.
-_READABLE = re.compile(
-    r"(?:[0-9A-Za-z .:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
-    r"|widehat|theta|alpha|beta|gamma|phi)(?![A-Za-z]))*"
-)
 # `1e3` and `1e-05` as programs print them, so never `9e0`. `2e-5` stays an expression with the unknown e.
 _SCIENTIFIC = re.compile(
     r"(?!.*[eE][+-]?0+$)[+-]?(?:(?:[0-9]+(?:\.[0-9]+)?)(?:[eE][0-9]{1,2}|E[+-][0-9]{1,2}|e[+-]0[0-9])"
@@ -161,15 +128,6 @@ _SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
 # Neither two answers nor thousands: `1000,99` and `0,125`. `3,5` may be two answers.
 _DECIMAL_COMMA = re.compile(r"[+-]?(?:[1-9][0-9]{3,},[0-9]{1,2}|0,[0-9]{3,})")
 _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
-_DAY, _MONTH, _YEAR = "(?:0?[1-9]|[12][0-9]|3[01])", "(?:0?[1-9]|1[0-2])", "(?:1[0-9]|20)[0-9]{2}"
-_DATE = re.compile(
-    "|".join(
-        sign.join(parts)
-        for sign in "-/"
-        for parts in ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
-    )
-)
-_RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
 
 
 def canonical(text: str) -> str:
@@ -221,95 +179,6 @@ def _spelled(text: str) -> str:
 
 def _is_hidden(char: str) -> bool:
     return char not in "\t\n\r" and unicodedata.category(char) in {"Cc", "Cf", "Cn", "Co", "Cs"}
-
-
-def canonical_gold(text: str) -> str:
-    r"""The canonical form that data preparation stores as `answer`, for example `1000` for `1,000`.
-
-    Never raises: a reference answer without a canonical form comes back as it is, and `verify_gold` says why it cannot
-    be used.
-    """
-    form = read(text)
-    if form.reason in {"too_long", "hidden_characters"}:
-        return text
-    several = form.kind == "never_right" or (form.kind == "expression" and "=" in text)
-    return form.whole if several else form.text
-
-
-@dataclass(frozen=True)
-class Form:
-    """One side of a comparison: its canonical text and its kind.
-
-    `reason`: the rule that gave it its kind, where it is no number. `tree`: of numbers and expressions, as `grammar`
-    reads them. `raw`: what was read. `number`: of a percentage, the one
-    before the sign; it is right for the same percentage only.
-    """
-
-    text: str
-    kind: Kind
-    reason: str = ""
-    raw: str = ""
-    number: Number | None = None
-    tree: Tree | None = None
-
-    @cached_property
-    def whole(self) -> str:
-        """The canonical text with all its names and brackets, which `forms` reads."""
-        return whole(self.raw) if self.raw else self.text
-
-
-def read(raw: str) -> Form:
-    """The form of an answer or a reference answer. Never raises, and costs about a millisecond at most."""
-    return _read(raw) if len(raw) <= MAX_CHARS else Form("", "unreadable", "too_long")
-
-
-@lru_cache(maxsize=256)
-def _read(raw: str) -> Form:
-    """The form of a text. The rollouts of a group share their reference answer, and often their answer."""
-    try:
-        text = canonical(raw)
-    except UncanonicalError as error:
-        return Form("", "unreadable", error.reason)
-    return replace(_formed(text), raw=raw)
-
-
-def _formed(text: str) -> Form:
-    """The form of a canonical text."""
-    per_cent = _PER_CENT.fullmatch(text)
-    of = read(per_cent[1]) if per_cent else None
-    if of is not None and of.kind in {"number", "expression"}:
-        return Form(f"{of.text}%", "percentage", "percentage", number=of.number)
-    for reason, pattern in _NEVER_RIGHT:
-        if pattern.search(text):
-            return Form(text, "never_right", reason)
-    if _DATE.fullmatch(text):
-        return Form(text, "text", "not_a_number")  # not the difference 2022
-    tree: Tree | None = None
-    try:
-        tree = read_tree(text)
-        return Form(text, "number", number=number_of(tree), tree=tree)
-    except NotReadError as error:
-        if error.reason == "beyond":
-            return Form(text, "expression", "not_a_number", tree=tree)
-        if error.reason != "not_read":
-            return Form(text, "unreadable", error.reason)
-    worded = re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(text)
-    if worded or _RATIO.fullmatch(text):
-        return Form(text, "text", "not_a_number")
-    return Form(text, "unreadable", "not_read")
-
-
-def amount(form: Form) -> Form | None:
-    r"""The amount of money in an answer, 5 in `\$5` and `5 dollars`; None where there is none."""
-    match = _CURRENCY.fullmatch(form.text)
-    return read(match["named"] or match["before"] or match["sign"] + match["cents"]) if match else None
-
-
-def named_value(form: Form, reference: Form) -> Form | None:
-    r"""The value in `|AB| = 5`, and in `x \approx 5` where the reference answer is in digits; else None."""
-    match = _NAMED_VALUE.fullmatch(form.whole)
-    exact = match and (match[2] == "=" or re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text))
-    return read(match[3]) if match and exact else None
 
 
 def _grouped(number: re.Match[str]) -> str:

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from adora_vl.rewards import forms
-from adora_vl.rewards.canonical import Form, amount, read
+from adora_vl.rewards.answer import Answer, amount
 from adora_vl.rewards.choose import is_own
 from adora_vl.rewards.completion import last_answer, last_boxed
-from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, has_form, verify_gold
+from adora_vl.rewards.forms import read
+from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
 from adora_vl.utils.cli import Parser
 from adora_vl.utils.errors import UserError
@@ -92,7 +92,8 @@ def explanation(
     lines = [f"extracted  {_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"]
     given = last_answer(response) if answer_tags else last_boxed(response)
     if given is not None:
-        lines.append(f"answer     {_described(answer_to(read(gold), response, given, answer_tags))}")
+        answer = answer_to(read(gold), response, given, answer_tags)
+        lines.append(f"answer     {_described(read(answer.raw) if answer.raw else answer)}")
     lines.append(f"gold       {_described(read(gold))}")
     compared = comparison(response, gold, rounding=rounding, answer_tags=answer_tags)
     for number, pair in enumerate(compared.pairs if compared else (), 1):
@@ -104,20 +105,13 @@ def explanation(
     return [*lines, f"rewards    {', '.join(f'{preset} {reward(found, preset):g}' for preset in PRESETS)}"]
 
 
-def _described(form: Form) -> str:
+def _described(answer: Answer) -> str:
     """The canonical text with its kind, and its value where it is a number."""
-    form = amount(form) or form
-    text = _printable(form.text) if form.text or form.kind != "unreadable" else "-"
-    if form.number:
-        return f"{text}  [{form.kind}, {float(form.number.value):.9g}]"
-    if has_form(form):
-        try:
-            return f"{_printable(form.whole)}  [{forms.parse(form.whole).kind}]"
-        except forms.NoShapeError:
-            pass  # described as what it is by the rule that refused it
-    kind = form.kind.replace("_", " ")
-    sound = form.kind in {"text", "expression", "percentage"}
-    return f"{text}  [{kind}]" if sound else f"{text}  [{kind}: {form.reason}]"
+    answer = amount(answer)
+    text, kind = _printable(answer.whole if answer.is_form else answer.text), answer.kind
+    if answer.real:
+        return f"{text}  [{kind}, {float(answer.real.value):.9g}]"
+    return f"{text or '-'}  [{kind}{f': {answer.reason}' if kind == 'unreadable' else ''}]"
 
 
 def _printable(text: str) -> str:

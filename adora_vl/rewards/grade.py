@@ -11,17 +11,14 @@ import time
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from adora_vl.rewards import forms
-from adora_vl.rewards.canonical import Form, amount, canonical_gold, named_value, read
+from adora_vl.rewards.answer import NO_VALUE, Answer, plain
+from adora_vl.rewards.compare import Compared, Verdict, compare, unspaced
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
-from adora_vl.rewards.grammar import Tree, unknowns
-from adora_vl.rewards.numeric import Value, same_function, same_number
+from adora_vl.rewards.forms import as_form, canonical_gold, read
+from adora_vl.rewards.grammar import unknowns
 
-Verdict = Literal["correct", "wrong", "unparseable"]
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
 _Outcome = tuple[Verdict, str]  # the verdict and the rule that decided
 _SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
@@ -45,7 +42,6 @@ REMEDIES = {
     "other_digits": "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴",
     **{reason: remedy for reason, _, remedy in _UNMEETABLE},
 }
-_DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     return None if canonical_gold(stored) == stored else "unstable"
 
 
-def _decided(answer: Form, reference: Form, choices: Sequence[str], rounding: bool) -> _Outcome:
+def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> _Outcome:
     """The verdict and its reason, with the letters of a multiple-choice item resolved. Source: points 3, 5 and 6."""
     named, right = _named(answer, choices), _named(reference, choices)
     if not choices:
@@ -138,7 +134,7 @@ def _decided(answer: Form, reference: Form, choices: Sequence[str], rounding: bo
         if named:
             return "wrong", "letter_without_choice"
         unmeetable = _unmeetable(reference.text)
-        return ("wrong", f"gold_{unmeetable}") if unmeetable else _compared(answer, reference, rounding)
+        return ("wrong", f"gold_{unmeetable}") if unmeetable else _outcome(answer, reference, rounding)
     if right:
         value = _choice(right.letter, choices)
         if value is None:
@@ -156,134 +152,55 @@ def _decided(answer: Form, reference: Form, choices: Sequence[str], rounding: bo
     return found
 
 
-def _by_value(answer: Form, reference: Form, right: _Named | None, choices: Sequence[str], rounding: bool) -> _Outcome:
+def _by_value(
+    answer: Answer, reference: Answer, right: _Named | None, choices: Sequence[str], rounding: bool
+) -> _Outcome:
     """The verdict on a value. Where a further choice has that of the right one, as `2, 1` has that of `1, 2`, the
     answer has to have the text of the right one. With a letter as the reference answer (`right`), that text is enough.
     """
-    found = _compared(answer, reference, rounding)
-    if answer.text and _unspaced(answer.whole.replace(", ", ",")) == _unspaced(reference.whole.replace(", ", ",")):
+    found = _outcome(answer, reference, rounding)
+    if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(reference.whole.replace(", ", ",")):
         return ("correct", "same_text") if right and found[0] != "correct" else found
-    rivals = map(read, choices) if found[0] == "correct" else ()
+    rivals = map(plain, choices) if found[0] == "correct" else ()
     for rival in rivals:
-        if rival.text != reference.text and _compared(rival, reference, rounding=False)[0] == "correct":
+        if rival.text != reference.text and _outcome(rival, reference)[0] == "correct":
             return "wrong", "another_choice"
     return found
 
 
-def _by_letter(named: _Named, right: _Named | None, reference: Form, choices: Sequence[str]) -> _Outcome:
+def _by_letter(named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]) -> _Outcome:
     """The verdict on an answer that names a choice. `right`: the choice that the reference answer names, if it does."""
     value = _choice(named.letter, choices)
     if value is None:
         return "wrong", "different_letter" if right else "letter_without_choice"
     if not _is_beside(named, value):
         return "wrong", "letter_with_another_value"
-    same = named.letter == right.letter if right else _compared(value, reference, rounding=False)[0] == "correct"
+    same = named.letter == right.letter if right else _outcome(plain(value.raw), reference)[0] == "correct"
     return ("correct", "letter") if same else ("wrong", "different_letter")
 
 
-def _compared(answer: Form, reference: Form, rounding: bool) -> _Outcome:
-    """The verdict on two values."""
-    if has_form(reference):
-        found = by_form(answer, reference, rounding)
-        return found.verdict, found.reason
-    if reference.kind in {"unreadable", "never_right"} and not _same_text_only(reference):
-        return "wrong", f"gold_{reference.reason}"
-    if answer.kind == "never_right":
-        answer = named_value(answer, reference) or answer
-    if answer.tree and "=" in answer.raw:
-        name = answer.whole.partition("=")[0]
-        if name == answer.text or name in unknowns(answer.tree):
-            return "wrong", "equation"  # f(x) = f(x), x = x, and x = x + 3
-    if _same_text_only(answer) and _unspaced(answer.text) == _unspaced(reference.text):
-        return "correct", "same_text"
-    answer, reference = amount(answer) or answer, amount(reference) or reference
-    if answer.kind == "never_right":
-        return "wrong", answer.reason
-    if (answer.kind == "percentage") != (reference.kind == "percentage") and answer.kind != "unreadable":
-        return "wrong", "percentage" if answer.kind == "percentage" else "different_text"
-    if answer.number and answer.number.unevaluated and not (reference.number and reference.number.unevaluated):
-        return "wrong", "unevaluated"
-    if answer.number and reference.number:
-        same = same_number(answer.number, reference.number)
-        if same:
-            return "correct", "same_number"
-        if rounding and _is_rounded(answer.text, reference.number.value):
-            return "correct", "rounded"
-        return ("unparseable", "undecided") if same is None else ("wrong", "different_number")
-    if answer.tree and reference.tree:
-        return _same_expression(answer.tree, reference.tree)
-    return ("unparseable" if answer.kind == "unreadable" else "wrong"), answer.reason or "different_text"
+def _outcome(answer: Answer, reference: Answer, rounding: bool = False) -> _Outcome:
+    found = compare(answer, reference, rounding)
+    return found.verdict, found.reason
 
 
-def has_form(reference: Form) -> bool:
-    """Whether a reference answer is compared by its form: it is no plain answer, or an expression with its name."""
-    return reference.kind == "never_right" or (reference.kind == "expression" and "=" in reference.raw)
-
-
-def answer_to(reference: Form, response: str, given: str, answer_tags: bool) -> Form:
-    r"""The form of an answer. Where the reference answer has several values, boxes in a row are one answer:
+def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -> Answer:
+    r"""What an answer says as one value. Where the reference answer has several values, boxes in a row are one answer:
     `\boxed{1} and \boxed{2}`.
     """
-    answer = read(given)
-    row = boxes_in_a_row(response, answer_tags) if reference.kind == "never_right" else []
-    return read(", ".join(row)) if len(row) > 1 and not forms.has_several(answer.whole) else answer
+    answer = plain(given)
+    several = reference.reason in NO_VALUE and reference.kind != "percentage"
+    row = boxes_in_a_row(response, answer_tags) if several else []
+    return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
 
 
-def by_form(answer: Form, reference: Form, rounding: bool) -> forms.Compared:
-    """The verdict on an answer to a reference answer that `has_form`, with the parts that were compared."""
-    try:
-        wanted = _shape(reference.whole)
-    except forms.NoShapeError as error:
-        reason = error.reason if error.reason in forms.REFUSALS else reference.reason
-        return forms.Compared("wrong", f"gold_{reason}")
-    try:
-        given = _shape(answer.whole)
-    except forms.NoShapeError as error:
-        refused = error.reason if error.reason in forms.REFUSALS or not answer.reason else answer.reason
-        return forms.Compared("unparseable" if answer.kind == "unreadable" else "wrong", refused)
-    return forms.compare(given, wanted, lambda one, other: _compared(one, other, rounding))
-
-
-@lru_cache(maxsize=256)
-def _shape(text: str) -> forms.AnswerShape:
-    """The shape of a text. The rollouts of a group share their reference answer, and often their answer."""
-    return forms.parse(text)
-
-
-def comparison(response: str, gold: str, *, rounding: bool = False, answer_tags: bool = False) -> forms.Compared | None:
-    """How the answer of a response was compared with a reference answer that has a form, part by part; else None."""
+def comparison(response: str, gold: str, *, rounding: bool = False, answer_tags: bool = False) -> Compared | None:
+    """How the answer of a response was compared with a reference answer that is a form, part by part; else None."""
     given = last_answer(response) if answer_tags else last_boxed(response)
     reference = read(gold)
-    if given is None or not has_form(reference):
+    if given is None or not reference.is_form:
         return None
-    return by_form(answer_to(reference, response, given, answer_tags), reference, rounding)
-
-
-def _same_expression(answer: Tree, reference: Tree) -> _Outcome:
-    """The verdict on two expressions. With other unknowns than the reference answer has, an answer is wrong."""
-    names, reference_names = unknowns(answer), unknowns(reference)
-    if names != reference_names:
-        return "wrong", "different_expression" if reference_names else "not_a_number"
-    found = same_function(answer, reference)
-    if found == "equal":
-        return "correct", "same_value"
-    return ("wrong", "different_expression") if found == "different" else ("unparseable", found)
-
-
-def _same_text_only(form: Form) -> bool:
-    """Whether a form that is not a number is right if it is the same text: `rhombus`, `3x+1`, `12%`, `3:4`."""
-    return form.kind in {"text", "expression", "percentage"} or form.reason == "not_read"
-
-
-def _unspaced(text: str) -> str:
-    r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`. Those between digits
-    tell numbers apart.
-
-    A word counts the same with a capital letter: `True` is `true`, while the side `AB` is not `ab`.
-    """
-    text = re.sub(r"\\overline\{([A-Z](?: ?[A-Z])*)\}", r"\1", text)
-    text = re.sub(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])", lambda word: word[0].lower(), text)
-    return re.sub(r"(?<=[A-Za-z]) (?=[A-Za-z])", "", text)
+    return compare(answer_to(reference, response, given, answer_tags), reference, rounding)
 
 
 class _Named(NamedTuple):
@@ -294,32 +211,32 @@ class _Named(NamedTuple):
     beside: str = ""
 
 
-def _named(form: Form, choices: Sequence[str]) -> _Named | None:
-    """The choice that a form names. Text wrappers and a full stop are gone in the canonical form already.
+def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
+    """The choice that an answer names. Text wrappers and a full stop are gone in the canonical form already.
 
     Without choices only `C` and `(C)` can be a letter. A small letter is none where a choice has it as an unknown.
     """
-    match = _LETTER.fullmatch(form.text)
+    match = _LETTER.fullmatch(answer.text)
     if match:
-        return _Named(form.text, match[1] or match[2])
-    match = _LABEL.fullmatch(form.text) if choices else None
+        return _Named(answer.text, match[1] or match[2])
+    match = _LABEL.fullmatch(answer.text) if choices else None
     if match is None:
         return None
     letter = match[1] or match[2] or match[3]
     if _choice(letter.upper(), choices) is None:
         return None
     if letter.islower():
-        trees = [read(choice).tree for choice in choices]
+        trees = [plain(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
-    return _Named(form.text, letter.upper(), match[4])
+    return _Named(answer.text, letter.upper(), match[4])
 
 
-def _is_beside(named: _Named, value: Form) -> bool:
+def _is_beside(named: _Named, value: Answer) -> bool:
     """Whether nothing stands beside the letter but the value of its choice, which may have the letter in it too."""
     if not named.beside or named.text == value.text:
         return True
-    return _compared(read(named.beside), value, rounding=False)[0] == "correct"
+    return _outcome(plain(named.beside), value)[0] == "correct"
 
 
 def _unmeetable(text: str) -> str | None:
@@ -329,17 +246,7 @@ def _unmeetable(text: str) -> str | None:
     return next((reason for reason, pattern, _ in _UNMEETABLE if pattern.fullmatch(text)), None)
 
 
-def _choice(letter: str, choices: Sequence[str]) -> Form | None:
+def _choice(letter: str, choices: Sequence[str]) -> Answer | None:
     """The value of the choice with this letter, None when there are not that many choices."""
     index = ord(letter) - ord("A")
     return read(choices[index]) if index < len(choices) else None
-
-
-def _is_rounded(text: str, reference: Value) -> bool:
-    """Whether `text` is a decimal with places, and equals the reference rounded half up to as many of them."""
-    match = _DECIMAL.fullmatch(text)
-    if not match:
-        return False
-    scale = 10 ** len(match[1])
-    rounded = (int(abs(reference) * scale * 2) + 1) // 2
-    return bool(Fraction(text) * scale == (rounded if reference >= 0 else -rounded))

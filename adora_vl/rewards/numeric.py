@@ -36,7 +36,7 @@ Comparison = Literal["equal", "different", "undefined", "too_large", "undecided"
 
 
 @dataclass(frozen=True)
-class Number:
+class Real:
     """The value of a closed form, a `Fraction` or an mpf, and a bound on its absolute error (0 for a fraction).
 
     `unevaluated`: whether the expression is arithmetic that is still to be done, such as `180-40` or `(180-40)/2`. It
@@ -48,16 +48,16 @@ class Number:
     unevaluated: bool = False
 
 
-def number_of(tree: Tree) -> Number:
+def number_of(tree: Tree) -> Real:
     """The value of a tree. Raises `NotReadError` with the reason `too_large`, `undefined`, or, for a tree with an
     unknown, `beyond`.
     """
     evaluator = _Evaluator(None)
     ball = evaluator.of(tree)
-    return Number(ball.value, ball.error, evaluator.bare_operation and not evaluator.closed_form)
+    return Real(ball.value, ball.error, evaluator.bare_operation and not evaluator.closed_form)
 
 
-def same_number(answer: Number, reference: Number) -> bool | None:
+def same_number(answer: Real, reference: Real) -> bool | None:
     r"""Equal, or within 1e-6 relative unless both are integers: 1000001 is not 1000000.
 
     None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit of pi left.
@@ -123,7 +123,7 @@ def is_constant(tree: Tree) -> bool:
     return True
 
 
-def zero_of(tree: Tree) -> tuple[Number, int] | None:
+def zero_of(tree: Tree) -> tuple[Real, int] | None:
     """Where a tree that is linear in its one unknown is 0, and the sign of its slope; None for any other tree."""
     (name,) = unknowns(tree)
     at_0, at_1 = (_value_at(tree, {name: Fraction(point)}) for point in (0, 1))
@@ -138,7 +138,7 @@ def zero_of(tree: Tree) -> tuple[Number, int] | None:
                 return None
     except NotReadError:
         return None
-    return Number(zero.value, zero.error), 1 if slope.value > 0 else -1
+    return Real(zero.value, zero.error), 1 if slope.value > 0 else -1
 
 
 def _same_product(a: _Ball, b: _Ball, c: _Ball, d: _Ball) -> bool:
@@ -191,7 +191,7 @@ def _same(answer: _Ball, reference: _Ball) -> bool | None:
 
 
 class _Evaluator:
-    """Computes one tree, and notes on the way what `Number.unevaluated` needs. Raises `NotReadError`.
+    """Computes one tree, and notes on the way what `Real.unevaluated` needs. Raises `NotReadError`.
 
     `at`: the unknowns' values. Without them the tree has to be real in all its parts.
     """

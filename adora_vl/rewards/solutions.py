@@ -1,6 +1,6 @@
 r"""The solutions of inequalities in one unknown: which numbers solve them, and whether two have the same ones.
 
-    ("is", "<=", n)     the unknown is at most n, a `Number`; also with <, >, >=, != and =
+    ("is", "<=", n)     the unknown is at most n, a `Real`; also with <, >, >=, != and =
     ("and", one, ...)   all of them hold
     ("or", one, ...)    at least one of them holds
 
@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from adora_vl.rewards.numeric import Number, same_number
+from adora_vl.rewards.numeric import Real, same_number
 
 Solution = tuple[Any, ...]
 REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
@@ -25,11 +25,11 @@ def of_absolute(atom: Solution) -> Solution | None:
     _, sign, at = atom
     if float(at.value) <= 0 or sign == "!=":
         return None
-    below = Number(-at.value, at.error)
+    below = Real(-at.value, at.error)
     return ("and" if "<" in sign else "or", atom, ("is", REVERSED[sign], below))
 
 
-def between(low: Number | str | None, high: Number | str | None, brackets: str) -> Solution | None:
+def between(low: Real | str | None, high: Real | str | None, brackets: str) -> Solution | None:
     """What lies between two ends, of which `-infinity` and `infinity` are no number; None where that is nothing or
     everything, or an end is not known.
     """
@@ -37,7 +37,7 @@ def between(low: Number | str | None, high: Number | str | None, brackets: str) 
     for end, sign, infinite, bracket in zip((low, high), "><", ("-infinity", "infinity"), brackets, strict=True):
         if end == infinite and bracket in "()":
             continue
-        if not isinstance(end, Number):
+        if not isinstance(end, Real):
             return None
         atoms.append(("is", sign + "=" * (bracket in "[]"), end))
     found = ("and", *atoms)
@@ -63,9 +63,9 @@ def same_solutions(answer: Solution, reference: Solution) -> bool:
     return _truths(answer, ends) == _truths(reference, ends)
 
 
-def _ends(*solutions: Solution) -> list[Number]:
+def _ends(*solutions: Solution) -> list[Real]:
     """The numbers in solutions, in order, each once."""
-    found: list[Number] = []
+    found: list[Real] = []
     every = [atom[2] for solution in solutions for atom in _atoms(solution)]
     for number in sorted(every, key=lambda number: float(number.value)):
         if not found or not same_number(number, found[-1]):
@@ -73,7 +73,7 @@ def _ends(*solutions: Solution) -> list[Number]:
     return found
 
 
-def _truths(solution: Solution, ends: Sequence[Number]) -> list[bool]:
+def _truths(solution: Solution, ends: Sequence[Real]) -> list[bool]:
     """Whether the solution holds below the first end, at it, between it and the second, and so on."""
     if solution[0] == "is":
         _, sign, number = solution

@@ -18,7 +18,7 @@ from PIL import Image
 from adora_vl.data.dataset import Row, read_manifest, stored_rows
 from adora_vl.data.images import diagram_hash
 from adora_vl.rewards import canonical_gold, grade, verify_gold
-from adora_vl.rewards.canonical import read
+from adora_vl.rewards.answer import plain
 from adora_vl.utils.errors import UserError
 from data_prep import generated as prepare
 from data_prep import knights
@@ -367,10 +367,13 @@ def test_the_picture_with_the_question_determines_the_answer(
             answers: dict[tuple[str, str], str] = {}
             for number in range(8):
                 problem = KNOWN[family](random.Random(f"{family}{level}{number}"), 224, level, STYLES["plain"])
-                written = read(problem.answer).number
+                written = plain(problem.answer).real
                 assert written is not None
                 found = _recomputed(family, problem.question, pictures[-1])
-                assert math.isclose(float(written.value), found, rel_tol=1e-9), (problem.question, pictures[-1].labels)
+                assert math.isclose(float(written.value), found, rel_tol=1e-9), (
+                    problem.question,
+                    pictures[-1].labels,
+                )
                 key = (diagram_hash(problem.image), problem.question)
                 assert answers.setdefault(key, problem.answer) == problem.answer
                 places = [place for _, place in pictures[-1].labels]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.rewards import canonical_gold, forms, grade, reward_function, verify_gold
+from adora_vl.rewards import canonical_gold, compare, grade, reward_function, verify_gold
 from adora_vl.rewards.completion import boxes_in_a_row
 from adora_vl.rewards.explain import RULES, explanation
 from adora_vl.rewards.forms import MAX_PARTS
@@ -224,13 +224,13 @@ def test_boxes_in_a_row_end_where_something_else_stands_between() -> None:
 def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison of two lists takes the square of their length at most, and longer ones are not compared."""
     compared: list[int] = []
-    original = forms._matches
+    original = compare._matches
 
     def counted(*given: Any) -> bool:
         compared.append(1)
         return original(*given)
 
-    monkeypatch.setattr(forms, "_matches", counted)
+    monkeypatch.setattr(compare, "_matches", counted)
     longest = ", ".join(f"y={n}x" for n in range(1, MAX_PARTS + 1))
     assert verify_gold(longest) is None
     compared.clear()

@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 from adora_vl.rewards import explain
+from adora_vl.rewards.answer import NO_VALUE, UNREAD
 from adora_vl.rewards.explain import explanation
 from adora_vl.rewards.grammar import Reason
 from adora_vl.rewards.numeric import Comparison
@@ -87,16 +88,18 @@ def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(capsys: pytest.C
 
 
 def test_every_reason_in_the_code_is_explained() -> None:
-    """Reasons are the second of a pair with a verdict, or come from the grammar and the comparison of values."""
-    verdicts = {"correct", "wrong", "unparseable"}
-    found = {*get_args(Reason), *get_args(Comparison)} - {"beyond", "equal", "different"}
-    for name in ("grade", "canonical"):
+    """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and its values."""
+    found = {*get_args(Reason), *get_args(Comparison), *NO_VALUE, *UNREAD} - {"beyond", "equal", "different"}
+    for name in ("grade", "compare", "forms"):
         for node in ast.walk(ast.parse((REWARDS / f"{name}.py").read_text())):
-            if isinstance(node, ast.Tuple) and len(node.elts) == 2:
-                first, second = node.elts
-                if isinstance(first, ast.Constant) and isinstance(second, ast.Constant) and first.value in verdicts:
-                    found.add(str(second.value))
-    assert {"no_box", "same_value", "undefined", "letter"} <= found
+            words = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+            values = [word.value for word in words if isinstance(word, ast.Constant)]
+            if len(values) > 1 and values[0] in {"correct", "wrong", "unparseable"}:
+                found.add(values[1])
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "NoFormError":
+                found.update(values)
+    found -= {"correct", "wrong", "unparseable"}
+    assert {"no_box", "same_value", "undefined", "letter", "labels"} <= found
     assert {reason.removeprefix("gold_") for reason in found} <= explain.RULES.keys()
 
 
@@ -106,5 +109,5 @@ def test_what_is_right_is_never_explained_as_never_right() -> None:
         lines = explanation(case.response, case.gold, case.choices, rounding=case.rounding)
         sides = [line for line in lines if line.startswith(("answer ", "gold "))]
         parts = [line for line in lines if line.startswith("part ")]
-        assert len(sides) == 2 and not [line for line in sides if re.search(r"\[(never right|unreadable)", line)], lines
+        assert len(sides) == 2 and not [line for line in sides if re.search(r"\[unreadable", line)], lines
         assert not [line for line in parts if re.search(r" against -:|: (?!same_|rounded|letter)", line)], lines

@@ -1,0 +1,136 @@
+r"""What an answer says, and how one of a single value is read. `forms.read` reads any of them.
+
+number      5, 5\sqrt{3}           ordered     (3, -4), A(3, -4), (p, q) = (3, 2), [0, 1)
+percentage  5%                     unordered   1, 2 and 3; \{1, 2\}; 1 \pm \sqrt{2}; AB = 4, CD = 5
+expression  3x+1                   equation    2x + 4y = 3
+text        rhombus, 3:4           inequality  1 < x \le 3, a + b < c, and unions of intervals
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from adora_vl.rewards.canonical import CURRENCY, MAX_CHARS, UncanonicalError, canonical, whole
+from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
+from adora_vl.rewards.numeric import Real, number_of
+from adora_vl.rewards.solutions import Solution
+
+# The first four are single values.
+Kind = Literal[
+    "number", "percentage", "expression", "text", "ordered", "unordered", "equation", "inequality", "unreadable"
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One side of a comparison, or a part of one.
+
+    `text`: in canonical form. `reason`: the rule by which it is wrong where a value is asked for that it is not. `raw`:
+    what was read. `label`: what a form is the value of, `AB` in `AB = 4`. `real`: a number, or that before a per cent
+    sign. `tree`: of numbers and expressions, as `grammar` reads them. `brackets`: of an ordered one, such as `[)`.
+    `both_signs`: whether it comes from a plus-minus. `relations`: each a sign and the tree that it compares with 0.
+    `solution`: of inequalities in one unknown and of intervals. `refusal`: why it can be no reference answer.
+    """
+
+    kind: Kind
+    text: str
+    reason: str = ""
+    raw: str = ""
+    label: str = ""
+    real: Real | None = None
+    tree: Tree | None = None
+    parts: tuple[Answer, ...] = ()
+    brackets: str = ""
+    both_signs: bool = False
+    relations: tuple[tuple[str, Tree], ...] = ()
+    solution: Solution | None = None
+    refusal: str = ""
+
+    @cached_property
+    def whole(self) -> str:
+        """The canonical text with all its names and brackets, which `forms` reads."""
+        return whole(self.raw) if self.raw else self.text
+
+    @property
+    def is_value(self) -> bool:
+        return self.kind in {"number", "percentage", "expression", "text"}
+
+    @property
+    def is_form(self) -> bool:
+        """Whether it is more than a single value: a value with its name is a form, too."""
+        return self.label != "" or not (self.is_value or self.kind == "unreadable")
+
+
+# The first that matches says why a text is no single value. All run on canonical text: short, without line breaks.
+_NO_VALUE = (
+    ("empty_box", re.compile(r"^[{}() ]*$")),
+    ("not_finite", re.compile(r"(?i)\bnan\b|\binf(?:inity|ty)?\b|\\infty|∞")),
+    ("relation", re.compile(r"[<>≤≥≠≈∈]|\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?|approx|sim|in)(?![A-Za-z])")),
+    ("interval", re.compile(r"^[(\[].*,.*[)\]]$|^\[.*\]$")),
+    ("enumeration", re.compile(r"[,;&±∓…]|\.\.|\\(?:pm|mp|cup|cap|[lc]?dots)(?![A-Za-z])|\\\{|\\\\")),
+    ("enumeration", re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|[0-9.] [0-9.]")),
+    ("equation", re.compile(r"=|≡|\\equiv")),
+    ("percentage", re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct")),  # more than one in per cent
+)
+NO_VALUE = frozenset(reason for reason, _ in _NO_VALUE)
+UNREAD = frozenset({"too_long", "hidden_characters", "not_read", "too_large", "undefined"})  # nothing can be said of it
+# One sign, so that reading goes one level deep.
+_PER_CENT = re.compile(r"((?:(?!%|percent|pct).)+?) ?(?:\\?%|percent(?:age)?|pct)")
+# Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and unknown commands are
+# not.
+_READABLE = re.compile(
+    r"(?:[0-9A-Za-z .:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
+    r"|widehat|theta|alpha|beta|gamma|phi)(?![A-Za-z]))*"
+)
+_DAY, _MONTH, _YEAR = "(?:0?[1-9]|[12][0-9]|3[01])", "(?:0?[1-9]|1[0-2])", "(?:1[0-9]|20)[0-9]{2}"
+_DATE = re.compile(
+    "|".join(
+        sign.join(parts)
+        for sign in "-/"
+        for parts in ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
+    )
+)
+_RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
+
+
+def plain(raw: str) -> Answer:
+    """An answer as a single value, or as unreadable. Never raises, and costs about a millisecond at most."""
+    return _plain(raw) if len(raw) <= MAX_CHARS else Answer("unreadable", "", "too_long")
+
+
+@lru_cache(maxsize=256)
+def _plain(raw: str) -> Answer:
+    """The rollouts of a group share their reference answer, and often their answer."""
+    try:
+        text = canonical(raw)
+    except UncanonicalError as error:
+        return Answer("unreadable", "", error.reason)
+    per_cent = _PER_CENT.fullmatch(text)
+    of = plain(per_cent[1]) if per_cent else None
+    if of is not None and of.tree:
+        return Answer("percentage", f"{of.text}%", "percentage", raw, real=of.real)
+    for reason, pattern in _NO_VALUE:
+        if pattern.search(text):
+            return Answer("unreadable", text, reason, raw)
+    if _DATE.fullmatch(text):
+        return Answer("text", text, "not_a_number", raw)  # not the difference 2022
+    tree: Tree | None = None
+    try:
+        tree = read_tree(text)
+        return Answer("number", text, raw=raw, real=number_of(tree), tree=tree)
+    except NotReadError as error:
+        if error.reason == "beyond":
+            return Answer("expression", text, "not_a_number", raw, tree=tree)
+        worded = re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(text)
+        if error.reason == "not_read" and (worded or _RATIO.fullmatch(text)):
+            return Answer("text", text, "not_a_number", raw)
+        return Answer("unreadable", text, error.reason, raw)
+
+
+def amount(answer: Answer) -> Answer:
+    r"""The amount of money in an answer, 5 in `\$5` and `5 dollars`; without one the answer itself."""
+    match = CURRENCY.fullmatch(answer.text)
+    return plain(match["named"] or match["before"] or match["sign"] + match["cents"]) if match else answer

@@ -1,0 +1,236 @@
+r"""Whether two answers are the same, by their types: the rules of numbers, expressions, texts, lists and relations.
+
+Numbers are compared by the rule of numbers. Everything else is compared by values at points; nothing is simplified.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from adora_vl.rewards.answer import NO_VALUE, UNREAD, Answer, amount, plain
+from adora_vl.rewards.canonical import NAMED_VALUE
+from adora_vl.rewards.forms import as_form, bare
+from adora_vl.rewards.grammar import Tree, unknowns
+from adora_vl.rewards.numeric import factor_between, same_function, same_number
+from adora_vl.rewards.solutions import same_solutions
+
+Verdict = Literal["correct", "wrong", "unparseable"]
+_DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """How one part of an answer was compared with its part of the reference answer; `-` where there is none."""
+
+    answer: str
+    reference: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The verdict on two answers, the rule that decided, and the parts of a form."""
+
+    verdict: Verdict
+    reason: str
+    pairs: tuple[Pair, ...] = ()
+
+
+def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compared:
+    """The verdict on an answer from `plain`; where `reference`, from `read`, is a form, it is read as one, too.
+
+    `rounding`: a decimal may be the reference answer rounded.
+    """
+    if reference.is_form:
+        return _same_form(as_form(answer), as_form(reference), rounding)
+    if reference.kind == "unreadable" and reference.reason != "not_read":
+        return Compared("wrong", f"gold_{reference.refusal or reference.reason}")
+    return _same_value(_as_value(answer, reference), reference, rounding)
+
+
+def _as_value(answer: Answer, reference: Answer) -> Answer:
+    r"""The value in `y = 2x + 1` and `|AB| = 5`, and in `x \approx 5` where the reference answer is in digits; else the
+    answer itself.
+    """
+    label, value = answer.whole.partition("=")[0] if "=" in answer.raw else "", answer
+    if answer.reason in NO_VALUE and answer.kind != "percentage":
+        match = NAMED_VALUE.fullmatch(answer.whole)
+        if not match or (match[2] != "=" and not re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text)):
+            return answer
+        label, value = match[1], plain(match[3])
+    names_itself = value.kind == "expression" and (label == value.text or label in unknowns(value.tree or ()))
+    return Answer("unreadable", answer.text, "equation") if names_itself else value  # f(x) = f(x)
+
+
+def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+    """The verdict where the reference answer is one value."""
+    by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
+    if by_text and unspaced(answer.text) == unspaced(reference.text):
+        return Compared("correct", "same_text")
+    answer, reference = amount(answer), amount(reference)
+    if not answer.is_value:
+        return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.reason)
+    if (answer.kind == "percentage") != (reference.kind == "percentage"):
+        return Compared("wrong", "percentage" if answer.kind == "percentage" else "different_text")
+    given, wanted = answer.real, reference.real
+    if given and given.unevaluated and not (wanted and wanted.unevaluated):
+        return Compared("wrong", "unevaluated")
+    if given and wanted:
+        same = same_number(given, wanted)
+        if not same and rounding and _is_rounded(answer.text, wanted.value):
+            return Compared("correct", "rounded")
+        if same is None:
+            return Compared("unparseable", "undecided")
+        return Compared("correct", "same_number") if same else Compared("wrong", "different_number")
+    if answer.tree and reference.tree:
+        return _same_expression(answer.tree, reference.tree)
+    return Compared("wrong", answer.reason or "different_text")
+
+
+def _same_expression(answer: Tree, reference: Tree) -> Compared:
+    """The verdict on two expressions. With other unknowns than the reference answer has, an answer is wrong."""
+    names, reference_names = unknowns(answer), unknowns(reference)
+    if names != reference_names:
+        return Compared("wrong", "different_expression" if reference_names else "not_a_number")
+    found = same_function(answer, reference)
+    if found == "equal":
+        return Compared("correct", "same_value")
+    return Compared("wrong", "different_expression") if found == "different" else Compared("unparseable", found)
+
+
+def unspaced(text: str) -> str:
+    r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`. Those between digits
+    tell numbers apart.
+
+    A word counts the same with a capital letter: `True` is `true`, while the side `AB` is not `ab`.
+    """
+    text = re.sub(r"\\overline\{([A-Z](?: ?[A-Z])*)\}", r"\1", text)
+    text = re.sub(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])", lambda word: word[0].lower(), text)
+    return re.sub(r"(?<=[A-Za-z]) (?=[A-Za-z])", "", text)
+
+
+def _is_rounded(text: str, reference: Any) -> bool:
+    """Whether `text` is a decimal with places, and equals the reference rounded half up to as many of them."""
+    match = _DECIMAL.fullmatch(text)
+    if not match:
+        return False
+    scale = 10 ** len(match[1])
+    rounded = (int(abs(reference) * scale * 2) + 1) // 2
+    return bool(Fraction(text) * scale == (rounded if reference >= 0 else -rounded))
+
+
+def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+    """The verdict where the reference answer is a form, or a part of one."""
+    if answer.kind == "unreadable":
+        return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.refusal or answer.reason)
+    kinds = answer.kind, reference.kind
+    if reference.label and answer.label and kinds != ("equation", "equation") and not _same_label(answer, reference):
+        return Compared("wrong", "different_label", (Pair(answer.label, reference.label, "different_label"),))
+    if answer.solution and reference.solution and kinds != ("ordered", "ordered"):
+        same = same_solutions(answer.solution, reference.solution)
+        return Compared("correct", "same_solutions") if same else Compared("wrong", "different_solutions")
+    if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
+        return _same_form(answer, reference.parts[0], rounding)
+    if reference.kind == "unordered":
+        return _same_list(answer, reference, rounding)
+    if answer.is_value and reference.is_value:
+        found = _same_value(answer, reference, rounding)
+        return Compared(found.verdict, found.reason, (Pair(_shown(answer), _shown(reference), found.reason),))
+    if answer.kind != reference.kind:
+        return Compared("wrong", "different_form")
+    if reference.kind in {"equation", "inequality"}:
+        return _same_relations(answer, reference)
+    if len(reference.parts) == 2 and answer.brackets != reference.brackets:
+        return Compared("wrong", "different_brackets")
+    return _in_order(answer, reference, rounding)
+
+
+def _shown(answer: Answer) -> str:
+    return f"{answer.label}={answer.text}" if answer.label and answer.is_value else answer.text
+
+
+def _same_list(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+    """The verdict where the reference answer is a list or set. A tuple of names or for names is in their order."""
+    labels = [part.label for part in reference.parts]
+    if answer.brackets == "()" and any(labels):
+        by_name = all(part.label for part in answer.parts)
+        return (_in_any_order if by_name else _in_order)(answer, reference, rounding)
+    if answer.is_value and len(reference.parts) == 1:
+        return _same_form(answer, reference.parts[0], rounding)
+    if answer.kind != "unordered":
+        return Compared("wrong", "different_form")
+    if not all(labels) or any(part.label for part in answer.parts):
+        return _in_any_order(answer, reference, rounding)
+    if answer.label:  # AB = 4, 5 for AB = 4, CD = 5
+        return Compared("wrong", "different_label")
+    return _in_order(answer, reference, rounding)
+
+
+def _same_label(answer: Answer, reference: Answer) -> bool:
+    """Names of functions may differ, as in `W(n) = 1` and `W(x) = 1`; that of one value is a decoration."""
+    if reference.is_value or ("(" in reference.label and "(" in answer.label):
+        return True
+    return bare(answer.label) == bare(reference.label)
+
+
+def _in_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+    if len(answer.parts) != len(reference.parts):
+        return Compared("wrong", "different_length")
+    pairs = []
+    if _other_names(answer, reference):
+        return Compared("wrong", "different_label")
+    for given, wanted in zip(answer.parts, reference.parts, strict=True):
+        found = _same_form(given, wanted, rounding)
+        pairs.append(Pair(_shown(given), _shown(wanted), found.reason))
+        if found.verdict != "correct":
+            return Compared(found.verdict, "different_part", tuple(pairs))
+    return Compared("correct", "same_parts", tuple(pairs))
+
+
+def _other_names(answer: Answer, reference: Answer) -> bool:
+    """Whether parts are named in another order, or all by the name of one. Where nothing has a name, x is before y."""
+    names, wanted = ([bare(part.label) for part in side.parts] for side in (answer, reference))
+    order = wanted if any(wanted) else list("xyz")
+    places = [order.index(name) for name in names if name and name in order]
+    return places != sorted(places) or (answer.label != "" and bare(answer.label) in wanted)
+
+
+def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+    """Each part of the answer with one of the reference answer, by name where both have names."""
+    if len(answer.parts) != len(reference.parts):
+        return Compared("wrong", "different_length")
+    by_label = all(part.label for part in reference.parts)
+    left = list(reference.parts)
+    pairs: list[Pair] = []
+    for given in answer.parts:
+        found = next((one for one in left if _matches(given, one, by_label, rounding)), None)
+        if found is None:
+            return Compared("wrong", "different_part", (*pairs, Pair(_shown(given), "-", "different_part")))
+        left.remove(found)
+        pairs.append(Pair(_shown(given), _shown(found), "same_part"))
+    return Compared("correct", "same_parts", tuple(pairs))
+
+
+def _matches(given: Answer, wanted: Answer, by_label: bool, rounding: bool) -> bool:
+    named = not by_label or bare(given.label) == bare(wanted.label)
+    return named and _same_form(given, wanted, rounding).verdict == "correct"
+
+
+def _same_relations(answer: Answer, reference: Answer) -> Compared:
+    """Each relation of the answer is one of the reference answer, but for a factor, which keeps the sign of `<`."""
+    if len(answer.relations) != len(reference.relations):
+        return Compared("wrong", "different_form")
+    left = list(reference.relations)
+    for sign, tree in answer.relations:
+        for one in left:
+            same_names = unknowns(tree) == unknowns(one[1])
+            factor = factor_between(tree, one[1]) if sign == one[0] and same_names else 0
+            if factor > 0 or (factor and sign in {"=", "!="}):
+                left.remove(one)
+                break
+        else:
+            return Compared("wrong", f"different_{reference.kind}")
+    return Compared("correct", f"same_{reference.kind}")
