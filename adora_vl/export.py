@@ -136,9 +136,12 @@ def _gather(source: Path, target: Path) -> None:
     """ZeRO-3 without `zero3_save_16bit_model`: the float32 weights out of every rank's part, in the model's dtype."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    from adora_vl.checkpoint.universal import without_code
+
     config = read_config("RUN", str(source))
     model = auto_class(config).from_config(config, dtype=config.dtype)
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)))
+    with without_code(source):
+        model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)))
     model.save_pretrained(target)
 
 

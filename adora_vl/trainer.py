@@ -20,11 +20,13 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback
+from transformers import trainer as transformers_trainer
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
 from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.universal import load_shards
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.checkpoint.written import noted
 from adora_vl.config import AdoraGRPOConfig
@@ -96,6 +98,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             processing_class = load_processor(name, revision=revision)
         limit_pixels(processing_class, args.min_pixels, args.max_pixels)
         engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, revision), timed=self.clock.phase)
+        compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
             super().__init__(
                 model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs

@@ -8,7 +8,8 @@
 # What comes after MODEL goes to `adora_vl.train`. SERVER_OPTIONS are further options of each server, such as
 # '--dtype bfloat16 --mm-processor-kwargs {"max_pixels":1003520}', which have to be those of the training. The servers
 # listen on 127.0.0.1, from SERVER_PORT (8100) on, and say where their logs are. Weights travel by
-# /dev/shm, or by WEIGHTS_FOLDER: in a container /dev/shm often holds 64 MB, and a model needs its own size.
+# /dev/shm, or by WEIGHTS_FOLDER: in a container /dev/shm often holds 64 MB, and a model needs its own size. No other user
+# can read them there. A server that does not answer in SERVER_WAIT (3600) seconds ends the script.
 # As a Slurm job on one node: sbatch --nodes 1 --gpus-per-node 8 --signal=B:TERM@900 setup/servers.sh MODEL ...
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"

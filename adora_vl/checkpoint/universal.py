@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import pickle  # for its error alone
+import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +25,40 @@ if TYPE_CHECKING:
 
 LATEST = "latest_universal"  # DeepSpeed's own name; holds the name of the folder beside it
 _SHARDS = "global_step*"
+_ONLY_WEIGHTS, _ALSO_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch reads them
+
+
+@contextlib.contextmanager
+def without_code(checkpoint: Path | str) -> Iterator[None]:
+    """Inside, unpickling makes tensors, plain values and the classes that checkpoints of DeepSpeed 0.19 have, and runs
+    nothing else, whatever a caller of `torch.load` asks for. Raises `UserError` for a file that asks for more.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = {name: os.environ.pop(name, None) for name in (_ONLY_WEIGHTS, _ALSO_CODE)}
+    os.environ[_ONLY_WEIGHTS] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    except pickle.UnpicklingError as error:
+        asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise UserError(
+            f"checkpoint: {str(checkpoint)!r} asks for {asked[1] if asked else 'more than tensors'}, which no run has "
+            "written, and which may run a stranger's code; use a checkpoint of your own"
+        ) from error
+    finally:
+        del os.environ[_ONLY_WEIGHTS]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def load_shards(engine: Any, checkpoint: str, **options: Any) -> None:
+    """Transformers' function of that place, `without_code`."""
+    from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+
+    with without_code(checkpoint):
+        deepspeed_load_checkpoint(engine, checkpoint, **options)
 
 
 def is_universal(checkpoint: Path) -> bool:
@@ -35,8 +73,8 @@ def shards_of(checkpoint: Path) -> Path | None:
 def write_universal(checkpoint: Path, output: Path) -> None:
     """Write `output`, a whole checkpoint with the content of `checkpoint`, for any number of DeepSpeed processes.
 
-    DeepSpeed's own converter reads the shards with pickle; `checkpoint` is one of ours and was verified by its hashes.
-    Raises `UserError` where there are no shards to convert.
+    DeepSpeed's own converter reads the shards with pickle, hence `without_code`: hashes say that a checkpoint is whole,
+    and not who made it. Raises `UserError` where there are no shards to convert, or they ask for code.
     """
     shards = shards_of(checkpoint)
     if shards is None:
@@ -55,7 +93,7 @@ def write_universal(checkpoint: Path, output: Path) -> None:
             input_folder=str(shards), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
             keep_temp_folder=False, strict=True, inject_missing_state=True,
         )  # fmt: skip
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), without_code(checkpoint):
             convert(options)
         facts = {key: value for key, value in facts_of(checkpoint).items() if key != "files"}
         seal(staged, facts)

@@ -375,7 +375,7 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
         default=None,
         metadata={
             "help": "With adora_weight_transfer: file, a folder that trainer and servers see, such as one in "
-            "/dev/shm; null: .weights in output_dir."
+            "/dev/shm; null: .weights in output_dir. The trainer's user alone can read what it gets."
         },
     )
     adora_freeze_vision_tower: bool = field(default=False, metadata={"help": "Do not train the vision tower."})

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adora_vl.utils.files import locked_folder, remove_abandoned, unwritable, usual_modes
+from adora_vl.utils.files import locked_folder, remove_abandoned, unwritable
 
 KEY = "adora_weight_folder"
 _FILE_BYTES = 2 * 2**30  # what is held in memory at a time
@@ -49,10 +49,14 @@ class WeightFiles:
         rest = iter(tensors)
         with ExitStack() as until:
             try:
+                self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 path, lock = locked_folder(lambda: self.folder / f"{self._name}-{token_hex(8)}")
                 until.callback(self._remove, path, lock)
+                rights = _rights_in(self.folder)
+                path.chmod(rights)
                 _save(rest, path)
-                usual_modes(path)
+                for file in path.iterdir():
+                    file.chmod(rights & 0o640)
             except (OSError, SafetensorError) as error:
                 raise unwritable(KEY, self.folder, error) from error
             finally:
@@ -67,6 +71,11 @@ class WeightFiles:
         if not self._was_there:
             with suppress(OSError):  # another run has weights in it
                 self.folder.rmdir()
+
+
+def _rights_in(folder: Path) -> int:
+    """Those of a run's folder: for the trainer's user alone, unless `folder` was opened to its group alone."""
+    return 0o750 if folder.stat().st_mode & 0o057 == 0o050 else 0o700
 
 
 def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:

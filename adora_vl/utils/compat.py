@@ -99,6 +99,12 @@ OLD_PASS = Patch(
     "step, the policy's own pass gives the same numbers, and ours forms the ratio to the engine there.",
     until="GRPOTrainer forms that ratio in _compute_loss where the policy has not changed since.",
 )
+SHARD_LOADING = Patch(
+    owner="transformers.trainer",
+    name="deepspeed_load_checkpoint",
+    upstream="DeepSpeed unpickles a rank's file with whatever code it asks for; no argument says weights_only.",
+    until="DeepSpeed's checkpoint engines load with weights_only=True.",
+)
 IMAGE_PROCESSING = Patch(
     owner="transformers.models.qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor",
     name="preprocess",

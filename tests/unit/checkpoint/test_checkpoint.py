@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_of
@@ -23,8 +27,9 @@ from adora_vl.checkpoint.store import (
     problem_of,
     publish,
     rotate,
+    seal,
 )
-from adora_vl.checkpoint.universal import _GroupsAsBefore, expect_universal, write_universal
+from adora_vl.checkpoint.universal import _GroupsAsBefore, expect_universal, load_shards, without_code, write_universal
 from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataloader import EpochRepeatSampler
@@ -125,6 +130,49 @@ def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path)
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="a universal checkpoint needs DeepSpeed"):
         expect_universal(SimpleNamespace(is_deepspeed_enabled=False))
+
+
+class Code:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeypatch):
+    """Neither by its converters nor at a resume, though it asks torch for all that pickle can do."""
+    checkpoint, ran, names = (
+        tmp_path / "checkpoint-1",
+        tmp_path / "ran",
+        ("mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim"),
+    )
+    (checkpoint / "global_step1").mkdir(parents=True)
+    for name in names:
+        torch.save({"optimizer_state_dict": Code(ran)}, checkpoint / "global_step1" / f"{name}_states.pt")
+    (checkpoint / "latest").write_text("global_step1")
+    seal(checkpoint, {"step": 1, "fingerprint": {}})
+    engine = SimpleNamespace(
+        load_checkpoint=lambda *_, **__: torch.load(
+            checkpoint / "global_step1" / f"{names[0]}_states.pt", weights_only=False
+        )
+    )
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    for read in (lambda: write_universal(checkpoint, tmp_path / "out"), lambda: load_shards(engine, str(checkpoint))):
+        with pytest.raises(UserError, match=r"'.*checkpoint-1' asks for posix.mkdir, which no run has written"):
+            read()
+    assert not ran.exists() and not (tmp_path / "out").exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ and os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
+
+
+def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
+    address = fragment_address(3, 1)
+    scaler = DynamicLossScaler(4.0, 1000, 1.0, 2, consecutive_hysteresis=False)
+    content = {"stage": ZeroStageEnum(3), "loss_scaler": scaler, "mapping": [{"w": address}], "static": LossScaler(1.0)}
+    torch.save(content, tmp_path / "states.pt")
+    with without_code(tmp_path):
+        read = torch.load(tmp_path / "states.pt", weights_only=False)
+    assert read["stage"] == 3 and read["mapping"][0]["w"] == address and read["loss_scaler"].cur_scale == 4.0
 
 
 def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from base64 import b64encode
@@ -259,6 +260,26 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(s
     with WeightFiles(shared, tmp_path).written(tensors()):
         pass
     assert shared.stat().st_mode & 0o777 == 0o700, "a folder that was there stays, with its owner's rights"
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "file"),
+    [(None, 0o700, 0o600), (0o1777, 0o700, 0o600), (0o755, 0o700, 0o600), (0o2750, 0o750, 0o640)],
+)
+def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(tmp_path, given, folder, file):
+    """`given`: the rights of the folder that the user has made, as in /dev/shm; None: there is none."""
+    shared = tmp_path / "w"
+    if given is not None:
+        shared.mkdir()
+        shared.chmod(given)
+    before = os.umask(0o022)
+    try:
+        with WeightFiles(shared, tmp_path).written(iter([("w", torch.ones(2))])) as told:
+            assert shared.stat().st_mode & 0o7777 == (0o700 if given is None else given)
+            assert told.stat().st_mode & 0o777 == folder
+            assert {path.stat().st_mode & 0o777 for path in told.iterdir()} == {file}
+    finally:
+        os.umask(before)
 
 
 def test_two_runs_share_one_folder_of_weights(tmp_path):
