@@ -54,10 +54,11 @@ class JudgeReward:
             given["attempts"],
             given["wait"],
             given["concurrency"],
+            {"temperature": 0, "max_tokens": given["max_tokens"]},
         )
         budget = None if given["budget"] < 0 else given["budget"]
         self._endpoint, self._budget, self._cache = endpoint, budget, folder / Path(given["cache"]).expanduser()
-        self._instruction, self._max_tokens = given["instruction"], given["max_tokens"]
+        self._instruction = given["instruction"]
         self._client: ChatClient | None = None
         self._warned = False
         self._refused: EndpointError | None = None
@@ -66,8 +67,7 @@ class JudgeReward:
     def client(self) -> ChatClient:
         """Made at the first call: its cache lies in the run's folder, which has to be checked first."""
         if self._client is None:
-            body = {"temperature": 0, "max_tokens": self._max_tokens}
-            self._client = ChatClient(self._endpoint, body=body, cache=self._cache, budget=self._budget)
+            self._client = ChatClient(self._endpoint, cache=self._cache, budget=self._budget)
         return self._client
 
     def __call__(

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adora_vl.utils.files import locked_folder, remove_abandoned, unwritable
+from adora_vl.utils.files import abandoned, locked_folder, unwritable
 
 KEY = "adora_weight_folder"
 _FILE_BYTES = 2 * 2**30  # what is held in memory at a time
@@ -37,7 +37,8 @@ class WeightFiles:
         run = f"{socket.gethostname()}:{output_dir.resolve()}"  # two machines may each have a disk with such a path
         self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self._was_there = self.folder.exists()  # with the rights that its owner gave it, so it stays
-        remove_abandoned(self.folder.glob(f"{self._name}-*"))
+        for path in abandoned(self.folder.glob(f"{self._name}-*")):
+            shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:

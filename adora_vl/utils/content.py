@@ -19,7 +19,6 @@ from adora_vl.utils.files import GIB, KeptAnswers, cache_folder
 _REMEMBERED_BYTES = 2**14  # a smaller file is read again as fast as it is looked up
 _SETTLED_NS = 5 * 10**9  # a change within the grain of a file system's clock (up to 2 s) may leave the time as it is
 _SAID_BYTES = 4 * GIB
-_MEMORY_BYTES = 2**25  # of the file of what is remembered; a larger one is begun anew
 _HASH = re.compile(r"[0-9a-f]{32}")
 
 
@@ -68,8 +67,6 @@ def _memory() -> KeptAnswers:
 @cache
 def _kept(file: Path) -> KeptAnswers:
     try:
-        if file.exists() and file.stat().st_size > _MEMORY_BYTES:
-            file.unlink()
         return KeptAnswers(file)
     except OSError:  # without a place on the disk each process remembers for itself
         return KeptAnswers(Path(os.devnull))

@@ -169,27 +169,19 @@ def flush(path: Path) -> None:
 
 def recover_folder(folder: Path) -> None:
     """Undo what killed processes left of replacing `folder`. What a living process is writing stays."""
-    for beside in sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*")):
-        if not is_partial(beside) or not beside.is_dir():
-            continue
-        with suppress(OSError), _abandoned(beside):
-            _settle(beside, folder)
+    found = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*"))
+    for beside in abandoned(path for path in found if is_partial(path) and path.is_dir()):
+        _settle(beside, folder)
 
 
-def remove_abandoned(folders: Iterable[Path]) -> None:
-    """Remove each of these that a process which is gone got of `locked_folder`."""
+def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
+    """Those of `locked_folder` whose process is gone. Each is this one's until the next is asked for."""
     for folder in folders:
-        with suppress(OSError), _abandoned(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _abandoned(folder: Path) -> Iterator[None]:
-    """Raises `OSError` where the process that made a locked folder lives, or has gone on in the meantime."""
-    lock = _lock(folder, os.O_RDWR)
-    try:
-        yield
-    finally:
+        try:
+            lock = _lock(folder, os.O_RDWR)
+        except OSError:  # its process lives, or has gone on in the meantime
+            continue
+        yield folder
         os.close(lock)
 
 
@@ -203,7 +195,7 @@ def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
         folder.mkdir(parents=True)
         try:
             lock = _lock(folder, os.O_RDWR | os.O_CREAT)
-        except BlockingIOError:  # `_abandoned` had it first
+        except BlockingIOError:  # `abandoned` had it first
             continue
         except OSError:
             return folder, None

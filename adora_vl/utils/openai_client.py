@@ -23,7 +23,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -62,6 +62,7 @@ class Endpoint:
     attempts: int = 4
     wait_s: float = 1.0
     workers: int = 8
+    body: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
 
 
 @dataclass(frozen=True)
@@ -109,18 +110,11 @@ def check_url(name: str, url: str) -> str:
 class ChatClient:
     """Asks an endpoint, from several threads at once."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        body: Mapping[str, Any] | None = None,
-        cache: Path | None = None,
-        budget: int | None = None,
-    ) -> None:
-        """`body`: further fields of every request. `cache`: a file of earlier answers. `budget`: calls that this client
-        may make, each attempt one; None: any number.
+    def __init__(self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None) -> None:
+        """`cache`: a file of earlier answers. `budget`: calls that this client may make, each attempt one; None: any
+        number.
         """
-        self._fields = {"model": endpoint.model, **(body or {})}
+        self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint, self.budget = endpoint, budget
         self.calls = 0
         self._lock = threading.Lock()

@@ -57,8 +57,8 @@ class EndpointEngine:
         assert settings.endpoint is not None
         self.batch_size = settings.batch_size or _BATCH
         self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
-        body = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
-        self._client = ChatClient(settings.endpoint, body=body)
+        self._client = ChatClient(settings.endpoint)
+        self._body = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
         """The replies, None for a call that failed. Raises `UserError` if all of them failed."""
@@ -75,7 +75,7 @@ class EndpointEngine:
 
     def _answer(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
         try:
-            return self._client.chat(messages_of(request), seed=request.seed)
+            return self._client.chat(messages_of(request), seed=request.seed, **self._body)
         except EndpointError as error:
             return Unanswerable(str(error)) if error.too_long else error
 

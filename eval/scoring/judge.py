@@ -147,13 +147,14 @@ def judge_of(options: Namespace) -> ChatClient:
         options.judge_timeout,
         options.judge_attempts,
         options.judge_wait,
+        body={"temperature": 0, "max_tokens": 256},
     )
     named = options.verb == "score" and options.output.suffix == ".json" and not options.output.is_dir()
     beside = options.output.parent if named else options.output
     cache: Path = options.judge_cache or beside / "judge_cache.jsonl"
     with written_to("judge_cache", cache):
         cache.parent.mkdir(parents=True, exist_ok=True)
-    return ChatClient(endpoint, body={"temperature": 0, "max_tokens": 256}, cache=cache, budget=options.judge_budget)
+    return ChatClient(endpoint, cache=cache, budget=options.judge_budget)
 
 
 def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:

@@ -67,15 +67,6 @@ def test_a_file_that_was_just_written_is_read_again(
     assert content_hash([tmp_path / "a"]) == content_hash([tmp_path / "a"]) and read == ["a", "a"]
 
 
-def test_without_a_place_for_the_memory_the_hash_is_the_same(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a").write_bytes(bytes(SIZE))
-    first = content_hash([tmp_path / "a"])
-    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "a" / "in a file"))
-    assert content_hash([tmp_path / "a"]) == content_hash([tmp_path / "a"]) == first and read == ["a", "a"]
-
-
 def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path: Path) -> None:
     file = tmp_path / "kept.jsonl"
     file.write_bytes(b'{"key": "a", "answer": "1"}\n{"key": "b", "answer": 2}\n[1]\n\xff{"key": "c", "ans')

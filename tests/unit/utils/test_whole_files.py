@@ -41,7 +41,6 @@ OTHERWISE = {
     "adora_vl/data/dataset.py": "inside `complete_or_absent`",
     "data_prep/quarantine.py": "inside `complete_or_absent`",
     "eval/inference/predictions.py": "appends",
-    "adora_vl/utils/openai_client.py": "appends",
     "data_prep/filter.py": "inside `complete_or_absent`",
 }
 
