@@ -258,9 +258,10 @@ _NO_WHITE = "it cannot be told which is white, and it would be nearly black; sav
 
 def _refuse_dark(image: Image.Image) -> None:
     """Refuse colours of 16 bits that are used for 14 or less: Pillow keeps the upper 8 alone, so no scale helps."""
-    grey = image.mode == "I" or image.mode.startswith("I;16")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return
     colours = [image.getchannel(band) for band in image.getbands() if band != "A"]
-    if not grey and max(int(np.max(np.asarray(colour))) for colour in colours) < 64:
+    if max(int(np.max(np.asarray(colour))) for colour in colours) < 64:
         raise UnreadableImageError("image_range", f"of its colours of 16 bits up to a quarter of the range {_NO_WHITE}")
 
 

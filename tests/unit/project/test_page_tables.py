@@ -8,7 +8,9 @@ import pytest
 from adora_vl.train import main as train
 from benchmarks import grading, step
 from benchmarks import slice as part
-from benchmarks.attenuation.__main__ import RUNS, all_tables
+from benchmarks.attenuation.__main__ import RUNS
+from benchmarks.attenuation.report import all_tables
+from benchmarks.grading_corpus import cases
 from data_prep.cli import main as data_prep
 from eval.__main__ import main as evaluate
 from tests.conftest import REPOSITORY
@@ -61,7 +63,7 @@ def policy_step(folder, rows):
 
 
 def graders(folder, rows):
-    right = [grading.ours(case) == (case.label == "correct") for case in grading.cases()]
+    right = [grading.ours(case) == (case.label == "correct") for case in cases()]
     counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
     assert counts[0] == [sum(right), 0, 0, 0, 0, 0] and {sum(row) for row in counts} == {len(right)}
 

@@ -418,7 +418,13 @@ def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path: Path, serve: 
 def test_a_score_is_known_by_all_that_it_depends_on(tmp_path: Path, serve: Serve) -> None:
     server, other = (serve(lambda body, call: completion("<score>1</score>")) for _ in range(2))
     calls = 0
-    for options in ({}, {"model": "k"}, {"max_tokens": 9}, {"instruction": "Judge."}, {"base_url": other.url}):
+    others: list[dict[str, Any]] = [
+        {"model": "k"},
+        {"max_tokens": 9},
+        {"instruction": "Judge."},
+        {"base_url": other.url},
+    ]
+    for options in ({}, *others):
         for again in (False, True):
             rewards(judge(tmp_path, **{"url": server.url, **options}), {})
             calls += 0 if again else 3
