@@ -25,6 +25,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
+from adora_vl.checkpoint.library_state import Losses, MovingReference
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.universal import load_shards
 from adora_vl.checkpoint.writer import CheckpointWriter
@@ -39,7 +40,7 @@ from adora_vl.dedup.policy_pass import PolicyPass, evaluating, generation_logps,
 from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.experimental import extensions
 from adora_vl.models.families import freeze
-from adora_vl.models.load import limit_pixels, load_processor, restore_weights, restores_by_name
+from adora_vl.models.load import limit_pixels, load_processor, restore_weights
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.shape import refuse_tied_adapters
 from adora_vl.record import metrics, trackers
@@ -124,6 +125,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.methods = method_run(args)
         self.advantages = AdvantageComputer(context, self.methods, self.reward_weights)
         self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
+        reference = None if self.ref_model is None else accelerator.unwrap_model(self.ref_model)
+        is_main, zero3 = accelerator.is_main_process, self._dist.is_zero3
+        self.reference = MovingReference(reference, moves=args.sync_ref_model, is_main=is_main, zero3=zero3)
+        self.loss_sums = Losses(self)
         self.row_guard, self.drift_guard, self.ratio_guard = RowGuard(context), DriftGuard(context), RatioGuard(context)
         self.reward_guard, self.server_guard = RewardGuard(context), ServerGuard(context)
         self.reward_funcs = self.reward_guard.around(self.reward_funcs, self.reward_func_names)
@@ -154,7 +159,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.remove_callback(noisy)
         clock, keep = metrics.StepClock(self.clock, log), KeepRecord(self.recorder, self.batcher.take_moved)
         rate = ScaledRate(lambda: self.methods.rate)
-        for callback in (rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile()):
+        for callback in (self.loss_sums, rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile()):
             self.add_callback(callback)
 
     # ------------------------------------------------------------------------------------------- 1. a generation
@@ -421,13 +426,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         def save(folder: Path) -> dict[str, Any]:
             stock(model, trial)
+            self.reference.save(folder)
             table = trackers.to_json(self._logs)
             for extension in self.extensions:
                 extension.save(folder)
             left: list[Batch] | None = self._buffered_inputs
             if self._cuts:
                 left = None if self._generation is None else self._generation.micro_batches
-            return {**facts, **self.unfinished.save(folder, self._step_began, left, table)}
+            left_over = self.unfinished.save(folder, self._step_began, left, table)
+            return {**self.loss_sums.of_all_ranks(facts), **left_over}
 
         self.checkpoints.write(self.state.global_step, save)
 
@@ -438,13 +445,21 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the file. Qwen2.5-VL's
-        modules have other names, so a resumed run would only print a warning and start from the untrained weights.
+        modules have other names, so a resumed run would only print a warning and start from the untrained weights. Of
+        several adapters it reads those in folders alone, and not the one that is trained.
         """
-        model = self.model if model is None else model
-        if self._dist.is_fsdp or restores_by_name(model, Path(resume_from_checkpoint)):
+        model, folder = self.model if model is None else model, Path(resume_from_checkpoint)
+        if self._dist.is_fsdp or not list(folder.glob("*.safetensors")):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            restore_weights(model, Path(resume_from_checkpoint))
+            restore_weights(model, folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        """Stock TRL restores these and the coefficient of the entropy; ours also what no library saves."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.reference.load(Path(checkpoint))
+            self.loss_sums.load(Path(checkpoint))
 
     def restore(self, checkpoint: str) -> None:
         """Restore what a checkpoint holds besides weights and optimizer, which `train` restores: what the methods
@@ -470,7 +485,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _facts(self) -> dict[str, Any]:
         """What is known now of the run, for a checkpoint's manifest."""
         figures = {name: list(values) for name, values in self._metrics["train"].items()}
-        return {**self.run_facts, "methods": self.methods.state(), "metrics": figures}
+        return {**self.run_facts, **self.loss_sums.now(), "methods": self.methods.state(), "metrics": figures}
 
     @property
     def _step_began(self) -> int:

@@ -119,11 +119,11 @@ def facts(folder: Path) -> dict[str, Any]:
     import pandas as pd
 
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    steps = {
-        entry["step"]: {key: value for key, value in entry.items() if not key.startswith(UNTIMED)}
-        for entry in history
-        if "loss" in entry
-    }
+    steps: dict[int, dict[str, Any]] = {}
+    for entry in history:
+        if not entry.keys().isdisjoint({"loss", "train_loss"}):
+            timeless = {key: value for key, value in entry.items() if not key.startswith(UNTIMED)}
+            steps.setdefault(entry["step"], {}).update(timeless)
     rollouts = {}
     for path in sorted((folder / "completions").glob("*.parquet")):
         table = pd.read_parquet(path, columns=list(_TABLE))

@@ -23,7 +23,7 @@ from adora_vl.utils.files import is_partial, replace_file
 WRITTEN = "written.json"
 _MADE_BY = {"made_by": "adora_vl.train"}
 _MODEL = (
-    "merged", "*.safetensors", "*.safetensors.index.json", "adapter_*", "config.json", "generation_config.json",
+    "merged", "ref", "*.safetensors", "*.safetensors.index.json", "adapter_*", "config.json", "generation_config.json",
     "README.md", "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "training_args.bin", "trainer_state.json",
 )  # fmt: skip

@@ -135,7 +135,8 @@ def paper_checks(run: Run) -> list[Check]:
         frozen=config.frozen_components,
         peft_config=get_peft_config(model),
     )
-    one = checkpoint_bytes(shape, from_environment(), mixed=bool(config.bf16 or config.fp16))
+    mixed = bool(config.bf16 or config.fp16)
+    one = checkpoint_bytes(shape, from_environment(), mixed=mixed, reference=config.sync_ref_model)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
     needed = run_bytes(one, shape.total * shape.weight_bytes, kept) if kept else shape.total * shape.weight_bytes
     return [*checks, check_room(folder, needed, one, kept)]

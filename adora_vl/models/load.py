@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from adora_vl.models.families import known, sees_images
 from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import RunError, UserError, in_one_line
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
@@ -157,17 +157,33 @@ def restore_weights(model: Any, folder: Path) -> None:
     """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same class.
 
     Transformers saves Qwen2.5-VL under other names (`visual.blocks`) than the module has (`model.visual.blocks`);
-    `from_pretrained` knows how to turn them back.
+    `from_pretrained` knows how to turn them back. Of a `PeftModel` every adapter is read, the one named `default` from
+    `folder` and each other one from the folder of its name in it. Raises `RunError` where a tensor is missing, or has
+    no place in the model.
     """
-    saved = type(model).from_pretrained(folder, dtype="auto")
-    model.load_state_dict(saved.state_dict())
-
-
-def restores_by_name(model: Any, folder: Path) -> bool:
-    """Whether restoring is left to Transformers: for an adapter, and for weights that are not in safetensors files."""
     from accelerate.utils import is_peft_model
 
-    return is_peft_model(model) or not list(folder.glob("*.safetensors"))
+    if not is_peft_model(model):
+        saved = type(model).from_pretrained(folder, dtype="auto")
+        model.load_state_dict(saved.state_dict())
+        return
+    for name in model.peft_config:
+        _restore_adapter(model, name, folder if name == "default" else folder / name)
+
+
+def _restore_adapter(model: Any, name: str, folder: Path) -> None:
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    where = f"the adapter {name} of {str(folder)!r}"
+    if not (folder / ADAPTER).is_file():
+        raise RunError(f"{where}: there is no {ADAPTER}; name a checkpoint of a run with this adapter")
+    saved = load_peft_weights(str(folder), device="cpu")
+    missing = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False).keys() - saved.keys()
+    if missing:
+        raise RunError(f"{where}: {len(missing)} tensors are missing, the first is {min(missing)}")
+    left_over = set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
+    if left_over:
+        raise RunError(f"{where}: {len(left_over)} tensors have no place in the model, the first is {min(left_over)}")
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:

@@ -200,7 +200,8 @@ def _check_lines(check: LengthCheck, *, refusing: bool) -> list[str]:
 def disk_lines(plan: Plan) -> list[str]:
     """What the checkpoints will take."""
     setup, config = plan.setup, plan.config
-    one = checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed)
+    moves = config.sync_ref_model
+    one = checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed, reference=moves)
     one += replay_bytes(config.adora_replay_groups, setup.sharding.processes, setup.batch.image_tokens, setup.shape)
     kept = config.save_total_limit
     _, total = steps_of(plan)

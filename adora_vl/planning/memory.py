@@ -132,21 +132,23 @@ def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
 _SMALL = 2 * 2**20  # scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
 
 
-def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool) -> int:
-    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone) and optimizer.
+def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False) -> int:
+    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and with `reference` a
+    reference model that moves (`sync_ref_model`).
 
     DeepSpeed writes, beside the model for `from_pretrained`, its own float32 master weights, the moments and, for
     ZeRO-2 and below, the module's weights once more.
     """
+    moved = shape.total * shape.weight_bytes if reference else 0
     if sharding.stage is None:
         byte = FLOAT if shape.adapters else shape.weight_bytes
         model = shape.trained * byte if shape.adapters else shape.total * byte
-        return model + _ADAM * shape.trained * byte + _SMALL
+        return model + _ADAM * shape.trained * byte + moved + _SMALL
     byte = 2 if mixed else shape.weight_bytes
     model = (shape.trained if shape.adapters else shape.total) * byte
     optimizer = shape.trained * (_ADAM + 1) * FLOAT
     module = shape.total * byte if sharding.stage < 3 else (shape.total - shape.trained) * byte
-    return model + optimizer + module + _SMALL
+    return model + optimizer + module + moved + _SMALL
 
 
 def replay_bytes(groups: int, processes: int, image_tokens: int, shape: ModelShape) -> int:

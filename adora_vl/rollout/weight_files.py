@@ -12,13 +12,12 @@ from pathlib import Path
 from secrets import token_hex
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from adora_vl.checkpoint.library_state import save_tensors
 from adora_vl.utils.files import abandoned, locked_folder, unwritable
 
 KEY = "adora_weight_folder"
-_FILE_BYTES = 2 * 2**30  # what is held in memory at a time
 
 
 class WeightFiles:
@@ -55,7 +54,7 @@ class WeightFiles:
                 until.callback(self._remove, path, lock)
                 rights = _rights_in(self.folder)
                 path.chmod(rights)
-                _save(rest, path)
+                save_tensors(rest, path)
                 for file in path.iterdir():
                     file.chmod(rights & 0o640)
             except (OSError, SafetensorError) as error:
@@ -77,22 +76,3 @@ class WeightFiles:
 def _rights_in(folder: Path) -> int:
     """Those of a run's folder: for the trainer's user alone, unless `folder` was opened to its group alone."""
     return 0o750 if folder.stat().st_mode & 0o057 == 0o050 else 0o700
-
-
-def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """Write them into files of `_FILE_BYTES` and a little more."""
-    held: dict[str, Tensor] = {}
-    files = 0
-
-    def flush() -> None:
-        nonlocal files
-        files += 1
-        save_file(held, folder / f"model-{files:05}.safetensors")
-        held.clear()
-
-    for name, tensor in tensors:
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(one.nbytes for one in held.values()) >= _FILE_BYTES:
-            flush()
-    if held:
-        flush()

@@ -25,12 +25,17 @@ from tests.integration.support import REPOSITORY, processes_with, run
 from tests.unit.data_prep.own_data_support import convert, jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
+MOVED = [
+    "--beta", "0.1", "--sync_ref_model", "true", "--ref_model_sync_steps", "1", "--ref_model_mixup_alpha", "0.5",
+    "--use_adaptive_entropy", "true", "--entropy_target", "9", "--logging_steps", "2", "--learning_rate", "1e-3",
+]  # fmt: skip
 KILLS = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6"]
 
 
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     """Under DARO, whose learned weights have to be in the checkpoint too, with half of the rollouts on distorted
-    images, which have to be distorted alike, and on a mixture of two data sets.
+    images, which have to be distorted alike, and on a mixture of two data sets. TRL moves the reference (`kl` tells)
+    and the coefficient of the entropy, and the checkpoint lies between two lines of the log (`loss`, `train_loss`).
     """
     rows = [{"q": f"How long is side {number}?", "a": number, "image": f"pics/{number % 4}.png"} for number in range(9)]
     columns = ("problem=q", "answer=a", "images=image")
@@ -55,10 +60,11 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
             "--adora_mixture",
             "0.6",
             "0.4",
+            *MOVED,
         ]
     )
     assert "checkpoint-3" in done.stdout
-    assert "6 steps, 6 tables of rollouts, weights: all equal" in done.stdout
+    assert "3 lines, 6 tables of rollouts, weights: all equal" in done.stdout
     rollouts = pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))
     assert rollouts["distorted"].mean() == 0.5 and rollouts[rollouts["distorted"]]["drift"].isna().all()
     assert 0 < rollouts["drift"].max() < 1e-4, "the others are as close to the engine as ever"

@@ -16,6 +16,7 @@ from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from trl import ModelConfig, get_peft_config
 
+from adora_vl.checkpoint.library_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, describe
@@ -206,6 +207,11 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     predicted = checkpoint_bytes(shape, Sharding(1), mixed=False)
     assert written <= predicted <= written + 3 * 2**20
     assert run_bytes(predicted, 10, kept=2) == 3 * predicted + 10
+    MovingReference(model, moves=True, is_main=True, zero3=False).save(tmp_path)
+    moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
+    assert moved == pytest.approx(
+        checkpoint_bytes(shape, Sharding(1), mixed=False, reference=True) - predicted, rel=0.01
+    )
 
 
 def test_keys_and_values_of_the_7b_take_56_kib_a_token(seven):

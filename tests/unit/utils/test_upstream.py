@@ -40,6 +40,7 @@ SIGNATURES = {
     GRPOTrainer._get_output_dir: ["self", "trial"],
     GRPOTrainer._push_from_checkpoint: ["self", "checkpoint_folder"],
     GRPOTrainer._load_from_checkpoint: ["self", "resume_from_checkpoint", "model"],
+    GRPOTrainer._load_optimizer_and_scheduler: ["self", "checkpoint"],
     GRPOTrainer._get_train_sampler: ["self", "dataset"],
     GRPOTrainer._get_dataloader: [
         "self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key",

@@ -1,0 +1,108 @@
+"""What libraries hold in memory and do not save comes back, whole or with one line that says what is missing."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from adora_vl.checkpoint.library_state import REFERENCE, Losses, MovingReference
+from adora_vl.checkpoint.store import seal
+from adora_vl.checkpoint.written import of_a_run
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.utils.errors import RunError, UserError
+from tests.unit.rollout.test_weight_sync import LORA, adapted, base  # noqa: F401  # a fixture
+
+
+def resumed(model: Any, folder: Any) -> None:
+    trainer: Any = object.__new__(AdoraGRPOTrainer)
+    trainer.__dict__.update(model=model, _dist=SimpleNamespace(is_fsdp=False))
+    trainer._load_from_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("form", [form for form in LORA if form != "biases of the base"])
+def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form, tmp_path):  # noqa: F811
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA[form]})
+    start = adapted(base, config, "ref")
+    trained = deepcopy(start)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "default" in name or ".ref" in name:
+                parameter += 1
+    trained.save_pretrained(tmp_path)
+    assert (tmp_path / "ref").is_dir() and {path.name for path in of_a_run(tmp_path)} >= {"ref"}
+    moved = [name for name, now in trained.state_dict().items() if not torch.equal(now, start.state_dict()[name])]
+    assert any("default" in name for name in moved) and any("ref" in name for name in moved)
+    resumed(start, tmp_path)
+    assert [name for name, now in trained.state_dict().items() if not torch.equal(now, start.state_dict()[name])] == []
+
+
+def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):  # noqa: F811
+    model = adapted(base, LoraConfig(r=4, target_modules=["q_proj"]), "ref")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first, *_ = sorted(tensors)
+    save_file({name: tensor for name, tensor in tensors.items() if name != first}, file)
+    with pytest.raises(RunError, match=f"^the adapter default .*1 tensors are missing, the first is {first}"):
+        resumed(model, tmp_path)
+    save_file({**tensors, "base_model.model.other.lora_A.weight": torch.zeros(1)}, file)
+    with pytest.raises(RunError, match="1 tensors have no place in the model"):
+        resumed(model, tmp_path)
+    save_file(tensors, file)
+    (tmp_path / "ref" / "adapter_config.json").unlink()
+    with pytest.raises(RunError, match=r"^the adapter ref of .*there is no adapter_config.json"):
+        resumed(model, tmp_path)
+
+
+def reference(model: Any, moves: bool = True) -> MovingReference:
+    return MovingReference(model, moves=moves, is_main=True, zero3=False)
+
+
+def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp_path):
+    moved, start = nn.Linear(3, 2), nn.Linear(3, 2)
+    reference(moved).save(tmp_path / "first")
+    ended = reference(start, moves=False)
+    ended.load(tmp_path / "first")
+    ended.save(tmp_path / "second")
+    again = nn.Linear(3, 2)
+    reference(again).load(tmp_path / "second")
+    assert all(torch.equal(one, other) for one, other in zip(moved.parameters(), again.parameters(), strict=True))
+    reference(nn.Linear(3, 2), moves=False).save(tmp_path / "third")
+    assert not (tmp_path / "third").exists(), "one that never moves is the base model"
+
+
+def test_a_checkpoint_without_the_reference_or_with_another_one_is_refused(tmp_path):
+    reference(nn.Linear(3, 2, bias=False)).save(tmp_path)
+    with pytest.raises(RunError, match="bias of the reference model is missing"):
+        reference(nn.Linear(3, 2)).load(tmp_path)
+    with pytest.raises(RunError, match="this reference model has no weight"):
+        reference(nn.ReLU()).load(tmp_path)
+    for file in (tmp_path / REFERENCE).iterdir():
+        file.unlink()
+    with pytest.raises(UserError, match="has no reference model, which sync_ref_model: true"):
+        reference(nn.Linear(3, 2)).load(tmp_path)
+
+
+def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_mean(tmp_path, monkeypatch):
+    """Between two lines of the log a rank has a sum that the others have not."""
+    monkeypatch.setattr("adora_vl.checkpoint.library_state.gather_object", lambda own: [*own, 0.5])
+
+    def trainer(rank: int, ranks: int, **sums: Any) -> Any:
+        at = {"_tr_loss": torch.zeros(()), "_total_loss_scalar": 0.0, "_globalstep_last_logged": 5}
+        return SimpleNamespace(accelerator=SimpleNamespace(process_index=rank, num_processes=ranks), **{**at, **sums})
+
+    saved = Losses(trainer(0, 2, _tr_loss=torch.tensor(0.1), _total_loss_scalar=2.25, _globalstep_last_logged=4))
+    seal(tmp_path, Losses.of_all_ranks(saved.now()))
+    for rank, ranks, rest in ((0, 2, torch.tensor(0.1)), (1, 2, torch.tensor(0.5)), (0, 1, torch.tensor(0.3))):
+        now = trainer(rank, ranks)
+        losses = Losses(now)
+        losses.load(tmp_path)
+        losses.on_train_begin(None, None, None)
+        assert now._tr_loss == rest and (now._total_loss_scalar, now._globalstep_last_logged) == (2.25, 4)
