@@ -35,7 +35,7 @@ KILLS = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6"]
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     """Under DARO, whose learned weights have to be in the checkpoint too, with half of the rollouts on distorted
     images, which have to be distorted alike, and on a mixture of two data sets. TRL moves the reference (`kl` tells)
-    and the coefficient of the entropy, and the checkpoint lies between two lines of the log (`loss`, `train_loss`).
+    and the coefficient of the entropy. Every second step is logged, and the checkpoint is of the third (`loss`).
     """
     rows = [{"q": f"How long is side {number}?", "a": number, "image": f"pics/{number % 4}.png"} for number in range(9)]
     columns = ("problem=q", "answer=a", "images=image")
@@ -64,7 +64,7 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
         ]
     )
     assert "checkpoint-3" in done.stdout
-    assert "3 lines, 6 tables of rollouts, weights: all equal" in done.stdout
+    assert "3 steps, 3 tables of rollouts, weights: all equal" in done.stdout
     rollouts = pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))
     assert rollouts["distorted"].mean() == 0.5 and rollouts[rollouts["distorted"]]["drift"].isna().all()
     assert 0 < rollouts["drift"].max() < 1e-4, "the others are as close to the engine as ever"
