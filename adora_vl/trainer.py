@@ -51,6 +51,7 @@ from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import (
+    folder_settings_left_out,
     messages_of,
     mismatch_named,
     never_sample,
@@ -66,7 +67,7 @@ from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGua
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.training.partial_rollouts import PartialRollouts
-from adora_vl.training.scores import Grader
+from adora_vl.training.scores import Ends, Grader
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import Batch, Row, StepContext, loss_mask
 from adora_vl.utils import compat
@@ -132,7 +133,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.row_guard, self.drift_guard, self.ratio_guard = RowGuard(context), DriftGuard(context), RatioGuard(context)
         self.reward_guard, self.server_guard = RewardGuard(context), ServerGuard(context)
         self.reward_funcs = self.reward_guard.around(self.reward_funcs, self.reward_func_names)
-        ends = {*self.eos_token_ids, pad_id}
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+        ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
+        self.mask_truncated_completions = False  # `_collect` does it: TRL knows the end-of-turn tokens alone
         self.grader = Grader(context, self.reward_guard, self.reward_weights, self.reward_func_names, ends)
         self.resample = DynamicSampling(context)
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
@@ -257,6 +260,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             batch = generation.batch = self.images.completed(self._sample_and_grade(generation))
         scores = generation.scores
         assert scores is not None
+        if self.args.mask_truncated_completions:
+            ended_B = ~generation.of_rank(scores.unended_B, self.accelerator.process_index)
+            batch["completion_mask"] = batch["completion_mask"] * ended_B[:, None]
+            batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
         if training:
             self.drift_guard.check_batch(batch, generation.step)
         judged = self.advantages.judged(scores, batch, generation.group_size, generation.step, training=training)
@@ -327,8 +334,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             measured_drift(self, self.drift_guard.check, probe, answers, step)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Stock TRL processes images, samples and decodes here, timed for wandb alone; ours times it for the log."""
-        with self.clock.phase("rollout"), self.server_guard.watching():
+        """Stock TRL processes images, samples and decodes here, timed for wandb alone, and without vLLM by settings of
+        the model's folder too, where no key says another. Ours times it for the log, and samples by the keys alone.
+        """
+        alone = nullcontext() if self.use_vllm else folder_settings_left_out(self.model)
+        with self.clock.phase("rollout"), self.server_guard.watching(), alone:
             return super()._generate(prompts)
 
     def _calculate_rewards(

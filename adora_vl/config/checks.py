@@ -16,6 +16,7 @@ from adora_vl.config.batch_plan import REGROUPABLE, BatchPlan, batch_plan, regro
 from adora_vl.config.early_check import config_file
 from adora_vl.config.experimental import check_noise, check_replay, check_visual, replay_needs, visual_needs
 from adora_vl.config.keys import AdoraScriptArguments
+from adora_vl.config.sampling import sampling_needs
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import check_finite
 from adora_vl.data.prompts import asks_for_answer_tags
@@ -341,4 +342,4 @@ def rewards_of(arguments: Sequence[str], script: AdoraScriptArguments, config: A
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:
     """What the run does beyond plain GRPO, one line each, for its first lines."""
-    return [*method_needs(config), *replay_needs(config), *visual_needs(config)]
+    return [*method_needs(config), *sampling_needs(config), *replay_needs(config), *visual_needs(config)]

@@ -281,7 +281,7 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
     adora_truncation: str = field(
         default="length",
         metadata={
-            "help": "length: truncated from adora_truncated_at tokens on; eos: truncated without an end-of-turn token.",
+            "help": "length: truncated from adora_truncated_at tokens on; eos: truncated where nothing has ended it.",
             "choices": ["length", "eos"],
         },
     )

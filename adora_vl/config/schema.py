@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 from adora_vl.config.advantage import set_method_settings
 from adora_vl.config.keys import AdoraKeys
+from adora_vl.config.sampling import check_sampling_keys
 from adora_vl.config.values import check_fields
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError
@@ -36,6 +37,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         except ValueError:
             self._check_groups(*given)
             raise
+        check_sampling_keys(self)
         masked(vars(self))  # notes what is not to be shown from here on
         for key in ("hub_token", "model_init_kwargs", "vllm_server_base_url"):
             value = getattr(self, key)

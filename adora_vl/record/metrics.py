@@ -342,6 +342,7 @@ def add_judged_figures(metrics: Mapping[str, list[float]], judged: Advantages, s
     for name, value in judged_figures(judged, scores).items():
         metrics[name].append(value)
     leave_out_dissolved(metrics, judged.groups)
+    set_ended(metrics, scores)
 
 
 def learned_figures(weighed: Advantages) -> dict[str, float]:
@@ -356,6 +357,14 @@ def judged_figures(judged: Advantages, scores: Scores) -> dict[str, float]:
     figures["reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
     named = {f"adora/{name}": value for name, value in figures.items()}
     return {**named, "rewards/missing": scores.rewards.missing_share}
+
+
+def set_ended(metrics: Mapping[str, list[float]], scores: Scores) -> None:
+    """Correct TRL's figures of ended answers: it takes one that was stopped at a string for cut off."""
+    metrics["completions/clipped_ratio"][-1] = scores.unended_B.float().mean().item()
+    ended = scores.lengths_B[~scores.unended_B]
+    for name, of in (("mean", torch.mean), ("min", torch.amin), ("max", torch.amax)):
+        metrics[f"completions/{name}_terminated_length"][-1] = of(ended).item() if len(ended) else 0.0
 
 
 def leave_out_dissolved(metrics: Mapping[str, list[float]], groups: Groups) -> None:

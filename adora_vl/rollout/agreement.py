@@ -276,7 +276,7 @@ def measured_drift(
     """Score what the servers sampled for this rank's prompts, and `check` it: the policy's log-probabilities, the
     engine's, and the mask, (B, C), at this step.
     """
-    completions, logps, _ = answers
+    completions, logps = answers
     rollouts = _rollouts(trainer, probe.prompts.ids, completions, logps)
     with evaluating(trainer.model):
         check(score(trainer, probe.prompts, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)

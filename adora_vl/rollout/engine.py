@@ -13,6 +13,7 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+from adora_vl.config.sampling import engine_scores_raw
 from adora_vl.dedup.image_store import ImageCache
 from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.load import pixel_limits
@@ -26,7 +27,7 @@ from adora_vl.rollout.engine_settings import (
 )
 from adora_vl.rollout.prompt_tokens import check_prompts, collapse_image_runs, never_sampled_ids
 from adora_vl.rollout.served import Served
-from adora_vl.rollout.servers import Client, GroupRequest, Servers, connect
+from adora_vl.rollout.servers import Client, GroupRequest, Servers, connect, of_sampled
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.rollout.weight_sync import merged_parameters, push_weights, reset_caches, runner_version, zero_scratch
 from adora_vl.utils import compat
@@ -120,7 +121,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.request = SamplingRequest()
         self._reasons: list[str] = []  # why each row of the last request with segments ended
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
-        self._bans_only = not {*generation_kwargs} - {LOOPS}  # the user's settings do not change what is sampled
+        self._asked = dict(generation_kwargs)
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
         if biases := _biases(generation_kwargs.get("logit_bias") or {}) | banned:
             generation_kwargs["logit_bias"] = biases
@@ -198,13 +199,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     def _logprobs_mode(self) -> str:
         """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the trainer applies only
-        the temperature. Where nothing but the bans changes the sampling, ours asks for those before the bans, which
-        are the same as the trainer's.
+        the temperature. Where that is 1, ours asks for those before filters and bans, which are the trainer's own: else
+        each token's ratio would lack the probability that was cut off.
         """
-        neutral = (self.temperature, self.top_p, self.repetition_penalty) == (1.0, 1.0, 1.0)
-        unfiltered = not self.top_k or self.top_k < 0
-        plain = neutral and unfiltered and not self.min_p and self._bans_only
-        return "raw_logprobs" if plain else "processed_logprobs"
+        raw = engine_scores_raw(self.temperature, self.repetition_penalty, self._asked)
+        return "raw_logprobs" if raw else "processed_logprobs"
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears bfloat16 weights down.
@@ -379,7 +378,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if self.mode == "server":
             with engine_call("generate"):
                 asks = self.asks(prompts, images, num_generations)
-                return (prompts, *self.served.sample(asks, len(prompts)))
+                return (prompts, *self.served.sample(asks, len(prompts)), None)
         if segments is not None:
             prompts = [[*ids, *begun] for ids, begun in zip(prompts, segments.begun, strict=True)]
         asked = prompts
@@ -390,7 +389,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             image_processor = getattr(self.processing_class, "image_processor", None)
             images, request.altered = request.alter_images(images, first, num_generations, image_processor)
         with self._asking_once(len(prompts), num_generations), self._images_from_cache(), engine_call("generate"):
-            prompt_ids, completion_ids, logps, *rest = super().generate(asked, images, num_generations, profiler)
+            prompt_ids, completion_ids, *given = super().generate(asked, images, num_generations, profiler)
+        logps = of_sampled(completion_ids, *given)
         if image_token_id is not None:
             check_prompts(prompts, prompt_ids, image_token_id)
         if segments is not None:
@@ -400,7 +400,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 [[None] * len(token) for token in row] if altered else row
                 for row, altered in zip(logps, request.altered, strict=True)
             ]
-        return (prompt_ids, completion_ids, logps, *rest)
+        return prompt_ids, completion_ids, logps, None
 
     def asks(
         self, prompts: list[list[int]], images: list[list[Any] | None] | None, generations: int

@@ -67,6 +67,17 @@ def never_sample(ids: Sequence[int], settings: dict[str, Any], config: Generatio
         config.suppress_tokens = banned
 
 
+@contextmanager
+def folder_settings_left_out(model: Any) -> Iterator[None]:
+    """Inside, `transformers` fills in nothing from the model's `generation_config.json`. It stays what is saved."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kept, base.generation_config = base.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        base.generation_config = kept
+
+
 def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
     """Replaces each run of image tokens by one image token, which the engine expands itself.
 

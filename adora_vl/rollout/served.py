@@ -103,7 +103,7 @@ class Served:
     def shared(self, answers: list[Answer], rows: int) -> tuple[Any, ...]:
         """The part of this rank, which has `rows`, in the answers to all."""
         mine = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
-        names = ("tokens", "logps", "logp_ids")
+        names = ("tokens", "logps")
         return tuple([one for answer in answers for one in getattr(answer, name)][mine] for name in names)
 
     def first_rank(self, do: Callable[[Servers], Any], others: Callable[[], None] = lambda: None) -> Any:

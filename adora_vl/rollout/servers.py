@@ -64,8 +64,17 @@ class Answer:
     """The rollouts of one request, as TRL takes them."""
 
     tokens: list[list[int]]  # one list per rollout
-    logps: list[list[list[float | None]]]  # and a list per token, the sampled token's alone unless more are asked for
-    logp_ids: list[list[list[int]]]
+    logps: list[list[list[float | None]]]  # and a list per token, of one entry
+
+
+def of_sampled(tokens: Any, logps: Any, ids: Any) -> Any:
+    """The log-probability of each sampled token, by its id. TRL takes the first of those that come with it, which is
+    the likeliest token's where there are several. None where the engine gave none.
+    """
+    return logps and [
+        [[given[known.index(token)]] for token, given, known in zip(*row, strict=True)]
+        for row in zip(tokens, logps, ids, strict=True)
+    ]
 
 
 class _Retry(Retry):
@@ -132,16 +141,15 @@ class Server:
             given = self.client.generate([ask.prompt_ids], features, **ask.sampling)
         except requests.ReadTimeout as error:
             raise UnusableServerError(f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout") from error
-        answer = Answer(given["completion_ids"], given["logprobs"], given["logprob_token_ids"])
-        lengths = [len(tokens) for tokens in answer.tokens]
-        scored = [len(logps) for logps in answer.logps or ()]
+        tokens, logps = given["completion_ids"], given["logprobs"]
+        lengths, scored = [len(row) for row in tokens], [len(row) for row in logps or ()]
         if len(lengths) != ask.sampling["n"] or not all(lengths) or scored != lengths:
             raise UnusableServerError(
                 f"asked for {ask.sampling['n']} rollouts it gave {lengths} tokens, {scored} of them scored"
             )
         if given["prompt_ids"] != [ask.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
-        return answer
+        return Answer(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]))
 
     def read_weights(self, folder: Path) -> None:
         """Have it read the tensors in `folder`, and forget what it computed with the old ones."""

@@ -116,7 +116,7 @@ class RolloutsAhead(Extension):
         if probe is not None:
             answers, _ = self._joined(probed)
             self.check_drift(probe, self.engine.served.shared(answers, len(probe.prompts.ids)), generation.step)
-        tokens, logps, _ = self.engine.served.shared(found, len(numbers))
+        tokens, logps = self.engine.served.shared(found, len(numbers))
         columns = {"stale_tokens": [len(row) if stale else 0 for row in tokens]}
         generation.sampling.answers = Answers(tokens, [[logp[0] for logp in row] for row in logps], columns)
         self.log("adora/staleness", stale / self.steps)
@@ -197,7 +197,8 @@ class RolloutsAhead(Extension):
         if len(said["numbers"]) != self.accelerator.num_processes:
             return  # asked again
         future = Future[_Found]()
-        future.set_result(([Answer(**answer) for answer in said["answers"]], time.perf_counter()))
+        answers = [Answer(one["tokens"], one["logps"]) for one in said["answers"]]  # an older one has ids as well
+        future.set_result((answers, time.perf_counter()))
         first = self.accelerator.is_main_process
         numbers: Sequence[int] = said["numbers"][self.accelerator.process_index]
         self.pending = Pending(said["where"], list(numbers), said["step"], future if first else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +64,37 @@ class Rewards:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """What ends an answer, whoever samples it."""
+
+    tokens: frozenset[int]
+    strings: tuple[str, ...] = ()  # vLLM's `stop`
+    decode: Callable[[Sequence[int]], str] = str
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], asked: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> Ends:
+        """`tokens`: that end a turn. `asked`: `generation_kwargs`. `decode`: as the texts are made."""
+        stop = asked.get("stop") or ()
+        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        return cls(frozenset({*tokens, *(asked.get("stop_token_ids") or ())}), strings, decode)
+
+    def ended(self, ids: Sequence[int], text: str) -> bool:
+        """Whether an answer of these tokens has ended: it is empty, or its last token ends it or completes a string.
+
+        One that was stopped at its limit, or because it repeats itself, has not.
+        """
+        if not ids or ids[-1] in self.tokens:
+            return True
+        return any(string in text and string not in self.decode(ids[:-1]) for string in self.strings)
+
+
+@dataclass(frozen=True)
 class Scores:
     """What is known of a generation after grading, of all ranks."""
 
     rewards: Rewards
     lengths_B: Tensor  # completion tokens
-    unended_B: Tensor  # bool: without an end-of-turn token
+    unended_B: Tensor  # bool: cut off (`Ends`)
     reflective_B: Tensor  # reflective words in its text
 
     @classmethod
@@ -78,16 +103,13 @@ class Scores:
         rewards: Rewards,
         completions: Sequence[Sequence[int]],
         texts: Sequence[str],
-        ends: Collection[int],
+        ends: Ends,
         accelerator: Accelerator,
     ) -> Scores:
-        """`rewards` is of all ranks; `completions` are this rank's token ids and `texts` what they say.
-
-        A completion has ended if it is empty or its last token is one of `ends`.
-        """
+        """`rewards` is of all ranks; `completions` are this rank's token ids and `texts` what they say."""
         facts_B3 = torch.tensor(
             [
-                [len(ids), ids[-1] not in ends if ids else False, sum(reflective_words(text).values())]
+                [len(ids), not ends.ended(ids, text), sum(reflective_words(text).values())]
                 for ids, text in zip(completions, texts, strict=True)
             ],
             dtype=torch.float32,
@@ -117,9 +139,9 @@ class Grader:
         guard: RewardGuard,
         weights_F: Tensor,
         names: Sequence[str],
-        ends: Collection[int],
+        ends: Ends,
     ) -> None:
-        """`weights_F`, `names`: of the reward functions. `ends`: the tokens with which a completion has ended."""
+        """`weights_F`, `names`: of the reward functions."""
         self.accelerator, self.guard = context.accelerator, guard
         self.weights_F, self.names, self.ends = weights_F, names, ends
 

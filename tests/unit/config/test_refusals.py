@@ -26,6 +26,7 @@ from adora_vl.config.checks import (
     check_tensor_parallel,
     schedule_of,
 )
+from adora_vl.config.sampling import sampling_needs
 from adora_vl.export import main as export
 from adora_vl.models.check import check_model
 from adora_vl.models.load import PRETRAINED
@@ -123,6 +124,47 @@ def test_a_gpu_recipe_on_a_cpu_names_the_key_and_the_recipe_for_a_cpu(
     for key in ("bf16", "fp16"):
         line = last_line(**{"use_cpu": "false", "bf16": "false", key: "true"})
         assert line.startswith(f"error: {key}: true needs a GPU") and "smoke_cpu.yaml" in line
+
+
+def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_into_a_run(
+    subtests, last_line: Any
+) -> None:
+    """All of them make this config."""
+    vllm: dict[str, Any] = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
+    sequence = {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "temperature": 0.8}
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {**vllm, "generation_kwargs": {"temperature": 0.3}},
+            "generation_kwargs: temperature: 0.3 is what the key temper",
+        ),
+        (
+            {**vllm, "generation_kwargs": {"max_tokens": 3}},
+            "generation_kwargs: max_tokens: 3 .* the key max_completion_len",
+        ),
+        (
+            {**vllm, "generation_kwargs": {"n": 2}},
+            "generation_kwargs: n: 2 is what the key num_generations says; set th",
+        ),
+        (
+            {**vllm, "generation_kwargs": {"logprobs": 5}},
+            "generation_kwargs: logprobs: 5 is for the trainer to set; leav",
+        ),
+        ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs: num_beams: 4 is for the trainer to set"),
+        (
+            {"generation_kwargs": {"top_p_": 0.9}},
+            "generation_kwargs: top_p_: 0.9 is nothing that Transformers knows; did",
+        ),
+        ({**vllm, "temperature": 0.004}, "temperature: 0.004 is below 0.01"),
+        ({**sequence, "top_p": 0.9}, "top_p: 0.9 with .* vllm_importance_sampling_mode: sequence_mask multiplies"),
+        ({**sequence, "generation_kwargs": {"bad_words": ["x"]}}, "generation_kwargs: bad_words with another temper"),
+    ]
+    for keys, said in cases:
+        with subtests.test(said), pytest.raises(UserError, match=f"^{said}") as error:
+            config(**keys)
+            assert "\n" not in str(error.value)
+    for keys in ({**sequence, "temperature": 1.0, "top_p": 0.9}, sequence, {**vllm, "temperature": 0.8, "top_k": 5}):
+        assert bool(sampling_needs(config(**keys))) is ("top_k" in keys), "said where it is not refused"
+    assert "the key temperature says" in last_line(generation_kwargs='{"temperature": 0.3}')
 
 
 def test_what_would_sample_several_turns_is_one_line_before_the_model_is_looked_for() -> None:

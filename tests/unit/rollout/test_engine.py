@@ -31,6 +31,7 @@ from adora_vl.rollout.prompt_tokens import (
     never_sampled_ids,
     refuse_prefill,
 )
+from adora_vl.rollout.servers import of_sampled
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
 
@@ -50,14 +51,26 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetit
 IMAGE, START, END = 90, 91, 92
 
 
-def test_log_probabilities_are_the_trainers_own_where_nothing_but_the_bans_changes_the_sampling(subtests):
-    cases: list[dict[str, Any]] = [{}, {"top_k": -1, "min_p": 0.0}]  # neutral, then what changes the sampling
-    cases += [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.05}]
-    for number, sampling in enumerate([*cases, {"_bans_only": False}]):
+def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(subtests):
+    """By bans and filters, since what was cut off would be missing from each token's ratio."""
+    cases: list[dict[str, Any]] = [{}, {"top_k": -1, "min_p": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}]
+    cases += [{"_asked": {"stop": ["x"], "bad_words": ["y"]}}]
+    moved: list[dict[str, Any]] = [
+        {"temperature": 0.7},
+        {"repetition_penalty": 1.05},
+        {"_asked": {"logit_bias": {5: 1.0}}},
+    ]
+    for sampling in [*cases, *moved]:
         with subtests.test(str(sampling)):
             engine = object.__new__(AdoraVLLMGeneration)
-            engine.__dict__.update({**NEUTRAL, "_bans_only": True, **sampling})
-            assert engine._logprobs_mode() == ("raw_logprobs" if number < 2 else "processed_logprobs")
+            engine.__dict__.update({**NEUTRAL, "_asked": {}, **sampling})
+            assert engine._logprobs_mode() == ("raw_logprobs" if sampling in cases else "processed_logprobs")
+
+
+def test_the_log_probability_of_a_token_is_that_of_its_own_id():
+    """Beside a likelier one, which stands first."""
+    tokens, logps, ids = [[7, 8]], [[[-0.1, -2.0], [-0.5]]], [[[9, 7], [8]]]
+    assert of_sampled(tokens, logps, ids) == [[[-2.0], [-0.5]]]
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
@@ -102,9 +115,7 @@ def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(mon
     assert asked is not None and asked.max_pattern_size == 2
     found = [check_sequence_repetition(tokens, asked) for tokens in ([7, 1, 2, 1, 2, 1, 2], [7, 1, 2, 1, 2, 1])]
     assert found == [True, False]
-    assert engine._bans_only, (
-        "each token is sampled as without it, so the log-probabilities are those of before the bans"
-    )
+    assert engine._logprobs_mode() == "raw_logprobs", "each token is sampled as without it"
     for wrong in ({"max_pattern_size": 2}, {"max_pattern_size": "x"}, {"max_pattern_size": 2, "count": 2}):
         with pytest.raises(UserError, match="generation_kwargs: repetition_detection: {.*such as") as refused:
             generation_with({"repetition_detection": wrong})
@@ -128,7 +139,7 @@ def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
             monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
             engine = object.__new__(AdoraVLLMGeneration)
             model = SimpleNamespace(dtype=torch.float32)
-            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _bans_only=True, enable_sleep_mode=False)
+            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False)
             engine.tensor_parallel_size = 1
             engine.settings = EngineSettings(enforce_eager=wanted)
             assert engine._build_llm(max_model_len=64)["enforce_eager"] is eager
@@ -147,7 +158,7 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
             engine = object.__new__(AdoraVLLMGeneration)
             model = SimpleNamespace(dtype=torch.float32)
-            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _bans_only=True, enable_sleep_mode=False)
+            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False)
             engine.settings, engine.tensor_parallel_size = EngineSettings(), ranks
             assert engine._build_llm(max_model_len=64).get("disable_custom_all_reduce") is off
 

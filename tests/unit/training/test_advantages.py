@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from transformers import GenerationMixin
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups
 from adora_vl.advantage.adora import AdoraOptions, weigh_groups
@@ -26,7 +29,7 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.dynamic_sampling import DynamicSampling
 from adora_vl.training.micro_batches import MicroBatcher
-from adora_vl.training.scores import Rewards, Scores
+from adora_vl.training.scores import Ends, Rewards, Scores
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
@@ -50,12 +53,54 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
 
     accelerator = SimpleNamespace(device="cpu", gather=gather)
     completions, texts = [[5, 6, END], [5, 6], [], [END, 5]], ["Wait, wait.", "no", "", "I verify"]
-    scores = Scores.gathered(rewards([[0.0]] * 4), completions, texts, {END, PAD}, accelerator)
+    scores = Scores.gathered(rewards([[0.0]] * 4), completions, texts, Ends(frozenset({END, PAD})), accelerator)
     assert scores.lengths_B.tolist() == [3, 2, 0, 2]
     assert scores.unended_B.tolist() == [False, True, False, True]
     assert scores.reflective_B.tolist() == [2, 0, 0, 1]
     assert scores.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
     assert len(calls) == 1, "lengths, ends and words are gathered together"
+
+
+def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(subtests):
+    """Of characters as tokens. A string that is there before, as behind vLLM's `min_tokens`, has ended nothing."""
+    ends = Ends.of({0}, {"stop": "</a>", "stop_token_ids": [33]}, lambda ids: "".join(map(chr, ids)))
+    cases = {"so </a>": True, "so </a> and on": False, "so": False, "so!": True, "</a> </a>": False, "": True}
+    for text, ended in cases.items():
+        with subtests.test(text):
+            assert ends.ended([ord(one) for one in text], text) is ended
+    assert Ends.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y") and Ends.of({0}, {}, str).strings == ()
+
+
+def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_their_last_token(tmp_path, monkeypatch):
+    """As where a string ends them, without the end-of-turn token. Here answers whose last token is even have ended."""
+    monkeypatch.setattr(Ends, "ended", lambda self, ids, text: ids[-1] % 2 == 0)
+    learned = noted_batches(monkeypatch)
+    keys: Any = {"mask_truncated_completions": True, "adora_truncation": "eos"}
+    log = run_from_python(tmp_path, **keys).state.log_history[0]
+    record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
+    mask_B = learned[0]["completion_mask"].any(dim=1)
+    assert 0 < mask_B.sum() < 32 and (~mask_B).tolist() == record["truncated"].tolist()
+    assert log["completions/clipped_ratio"] == pytest.approx(record["truncated"].mean())
+    ended = record["length"][~record["truncated"]]
+    assert log["completions/mean_terminated_length"] == pytest.approx(ended.mean())
+    assert learned[0]["num_items_in_batch"] == ended.sum()
+
+
+def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monkeypatch):
+    """Without vLLM, Transformers fills in what no key says. The model that is saved keeps it."""
+    folder, used = shutil.copytree(PRETRAINED, tmp_path / "model"), []
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "do_sample": True, "min_p": 0.99}))
+    prepare = GenerationMixin._prepare_generation_config
+
+    def noted(self: Any, *args: Any, **more: Any) -> Any:
+        found = prepare(self, *args, **more)
+        used.append(found[0].min_p)
+        return found
+
+    monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", noted)
+    trainer = run_from_python(tmp_path / "run", model=folder)
+    assert used == [None] and trainer.model.generation_config.min_p == 0.99
 
 
 def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
@@ -138,15 +183,8 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
 
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(tmp_path, monkeypatch):
     """Every fourth problem is mixed: of 8 groups 1 to 3, until further batches bring more. DAPO weighs them alike."""
-    learned: list[Any] = []
-    split = MicroBatcher.split
-
-    def noted(self: MicroBatcher, batch: Any, key: str) -> Any:
-        learned.append(batch)
-        return split(self, batch, key)
-
-    monkeypatch.setattr(MicroBatcher, "split", noted)
-    method = {"adora_method": "dapo", "adora_method_options": {"keep_settings": ["mask_truncated_completions"]}}
+    learned = noted_batches(monkeypatch)
+    method: Any = {"adora_method": "dapo", "adora_method_options": {"keep_settings": ["mask_truncated_completions"]}}
     trainer = run_from_python(tmp_path, share=4, adora_dynamic_sampling=2, **method)
     (batch,) = learned
     largest = batch["advantages"].view(8, 4).amax(dim=1)
@@ -163,7 +201,20 @@ def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_
     assert log["adora/learned_reward"] > log["reward"], "the reward is that of all rollouts"
 
 
-def run_from_python(folder: Path, *, share: int = 1, **keys: Any) -> AdoraGRPOTrainer:
+def noted_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Gets the generations of a run as they are learned from."""
+    learned: list[Any] = []
+    split = MicroBatcher.split
+
+    def noted(self: MicroBatcher, batch: Any, key: str) -> Any:
+        learned.append(batch)
+        return split(self, batch, key)
+
+    monkeypatch.setattr(MicroBatcher, "split", noted)
+    return learned
+
+
+def run_from_python(folder: Path, *, share: int = 1, model: Path = PRETRAINED, **keys: Any) -> AdoraGRPOTrainer:
     """One step of 8 groups of texts. In every `share`-th problem one rollout of four is right by the first function."""
     data = Dataset.from_list([
         {"prompt": [{"role": "user", "content": f"{number}?"}], "live": number % share == 0} for number in range(64)
@@ -175,7 +226,7 @@ def run_from_python(folder: Path, *, share: int = 1, **keys: Any) -> AdoraGRPOTr
     def short(completions: Any, **columns: Any) -> list[Any]:
         return [None if share > 1 or row // 4 == 2 else row % 7 / 10 for row in range(len(completions))]
 
-    made = AdoraGRPOTrainer(str(PRETRAINED), [right, short], train_dataset=data, args=AdoraGRPOConfig(
+    made = AdoraGRPOTrainer(str(model), [right, short], train_dataset=data, args=AdoraGRPOConfig(
         str(folder), use_cpu=True, bf16=False, max_steps=1, num_generations=4, per_device_train_batch_size=32,
         max_completion_length=4, report_to="none", save_strategy="no", gradient_checkpointing=False, seed=1,
         logging_steps=1, **keys,
