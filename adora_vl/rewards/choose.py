@@ -246,9 +246,8 @@ def choose_rewards(
             found.append(made[entry])
             continue
         path = find_file(entry, folders or [Path.cwd()])
-        hashes[entry.rpartition(":")[0]] = content_hash(
-            with_neighbours(path)
-        )  # before it is read: see `ensure_converted`
+        # Before the file is read: what changes from now on is another reward at the next start.
+        hashes[entry.rpartition(":")[0]] = content_hash(with_neighbours(path))
         found.append(with_options(entry, load(entry, path), options_by_entry.get(entry, {})))
     _check_names(entries, [own_name(entry) if is_own(entry) else made[entry].__name__ for entry in entries])
     return ChosenRewards(tuple(entries), tuple(found), hashes)
