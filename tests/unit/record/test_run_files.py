@@ -370,7 +370,7 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
     manifest = read_manifest(adora_run)
     assert manifest["status"] == "finished" and manifest["steps"] == STEPS and manifest["finished"]
     assert manifest["config"]["adora_mode"] == "attenuation" and manifest["config"]["learning_rate"] == 1e-3
-    assert manifest["data"]["rows"] == 32 and len(manifest["data"]["fingerprint"]) == 16
+    assert manifest["data"]["rows"] == 32 and len(manifest["data"]["fingerprint"]) == 32
     assert manifest["data"]["source"] == "synthetic" and {"torch", "trl", "python"} <= manifest["versions"].keys()
     assert manifest["command"].startswith(f"{interpreter()} -m adora_vl.train --config ")
     assert not [key for key in manifest["config"] if key.endswith("token")]
