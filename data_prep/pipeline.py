@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from adora_vl.data.dataset import Manifest, Row, read_manifest, require, schema, write_manifest, write_split
 from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
-from adora_vl.rewards.answer import plain
+from adora_vl.rewards.forms import read
 from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError
 from data_prep.duplicates import Answered, SameQuestions, leave_out
@@ -82,9 +82,9 @@ def _notes_on(row: Row) -> dict[str, str]:
 
 
 def _has_words_beside_a_number(answer: str) -> bool:
-    """Whether an answer such as `3 hours` or `#### 5` is a text, which is right for the same text alone."""
+    """Whether an answer such as `3 apples` or `#### 5` is a text, which is right for the same text alone."""
     beside = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)
-    return beside is not None and plain(answer).kind in ("text", "unreadable")
+    return beside is not None and read(answer).kind in ("text", "unreadable")
 
 
 def _unasked_percentage(row: Row) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,8 +137,22 @@ def _wrong(source: str, why: str) -> UserError:
 
 def lettered(values: Sequence[Any]) -> list[str]:
     """`(A) 12`, `(B) 13`: a list as it stands in every prompt, in the form of MathVista; after Z come numbers."""
+    values = without_letters(values)
     letters = [*ascii_uppercase, *(str(number) for number in range(len(ascii_uppercase) + 1, len(values) + 1))]
     return [f"({letter}) {value}" for letter, value in zip(letters, values, strict=False)]
+
+
+_OWN_LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])\s*[.):、：])\s*(?=\S)")
+
+
+def without_letters(values: Sequence[Any]) -> Sequence[Any]:
+    """The choices without letters of their own, where all have theirs: `3`, `4` for `A. 3`, `B. 4`."""
+    if len(values) < 2 or not _OWN_LETTER.match(str(values[0])):
+        return values
+    found = [_OWN_LETTER.match(str(value)) for value in values]
+    if [match and (match[1] or match[2]) for match in found] != list(ascii_uppercase[: len(values)]):
+        return values
+    return [str(value)[match.end() :] for value, match in zip(values, found, strict=True) if match]
 
 
 def multiple_choice(choices: Sequence[str] | None) -> str | None:

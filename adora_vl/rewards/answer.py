@@ -9,7 +9,7 @@ text        rhombus, 3:4           inequality  1 < x \le 3, a + b < c, and union
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -17,6 +17,7 @@ from adora_vl.rewards.canonical import CURRENCY, MAX_CHARS, UncanonicalError, ca
 from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
 from adora_vl.rewards.numeric import Real, number_of
 from adora_vl.rewards.solutions import Solution
+from adora_vl.rewards.units import Unit, unit_of
 
 # The first four are single values.
 Kind = Literal[
@@ -33,6 +34,7 @@ class Answer:
     sign. `tree`: of numbers and expressions, as `grammar` reads them. `brackets`: of an ordered one, such as `[)`.
     `both_signs`: whether it comes from a plus-minus. `relations`: each a sign and the tree that it compares with 0.
     `solution`: of inequalities in one unknown and of intervals. `refusal`: why it can be no reference answer.
+    `unit`: the one behind the value, which is not in `text`.
     """
 
     kind: Kind
@@ -48,6 +50,7 @@ class Answer:
     relations: tuple[tuple[str, Tree], ...] = ()
     solution: Solution | None = None
     refusal: str = ""
+    unit: Unit | None = None
 
     @cached_property
     def whole(self) -> str:
@@ -105,9 +108,15 @@ def plain(raw: str) -> Answer:
 def _plain(raw: str) -> Answer:
     """The rollouts of a group share their reference answer, and often their answer."""
     try:
-        text = canonical(raw)
+        text, unit = canonical(raw)
     except UncanonicalError as error:
         return Answer("unreadable", "", error.reason)
+    found = _valued(text, raw)
+    return replace(found, unit=unit_of(unit)) if unit else found
+
+
+def _valued(text: str, raw: str) -> Answer:
+    """The value in a canonical text."""
     per_cent = _PER_CENT.fullmatch(text)
     of = plain(per_cent[1]) if per_cent else None
     if of is not None and of.tree:
@@ -134,3 +143,14 @@ def amount(answer: Answer) -> Answer:
     r"""The amount of money in an answer, 5 in `\$5` and `5 dollars`; without one the answer itself."""
     match = CURRENCY.fullmatch(answer.text)
     return plain(match["named"] or match["before"] or match["sign"] + match["cents"]) if match else answer
+
+
+def in_unit(answer: Answer, unit: Unit) -> Answer:
+    """The same quantity in another unit of its dimension: 3 for `300 cm` in metres."""
+    if not (answer.tree and answer.unit and answer.unit.factor and unit.factor and answer.unit.factor != unit.factor):
+        return answer
+    above, below = (answer.unit.factor / unit.factor).as_integer_ratio()
+    tree = ("product", ("*", answer.tree), ("*", ("num", str(above))), ("/", ("num", str(below))))
+    return replace(
+        answer, tree=tree, real=answer.real and replace(number_of(tree), unevaluated=answer.real.unevaluated)
+    )

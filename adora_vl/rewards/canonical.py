@@ -10,6 +10,8 @@ import re
 import unicodedata
 from decimal import Decimal
 
+from adora_vl.rewards.units import DEGREE, MEASURED, upright
+
 _DIGITS = "0123456789."
 _DOLLAR = re.compile(r"(?<!\\)\$")
 MAX_CHARS = 500  # an honest answer has under 60; every regular expression below runs on at most this much
@@ -28,30 +30,44 @@ _SYMBOLS = str.maketrans(
         "\u2212": "-",
         "√": r"\surd ",
         "π": r"\pi ",
-        "°": r"^\circ ",
+        **dict.fromkeys("°º˚∘", r"^\circ "),
         "\u00d7": r"\times ",
         "·": r"\cdot ",
         "⋅": r"\cdot ",
         "÷": "/",
-        "²": "^2",
-        "³": "^3",
     }
 )
 # What may stand between groups of three digits: `1,234`, `1{,}234`, `1\,234`, and thin spaces of Unicode.
 _THIN = r"(?:,\\! ?|,|\{,\}|\\,|\\!|[\u2009\u202f])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THIN}\d{{3}})+(?!\d|{_THIN})", re.ASCII)
 # What a careless escape makes of `\left(`: two backslashes. Of `\frac` it makes a form feed and `rac`.
-_ESCAPED = re.compile(r"\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))")
+_ESCAPED = re.compile(r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))")
 _FORM_FEED = re.compile(r"\\?\x0crac(?=\s*\{)")
+# Raised digits and signs, fractions in one character, and numbers in circles.
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_SMALL = re.compile("[¼½¾⅐-⅞①-⑳]")
+_DOUBLE_RAISED = re.compile(r"\^\s*(?:\{\s*(\^\\circ) \s*\}|(?=\^\\circ))")
+# An empty group that holds a sign, `{}^\circ`, a wrapper without braces, `\mathrm \pi`, and what siunitx measures.
+_EMPTY_GROUP = re.compile(r"\{\s*\}(?=\s*\^)")
+_UNBRACED = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|sf|it)|rm|bf)(?![A-Za-z])(?!\s*\{)")
+_MEASURED = re.compile(r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{\\?([^{}\\]*)\}")
+_EMPHASIS = re.compile(r"(\*{1,3}|`)([^*`]+)\1")
+_DECIMAL_COMMA_OF_TEX = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
+_ESCAPED_DOLLAR = re.compile(r"(-?)\\\$\s*(?=[0-9.])(.*)", re.DOTALL)
 # No other command begins with `\quad`, so in `\quadx` a space was lost.
 _SPACING = re.compile(r"~|(?<!\\)\\(?:[,;:! ]|q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))")
 _TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|sf|tt)|mbox|emph|underline|boldsymbol|bm|bf)\s*"
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|sf|tt)|mbox|num|number|ang|emph|underline|boldsymbol|bm|bf)\s*"
     r"\{((?:[^{}]|\{[^{}]*\})*)\}|\{\s*\\bf\s+([^{}]*)\}"
 )
 # `12^\circ^2` is left unread: taking the sign out would make a square of it.
-_DEGREE = re.compile(r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z]))(?!\s*\^)")
+_DEGREE = re.compile(
+    r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|(?<=\d)\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z]))(?!\s*\^)"
+)
 _DEGREE_WORD = re.compile(r"(?<=[\d})$\s])degrees?$")
+_IN_DEGREES = re.compile(rf"(?:{_DEGREE.pattern}|{_DEGREE_WORD.pattern})[\s$.]*$")
+_MAY_BE_MEASURED = re.compile(r"[^\W\d_]\.?$|\^[^^]*$")  # what no unit can end is not searched for one
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 # The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`, `area of the circle`.
 NAME = (
     r"(?:(?i:area|circumference|diameter|height|length|measure|perimeter|radius|volume)\s+of\s*(?:the\s+)?)?"
@@ -73,11 +89,6 @@ NAME_OF_VALUE = re.compile(
 )
 # A value with its name; `|x|` is none, since two numbers have it.
 NAMED_VALUE = re.compile(rf"(?!\|[a-z]\|)({NAME_OF_VALUE.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)")
-_LENGTH = (
-    r"(?:[cmk]?m|(?:centi|milli|kilo)?met(?:er|re)s?|in|inch(?:es)?|ft|foot|feet|yd|yards?|mi|miles?|units?)"
-    r"\.?\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)?"
-)
-_AREA = rf"(?:sq|cu)\.?\s*{_LENGTH}|(?:square|cubic)\s+{_LENGTH}|sq|square"
 _BARE_COMMAND = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
 _ONE = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
 _LAST = rf"{_ONE}(?!\d|\.\d)"
@@ -85,6 +96,7 @@ _COMMANDS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of two numbers.
         (r"(\\log\s*_|\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
         (r"\\surd\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
@@ -95,9 +107,6 @@ _COMMANDS = [
         (rf"\\frac\s*(\{{[^{{}}]*\}})\s*{_LAST}", r"\\frac\1{\2}"),
     )
 ]
-# A value and its unit: `12 cm`, `12 cm^2`, `12 square feet`, `5\pi in.`
-_UNIT = re.compile(rf"(.*(?:[\d}})$]|\\pi))\s*(?:{_LENGTH}|{_AREA})", re.DOTALL)
-
 # `$12` may be a stray dollar sign, so a sign counts only where there are cents.
 CURRENCY = re.compile(
     r"(?P<sign>-?)\\?[$€£¥](?P<cents>[0-9]+\.[0-9]{2})|(?P<before>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
@@ -121,7 +130,7 @@ _SENTENCE = re.compile(
 # `1e3` and `1e-05` as programs print them, so never `9e0`. `2e-5` stays an expression with the unknown e.
 _SCIENTIFIC = re.compile(
     r"(?!.*[eE][+-]?0+$)[+-]?(?:(?:[0-9]+(?:\.[0-9]+)?)(?:[eE][0-9]{1,2}|E[+-][0-9]{1,2}|e[+-]0[0-9])"
-    r"|1(?:\.0+)?e[+-][0-9]{1,2}|[0-9]\.[0-9]+e[+-][0-9]{2})"
+    r"|1(?:\.0+)?e[+-][0-9]{1,2}|[0-9]\.[0-9]+e[+-][0-9]{1,2})"
 )
 _TIMES_A_POWER = re.compile(r"([+-]?[1-9](?:\.[0-9]+)?)(?:\\cdot|\\times|\*)10\^(?:\{([+-]?[0-9]{1,2})\}|([0-9]))")
 _SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
@@ -130,8 +139,8 @@ _DECIMAL_COMMA = re.compile(r"[+-]?(?:[1-9][0-9]{3,},[0-9]{1,2}|0,[0-9]{3,})")
 _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
 
 
-def canonical(text: str) -> str:
-    r"""The canonical form of an answer, for example `2\sqrt{221}` for `$2 \sqrt { 221 }\text{ cm}^2$.`.
+def canonical(text: str) -> tuple[str, str]:
+    r"""The canonical form of an answer and its unit: `2\sqrt{221}` and `cm^2` for `$2 \sqrt { 221 }\text{ cm}^2$.`.
 
     Raises `UncanonicalError` for text over `MAX_CHARS` and for control, bidirectional and zero-width characters, which
     can make an answer look like another one.
@@ -140,11 +149,15 @@ def canonical(text: str) -> str:
     name = _NAME_BEFORE.match(text)
     if name and not all(FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], text[name.end() :])):
         text = _undecorated(text[name.end() :])
-    text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
-    unit = _UNIT.fullmatch(text)
-    if unit:
-        text = unit.group(1)
-    return _plain_number(_compact(_undecorated(text)))
+    unit = ""
+    if "circ" in text or "deg" in text:
+        unit = DEGREE if _IN_DEGREES.search(text) and not _FUNCTION.search(text) else ""
+        text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
+    if dollars := _ESCAPED_DOLLAR.fullmatch(text):
+        text, unit = dollars[1] + dollars[2], "dollars"
+    if _MAY_BE_MEASURED.search(text) and (measured := MEASURED.fullmatch(text)):
+        text, unit = measured[1], measured[2]
+    return _plain_number(_compact(_undecorated(text))), unit
 
 
 def whole(text: str) -> str:
@@ -173,8 +186,30 @@ def _spelled(text: str) -> str:
     """`text` in one spelling, with its name, degree signs and units."""
     if not (text.isascii() and text.isprintable()) and any(map(_is_hidden, text)):
         raise UncanonicalError("hidden_characters")
-    text = _THOUSANDS.sub(_grouped, text.translate(_SYMBOLS))
-    return _undecorated(_plain_commands(_unwrapped(_SPACING.sub(" ", text))))
+    if not text.isascii():
+        text = _RAISED.sub(_normal, _SMALL.sub(_normal, text))
+        text = _DOUBLE_RAISED.sub(r"\1", text.translate(_SYMBOLS))
+    text = _THOUSANDS.sub(_grouped, text)
+    if "{,}" in text:
+        text = _DECIMAL_COMMA_OF_TEX.sub(".", text)
+    if "\\" in text or "~" in text:
+        text = _SPACING.sub(" ", upright(text))
+        if "\\SI" in text or "\\qty" in text:
+            text = _MEASURED.sub(r" \1 \2 ", text)
+        text = _UNBRACED.sub(" ", _unwrapped(_EMPTY_GROUP.sub("", text)))
+    text = _undecorated(_plain_commands(text))
+    if "$" in text and len(_DOLLAR.findall(text)) == 2 and "\n" not in text:
+        text = _undecorated(_DOLLAR.sub(" ", text))
+    return text
+
+
+def _normal(found: re.Match[str]) -> str:
+    r"""`^{-5}` for raised digits, `\frac{1}{2}` for `½`, and 3 for `③`."""
+    text = unicodedata.normalize("NFKC", found[0]).replace("\u2212", "-")
+    above, slash, below = text.partition("\u2044")
+    if slash:
+        return rf"\frac{{{above}}}{{{below}}}"
+    return f"^{{{text}}}" if found.re is _RAISED else f" {text} "
 
 
 def _is_hidden(char: str) -> bool:
@@ -207,6 +242,8 @@ def _undecorated(text: str) -> str:
     Two full stops stay, because `1..` is not the number 1.
     """
     text = text.strip()
+    if text[:1] in {"*", "`"} and (emphasis := _EMPHASIS.fullmatch(text)):
+        text = emphasis[2].strip()
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
     while len(text) > 1 and text[0] == text[-1] == "$":

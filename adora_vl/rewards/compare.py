@@ -6,19 +6,21 @@ Numbers are compared by the rule of numbers. Everything else is compared by valu
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from adora_vl.rewards.answer import NO_VALUE, UNREAD, Answer, amount, plain
+from adora_vl.rewards.answer import NO_VALUE, UNREAD, Answer, amount, in_unit, plain
 from adora_vl.rewards.canonical import NAMED_VALUE
-from adora_vl.rewards.forms import as_form, bare
+from adora_vl.rewards.forms import as_form, bare, working
 from adora_vl.rewards.grammar import Tree, unknowns
 from adora_vl.rewards.numeric import factor_between, same_function, same_number
 from adora_vl.rewards.solutions import same_solutions
 
 Verdict = Literal["correct", "wrong", "unparseable"]
-_DECIMAL = re.compile(r"[+-]?[0-9]*\.([0-9]+)")
+_DECIMAL = re.compile(r"[+-]?[0-9]*(?:\.([0-9]+))?")
+_DECIMAL_COMMA = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,29 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         return _same_form(as_form(answer), as_form(reference), rounding)
     if reference.kind == "unreadable" and reference.reason != "not_read":
         return Compared("wrong", f"gold_{reference.refusal or reference.reason}")
+    if reference.kind == "number" and answer.reason in {"equation", "relation"}:
+        chain = working(answer.whole)
+        if len(chain) > 1 or (chain and chain[0][0] == "="):
+            return _same_chain(chain, reference)
     return _same_value(_as_value(answer, reference), reference, rounding)
+
+
+def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compared:
+    r"""Right if all numbers of a chain are the reference answer. An approximation has to be so to its digits, and what
+    stands before one to those of a reference answer in digits: `20\sqrt{3} \approx 34.64`.
+    """
+    rounded = "." in reference.text and any(sign == "~" for sign, _ in chain)
+    sure = False
+    for sign, value in chain:
+        found = _same_value(
+            replace(value, real=value.real and replace(value.real, unevaluated=False)), reference, False
+        )
+        sure = sure or found.verdict == "correct"
+        near = sign == "~" and reference.real and _is_rounded(value.text, reference.real.value)
+        near = near or (rounded and sign != "~" and value.real and _is_rounded(reference.text, value.real.value))
+        if found.verdict != "correct" and (not near or found.reason == "different_unit"):
+            return Compared("wrong", "chain_differs") if found.reason == "different_number" else found
+    return Compared("correct", "same_number") if sure else Compared("wrong", "chain_differs")
 
 
 def _as_value(answer: Answer, reference: Answer) -> Answer:
@@ -56,6 +80,8 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
     answer itself.
     """
     label, value = answer.whole.partition("=")[0] if "=" in answer.raw else "", answer
+    if answer.reason == "enumeration" and reference.real and _DECIMAL_COMMA.fullmatch(answer.text):
+        return replace(plain(answer.text.replace(",", ".")), unit=answer.unit)
     if answer.reason in NO_VALUE and answer.kind != "percentage":
         match = NAMED_VALUE.fullmatch(answer.whole)
         if not match or (match[2] != "=" and not re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text)):
@@ -67,6 +93,10 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
 
 def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     """The verdict where the reference answer is one value."""
+    if answer.unit and reference.unit:
+        if answer.unit.dimension != reference.unit.dimension:
+            return Compared("wrong", "different_unit")
+        answer = in_unit(answer, reference.unit)
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
     if by_text and unspaced(answer.text) == unspaced(reference.text):
         return Compared("correct", "same_text")
@@ -80,7 +110,7 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared("wrong", "unevaluated")
     if given and wanted:
         same = same_number(given, wanted)
-        if not same and rounding and _is_rounded(answer.text, wanted.value):
+        if not same and rounding and "." in answer.text and _is_rounded(answer.text, wanted.value):
             return Compared("correct", "rounded")
         if same is None:
             return Compared("unparseable", "undecided")
@@ -115,9 +145,9 @@ def unspaced(text: str) -> str:
 def _is_rounded(text: str, reference: Any) -> bool:
     """Whether `text` is a decimal with places, and equals the reference rounded half up to as many of them."""
     match = _DECIMAL.fullmatch(text)
-    if not match:
+    if not match or text in {"", "+", "-"}:
         return False
-    scale = 10 ** len(match[1])
+    scale = 10 ** len(match[1] or "")
     rounded = (int(abs(reference) * scale * 2) + 1) // 2
     return bool(Fraction(text) * scale == (rounded if reference >= 0 else -rounded))
 

@@ -101,14 +101,20 @@ def last_answer(response: str) -> str | None:
     the model gives as its answer. A box before the block, as in `<think>\boxed{4}? no</think><answer>5</answer>`, is
     not.
     """
+    block = answer_block(response)
+    boxed = last_boxed(response if block is None else block)
+    return block if boxed is None else boxed
+
+
+def answer_block(response: str) -> str | None:
+    """What the last complete `<answer>` block holds, with what follows it where a box does; None without a block."""
     response = response[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
     begin = response.rfind(opening, 0, max(0, response.rfind(closing)))
     if begin < 0:
-        return last_boxed(response)
+        return None
     block = response[begin + len(opening) :]
-    boxed = last_boxed(block)
-    return boxed if boxed is not None else block[: block.find(closing)].strip(_SPACES)
+    return block if last_boxed(block) is not None else block[: block.find(closing)].strip(_SPACES)
 
 
 def _peel(response: str, complete: list[_Box]) -> _Box:

@@ -48,6 +48,7 @@ RULES = {
     "labels": "some values have names and others have none, or two have the same",
     "matrix": "a matrix, a column or several lines",
     "open_list": "a list that is not written out",
+    "different_unit": "a quantity of another dimension than the reference answer",
     "different_number": "both are numbers, and not equal",
     "different_expression": "not the same expression",
     "different_text": "a number and a text, or two texts",

@@ -48,6 +48,9 @@ _REFUSED = (
     ("matrix", re.compile(r"\\begin|\\end|&|\\\\")),
     ("open_list", re.compile(r"…|\.\.|\\[lc]?dots")),
 )
+_MATRIX = re.compile(
+    r"[(\[]?\\begin\{(p|b|small|)(?:matrix|array)\}(?:\{[clr|]+\})?((?:(?!\\begin).)+)\\end\{\1(?:matrix|array)\}[)\]]?"
+)
 REFUSALS = frozenset({"decimal_comma", "matrix", "open_list", "chain_differs", "always_true", "labels", "too_large"})
 
 
@@ -88,7 +91,10 @@ def canonical_gold(text: str) -> str:
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
     several = answer.kind == "unreadable" and answer.reason in NO_VALUE
-    return answer.whole if answer.is_form or several else answer.text
+    if answer.is_form or several:
+        return answer.whole
+    unit = answer.unit.text if answer.unit else ""
+    return f"{answer.text}{' ' * unit[:1].isalpha()}{unit}"
 
 
 def as_form(answer: Answer) -> Answer:
@@ -104,7 +110,7 @@ def as_form(answer: Answer) -> Answer:
 def _parsed(text: str) -> Answer:
     """The answer in a text with all its names and brackets (`canonical.whole`). Raises `NoFormError`."""
     for reason, pattern in _REFUSED:
-        if pattern.search(text):
+        if pattern.search(text) and not (reason == "matrix" and _MATRIX.search(text)):
             raise NoFormError(reason)
     text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
     answer = _parse(text, 0)
@@ -149,6 +155,8 @@ def _parse(text: str, depth: int) -> Answer:
         raise NoFormError("too_large")
     if not text:
         raise NoFormError("empty_box")
+    if matrix := _MATRIX.fullmatch(text):
+        return _matrix(text, matrix[2])
     ways, _ = _split(text, _OR)
     if len(ways) > 1 and all("," in way for way in ways) and not any(";" in way for way in ways):
         return _several(text, ways, ["or"], depth)  # p = 5, q = 2 or p = 7, q = 2
@@ -244,6 +252,19 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     return Answer("ordered", text, parts=parts, brackets=opening + closing, solution=interval)
 
 
+def _matrix(text: str, inside: str) -> Answer:
+    """A matrix of numbers as a tuple of its rows, which are tuples; a column as a tuple of its numbers."""
+    lines = filter(str.strip, inside.split(r"\\"))
+    rows = [[_leaf(entry.strip()) for entry in line.split("&")] for line in lines]
+    even = len({len(row) for row in rows}) == 1 and len(rows) * len(rows[0]) <= MAX_PARTS
+    if not even or any(not entry.tree for row in rows for entry in row):
+        raise NoFormError("matrix")
+    if len(rows[0]) == 1 < len(rows):
+        return Answer("ordered", text, parts=tuple(row[0] for row in rows), brackets="()")
+    parts = (Answer("ordered", ", ".join(one.text for one in row), parts=tuple(row), brackets="row") for row in rows)
+    return Answer("ordered", text, parts=tuple(parts), brackets="rows")
+
+
 def _end(text: str, depth: int) -> Answer:
     """A part in brackets, which may be an infinite end."""
     if not _INFINITE.fullmatch(text):
@@ -310,6 +331,28 @@ def _chain(text: str, sides: Sequence[str]) -> Answer:
     if not all(same_number(number, numbers[-1]) for number in numbers):
         raise NoFormError("chain_differs")
     return replace(values[-1], label=sides[0])
+
+
+def working(text: str) -> list[tuple[str, Answer]]:
+    r"""The numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`, each with the sign before it; [] where it
+    is none: it begins with a name or number, ends with a number, and says more than `9 = 9`. Formulas may stand inside.
+    """
+    try:
+        sides, signs = _split(text, _SIGN)
+    except NoFormError:
+        return []
+    if len(sides) < 2 or not all(sides) or {_SIGNS[sign] for sign in signs} - {"=", "~"}:
+        return []
+    values = [plain(side) for side in sides]
+    found = [(_SIGNS[sign], value) for sign, value in zip(["=", *signs], values, strict=True) if value.kind == "number"]
+    names = [NAME_OF_VALUE.fullmatch(side) and not re.fullmatch(r"\|[a-z]\|", side) for side in sides]  # |x| has two
+    begins = values[0].kind == "number" or names[0]
+    for name, value in zip(names, values, strict=True):
+        if not name and (value.kind == "unreadable" or re.search(r"(?<![\\a-z])[a-z]{2,}", value.text)):
+            return []
+    worked = len(found) < len(sides) or not all(re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in found)
+    ends = values[-1].real is not None and not values[-1].real.unevaluated
+    return found if begins and worked and ends and values[-1].kind == "number" else []
 
 
 def _side(text: str) -> Tree:

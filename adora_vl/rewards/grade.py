@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from adora_vl.rewards.answer import NO_VALUE, Answer, plain
+from adora_vl.data.prompts import without_letters
+from adora_vl.rewards.answer import Answer, plain
 from adora_vl.rewards.compare import Compared, Verdict, compare, unspaced
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
 from adora_vl.rewards.forms import as_form, canonical_gold, read
@@ -88,7 +89,9 @@ def grade(
     outcome: _Outcome = ("unparseable", "no_box")
     if given is not None:
         reference = read(gold)
-        outcome = _decided(answer_to(reference, response, given, answer_tags), reference, choices or (), rounding)
+        outcome = _decided(
+            answer_to(reference, response, given, answer_tags), reference, without_letters(choices or ()), rounding
+        )
         if len(given) > _SHOWN_CHARS:
             given = given[:_SHOWN_CHARS] + "…"
     verdict, reason = outcome
@@ -189,8 +192,7 @@ def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -
     `\boxed{1} and \boxed{2}`.
     """
     answer = plain(given)
-    several = reference.reason in NO_VALUE and reference.kind != "percentage"
-    row = boxes_in_a_row(response, answer_tags) if several else []
+    row = boxes_in_a_row(response, answer_tags) if reference.kind == "unordered" else []
     return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
 
 

@@ -3,7 +3,7 @@ r"""The one grammar of closed forms and expressions: canonical text in, a small 
 A tree is a nested tuple; no text reaches Python's or anybody else's parser:
 
     ("num", "12.5")  ("pi",)  ("unknown", "x")  ("mixed", "7", "1", "2")
-    ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
+    ("factorial", tree)  ("binomial", tree, tree)  ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
     ("frac", above, below)  ("power", base, exponent)  ("root", degree, tree)  ("call", name, tree)  ("log", base, tree)
 
 For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num", "3"))))),
@@ -31,14 +31,14 @@ MAX_FUNCTIONS = 16  # roots, powers, logarithms and angles, which cost most to c
 # An unknown is one lower-case letter on its own: `rhombus` is a word and `AB` a side, not products of letters.
 _TOKEN = re.compile(
     r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|(?<![A-Za-z])[a-z](?![A-Za-z])|(?<=[A-Za-z]) (?=[A-Za-z])"
-    r"|[-+*/^(){}\[\]_]"
+    r"|[-+*/^(){}\[\]_!]"
 )
 _TIMES = frozenset({r"\cdot", r"\times", "*"})
 _OVER = frozenset({"/", r"\div"})
 _GREEK = frozenset({r"\theta", r"\alpha", r"\beta", r"\gamma", r"\phi"})
 FUNCTIONS = frozenset({"sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln"})
 _CALLS = frozenset({f"\\{name}" for name in FUNCTIONS} | {r"\log"})
-_COSTLY = _CALLS | {"^", r"\sqrt"}
+_COSTLY = _CALLS | {"^", r"\sqrt", "!", r"\binom", r"\exp"}
 _INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 
 
@@ -134,6 +134,8 @@ class _Parser:
         terms = [(sign, self._product())]
         while self.peek() in {"+", "-"}:
             sign = -1 if self._take() == "-" else 1
+            if self.peek() == "-":  # 14 + -1
+                sign = -sign if self._take() else sign
             terms.append((sign, self._product()))
         return terms[0][1] if len(terms) == 1 and terms[0][0] == 1 else ("sum", *terms)
 
@@ -159,6 +161,12 @@ class _Parser:
         """A power: `primary [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`."""
         symbol = self.peek()
         base = self._primary()
+        if self.peek() == "!":
+            if self._tokens[self._next - 1] not in {")", "}"} and base[0] not in {"num", "unknown"}:
+                raise NotReadError
+            base = (self._take() and "factorial", base)
+            if self.peek() in {"!", "^"}:
+                raise NotReadError
         if self.peek() != "^":
             return base
         if symbol in _CALLS:
@@ -187,6 +195,12 @@ class _Parser:
             return self._group(symbol, ")" if symbol == "(" else "}")
         if symbol == r"\frac":
             return self._fraction()
+        if symbol == r"\binom":
+            self._take()
+            return ("binomial", self._group("{", "}"), self._group("{", "}"))
+        if symbol == r"\exp":
+            self._take()
+            return ("power", ("unknown", "e"), self._argument())
         if symbol == r"\sqrt":
             return self._root()
         if symbol in _CALLS:

@@ -19,10 +19,11 @@ from typing import Any, Literal
 from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, unknowns
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)  # the grading policy, point 3
-ABSOLUTE_TOLERANCE = Fraction(1, 10**12)  # for answers such as 0, where nothing but rounding noise is relative
+ABSOLUTE_TOLERANCE = Fraction(1, 10**12)  # where the reference answer is 0, also as a sum that cancels
 
 MAX_EXPONENT = 64  # of a constant
 MAX_BITS = 1000  # of a numerator or denominator; any other value is 0 or between 2^-1000 and 2^1000
+MAX_COUNTED = 170  # of a factorial
 PRECISION = 320  # bits, about 96 digits
 _SPARE_BITS = 16  # mpmath errs in the last bit or, in a power, in the last ten; the bound allows 16
 _LEAST_ERROR = sys.float_info.min  # so that the float of an error never becomes 0
@@ -178,11 +179,10 @@ def _same(answer: _Ball, reference: _Ball) -> bool | None:
     if answer.exact and reference.exact:
         if answer.value.denominator == reference.value.denominator == 1:
             return bool(answer.value == reference.value)
-        return bool(
-            abs(answer.value - reference.value) <= max(RELATIVE_TOLERANCE * abs(reference.value), ABSOLUTE_TOLERANCE)
-        )
+        bound = RELATIVE_TOLERANCE * abs(reference.value) or ABSOLUTE_TOLERANCE
+        return bool(abs(answer.value - reference.value) <= bound)
     left, right = answer.inexact(), reference.inexact()
-    bound = max(float(RELATIVE_TOLERANCE) * right.size, float(ABSOLUTE_TOLERANCE))
+    bound = float(RELATIVE_TOLERANCE) * right.size if right.least > 0 else float(ABSOLUTE_TOLERANCE)
     margin = bound - _Ball(left.value - right.value).size
     error = left.error + right.error + 2.0**-40 * bound  # the last is that of the bound, which is a float
     if abs(margin) > error:
@@ -227,6 +227,8 @@ class _Evaluator:
         if kind == "power":
             return self._power(tree[1], tree[2])
         self.closed_form = True
+        if kind in {"factorial", "binomial"}:
+            return _counted(*(self.of(one) for one in tree[1:]))
         if kind == "pi":
             return _pi()
         if kind == "root":
@@ -446,6 +448,17 @@ def _rooted(radicand: _Ball, degree: int) -> _Ball:
         if exact**degree == value:
             return _Ball(exact)
     return _raised(radicand, _Ball(Fraction(1, degree)))
+
+
+def _counted(whole: _Ball, chosen: _Ball | None = None) -> _Ball:
+    """A factorial, or with `chosen` a binomial. Raises `NotReadError` over `MAX_COUNTED`, and where there is none."""
+    for ball in (whole, chosen or whole):
+        if not ball.exact or ball.value.denominator != 1 or ball.value < 0:
+            raise NotReadError("undefined")
+        if ball.value > MAX_COUNTED:
+            raise NotReadError("too_large")
+    count = math.comb(int(whole.value), int(chosen.value)) if chosen else math.factorial(int(whole.value))
+    return _fraction(Fraction(count))
 
 
 def _called(name: str, argument: _Ball, radians: bool) -> _Ball:

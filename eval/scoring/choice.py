@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from adora_vl.data.prompts import without_letters
 from adora_vl.rewards import grade
-from adora_vl.rewards.completion import last_boxed
+from adora_vl.rewards.completion import answer_block, last_boxed
 from eval.scoring.number import MAX_CHARS, Extraction, concluding_number, plain, refuses, sentences
 
 # Words that say that the next letter is the answer. `option B` alone does not: it may be called wrong.
 _STATED = (
     r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
     r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
-    r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（]|[A-Z]\b)"
-    r"|\b(?:choose|select|pick|opt for)\b|答案|选项|故选|应选|选择|选)"
-    r"\s*[:：=为是]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
+    r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
+    r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b|\bit (?:must|should|has to) be\b"
+    r"|答案|选项|故选|应选|选择|选)"
+    r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
 )
 _SAYS_ANSWER = re.compile(
     r"(?:\banswers?\b(?: to [^.\n]{0,80}?)?(?: \w+)? (?:is|are|would be|should be|must be)\b|\banswer\s*[:：]"
@@ -28,6 +30,12 @@ _WRONG = re.compile(
     r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also )?(?:incorrect|wrong|false|not)\b",
     re.IGNORECASE,
 )
+# Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`, `Therefore: B`.
+_CONCLUDED = (
+    r"(?:\b(?:it|that|this)(?: is|['’]s)\b|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
+    r"\s*[:：]?\s*(?:(?:option|choice|letter)\s+)?"
+)
+_DENIED = re.compile(r"(?:\bnot|n['’]t(?: be)?|\brather than|\binstead of)\s+$")
 _LONGEST_VALUE = 100  # characters
 _WORD = re.compile(r"(?<![\\a-z])[a-z]{4}")
 _CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|conclusion|consequently|which means|因此|所以)\b", re.IGNORECASE)
@@ -52,7 +60,7 @@ class _Reader:
     """The choices of one item in the forms in which a response may name them."""
 
     def __init__(self, choices: Sequence[str]) -> None:
-        self.choices = choices
+        self.choices = choices = without_letters(choices)
         self.letters = "".join(chr(ord("A") + i) for i in range(len(choices)))
         # A choice that is itself a letter of the options has no text to go by: a lone `B` is option B.
         keys = [_key(choice) for choice in choices]
@@ -61,10 +69,14 @@ class _Reader:
         capital, either = f"[A-{last}]", f"[A-{last}a-{last.lower()}]"
         # A lone capital needs an end behind it, or it is the article in `A circle`; in brackets any case will do.
         self.letter = (
-            rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：]|\n|$))|({capital})(?![\w'’]))"
+            rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：]|\n|$))|({capital})(?![\w'’])"
+            rf"|({either})(?=[.!]?\s*$))"
         )
         self.stated = re.compile(rf"(?i:{_STATED})[\"'“‘]?{self.letter}")
-        self.leading = re.compile(rf"\W*(?:[(（\[]\s*({either})\s*[)）\]]|({capital})\s*(?:[.,:：;)）、]|\n|$))")
+        self.concluded = re.compile(
+            rf"(?i:{_CONCLUDED})(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;!)）、。，：]|\n|$)))"
+        )
+        self.leading = re.compile(rf"\W*(?:[(（\[]\s*({either})\s*[)）\]]|({capital})\s*(?:[.,:：;)）、。]|\n|$))")
         self.in_brackets = re.compile(rf"[(（]\s*({either})\s*[)）]")
         self.named = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
 
@@ -124,8 +136,11 @@ class _Reader:
         found = [i for i, key in enumerate(self.keys) if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", text)]
         return max(found, key=lambda index: len(self.keys[index]), default=None)
 
-    def mentioned(self, text: str) -> list[int]:
-        """The choices whose text stands in `text`, in their order. One within a longer one does not count."""
+    def mentioned(self, text: str, *, denied: bool = True) -> list[int]:
+        """The choices whose text stands in `text`, in their order. One within a longer one does not count.
+
+        `denied`: also those that the text denies, as in `not a circle but a kite`.
+        """
         text = _key(plain(text), keep_end=True)
         places: list[tuple[int, int]] = []
         for index in sorted(range(len(self.keys)), key=lambda i: -len(self.keys[i])):
@@ -133,7 +148,8 @@ class _Reader:
             if not key or key in (self.keys[i] for i in range(index)):
                 continue
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
-            places += [(match.start(), index) for match in re.finditer(pattern, text)]
+            found = [match.start() for match in re.finditer(pattern, text)]
+            places += [(at, index) for at in found if denied or not _DENIED.search(text[max(0, at - 20) : at])]
             text = re.sub(pattern, "\0" * len(key), text)
         return [index for _, index in sorted(places)]
 
@@ -168,7 +184,7 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
 
     Never raises, whatever the response is. `choices` has 1 to 26 texts.
     """
-    response = response[-MAX_CHARS:].strip()
+    response = (answer_block(response) or response)[-MAX_CHARS:].strip()
     if not response:
         return Extraction("", "empty")
     reader = _Reader(choices)
@@ -209,6 +225,12 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
         return None
     described = reader.described(text[matches[-1].end() - 1 :])
     return reader.index(matches[-1]) if described is None else described
+
+
+def _concluded(reader: _Reader, text: str) -> int | None:
+    """The last letter that a conclusion ends with, as in `therefore I think it is B`."""
+    found = [reader.index(match) for match in reader.concluded.finditer(text) if not _dismissed(text, match)]
+    return found[-1] if found else None
 
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:
@@ -262,9 +284,10 @@ def _mentioned(reader: _Reader, text: str) -> int | None:
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
     for part in [*reversed(concluding), *reversed(parts)]:
-        found = set(reader.mentioned(part))
-        if len(found) == 1:
-            return found.pop()
+        found = set(reader.mentioned(part)), set(reader.mentioned(part, denied=False))
+        one = next((each for each in found if len(each) == 1), None)
+        if one:
+            return one.pop()
     return None
 
 
@@ -297,6 +320,7 @@ _STATED_RULES: _Rules = (
 )
 _RULES: _Rules = (
     *_STATED_RULES,
+    ("concluded_letter", _concluded),
     ("leading_letter", _leading_letter),
     ("letter_in_brackets", _bracketed),
     ("named_option", _named),

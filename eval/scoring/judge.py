@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from tqdm import tqdm
 
 from adora_vl.data.prompts import lettered
-from adora_vl.rewards.completion import last_boxed
+from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.utils.cli import amount, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import written_to
@@ -63,7 +63,8 @@ def _unless_failed(row: Prediction, question: Question) -> Question | None:
 
 
 def by_rules(question: Question) -> Extraction:
-    """The answer in a response by our rules, and the rule that found it."""
+    """The answer in a response, or in its `<answer>` block, by our rules, and the rule that found it."""
+    question = question._replace(response=answer_block(question.response) or question.response)
     quick = quick_extract(question)
     if quick is not None:
         return quick

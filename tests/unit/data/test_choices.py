@@ -15,7 +15,7 @@ from adora_vl.checkpoint.resume import choose_start
 from adora_vl.config.command_line import parse
 from adora_vl.data.dataset import load_split, split_files
 from adora_vl.data.loading import as_asked, load_rows
-from adora_vl.data.prompts import DEFAULT_PROMPT
+from adora_vl.data.prompts import DEFAULT_PROMPT, lettered
 from adora_vl.evaluation import take_evaluations
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import run_manifest
@@ -122,6 +122,13 @@ def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data: Path) -> No
     row = load_split(data, "train")[1]
     for answer, verdict in {"B": "correct", r"4\sqrt{2}": "correct", "A": "wrong", "3": "wrong", "D": "wrong"}.items():
         assert grade(rf"So \boxed{{{answer}}}.", row["answer"], choices=row["choices"]).verdict == verdict, answer
+
+
+def test_letters_that_choices_carry_are_not_shown_twice() -> None:
+    """Neither is a choice that only looks like a letter."""
+    assert lettered(["A. 3", "(B) 4"]) == lettered(["3", "4"]) == ["(A) 3", "(B) 4"]
+    for choices in (["(a)", "(b)"], ["A. 3"], ["B. 3", "A. 4"], ["A. 3", "4"], ["A", "B"]):
+        assert [line[4:] for line in lettered(choices)] == choices
 
 
 def test_drawn_problems_are_asked_as_before(drawn: Path) -> None:

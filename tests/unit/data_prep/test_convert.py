@@ -97,6 +97,8 @@ def test_texts_numbers_and_options_are_golds(case: Case) -> None:
         ("B", ["P", "D", "Q", "R"], "B"),  # D would be read as a letter, that of R
         ("C", ["P", "Q", r"\text{O}"], "C"),
         ("12", [], "12"),  # no choices
+        (r"12 \text{ cm}^2", None, "12 cm^2"),  # an answer in another unit is wrong
+        (r"30^\circ", None, r"30^\circ"),
         (3.0, None, "3"),
         (-0.25, None, "-0.25"),
         (10**30, None, str(10**30)),

@@ -127,9 +127,9 @@ def test_what_is_counted_is_what_is_computed(work: Work) -> None:
 def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
 
-    def counted(text: str) -> str:
+    def counted(text: str) -> tuple[str, str]:
         texts.append(text)
-        return text
+        return text, ""
 
     monkeypatch.setattr(answers, "canonical", counted)
     assert answers.plain("5" + "%" * 490).reason == "percentage"
