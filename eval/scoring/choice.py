@@ -16,7 +16,8 @@ _STATED = (
     r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
     r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
     r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b|\bit (?:must|should|has to) be\b"
-    r"|答案|选项|故选|应选|选择|选)"
+    r"|\b(?:respuesta|r[ée]ponse|antwort|resposta|risposta|ответ)\b(?: correct[ae])?(?: (?:es|est|ist|é|è)\b)?"
+    r"|答案|选项|故选|应选|选择|选|答えは)"
     r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
 )
 _SAYS_ANSWER = re.compile(
@@ -32,10 +33,12 @@ _WRONG = re.compile(
 )
 # Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`, `Therefore: B`.
 _CONCLUDED = (
-    r"(?:\b(?:it|that|this)(?: is|['’]s)\b|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
+    r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
+    r"|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
     r"\s*[:：]?\s*(?:(?:option|choice|letter)\s+)?"
 )
-_DENIED = re.compile(r"(?:\bnot|n['’]t(?: be)?|\brather than|\binstead of)\s+$")
+_CORRECTED = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*"
+_DENIED = re.compile(r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$")
 _LONGEST_VALUE = 100  # characters
 _WORD = re.compile(r"(?<![\\a-z])[a-z]{4}")
 _CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|conclusion|consequently|which means|因此|所以)\b", re.IGNORECASE)
@@ -69,13 +72,17 @@ class _Reader:
         capital, either = f"[A-{last}]", f"[A-{last}a-{last.lower()}]"
         # A lone capital needs an end behind it, or it is the article in `A circle`; in brackets any case will do.
         self.letter = (
-            rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：]|\n|$))|({capital})(?![\w'’])"
+            rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：で]|\n|$))|({capital})(?![\w'’])"
             rf"|({either})(?=[.!]?\s*$))"
         )
         self.stated = re.compile(rf"(?i:{_STATED})[\"'“‘]?{self.letter}")
-        self.concluded = re.compile(
-            rf"(?i:{_CONCLUDED})(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;!)）、。，：]|\n|$)))"
+        ends = r"(?=\s*(?:[.,:;!)）、。，：で]|\n|$)|\s+(?:is (?:the )?(?:correct|right|answer)|because|since)\b)"
+        at_end = rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital}){ends})"
+        self.concluded, self.corrected = (
+            re.compile(f"(?i:{_CONCLUDED}){at_end}"),
+            re.compile(f"(?i:{_CORRECTED}){at_end}"),
         )
+        self.short = re.compile(rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({either})\W*", re.IGNORECASE)
         self.leading = re.compile(rf"\W*(?:[(（\[]\s*({either})\s*[)）\]]|({capital})\s*(?:[.,:：;)）、。]|\n|$))")
         self.in_brackets = re.compile(rf"[(（]\s*({either})\s*[)）]")
         self.named = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
@@ -205,8 +212,9 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
 def _exact(reader: _Reader, text: str) -> int | None:
     """The whole text is a choice."""
     key = _key(text)
-    if len(key) == 1 and key.upper() in reader.letters:
-        return reader.letters.index(key.upper())
+    letter = reader.short.fullmatch(text) if len(text) < 40 else None
+    if letter and key not in reader.keys:
+        return reader.index(letter)
     return reader.keys.index(key) if key and key in reader.keys else None
 
 
@@ -223,6 +231,9 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
     matches = [match for match in reader.stated.finditer(text) if not _dismissed(text, match)]
     if not matches:
         return None
+    corrected = [match for match in reader.corrected.finditer(text, matches[-1].end()) if not _dismissed(text, match)]
+    if corrected:
+        return reader.index(corrected[-1])
     described = reader.described(text[matches[-1].end() - 1 :])
     return reader.index(matches[-1]) if described is None else described
 
