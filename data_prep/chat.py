@@ -37,14 +37,34 @@ def pictures_of_chat(value: Any) -> list[Any]:
     return found if any(picture is not None for picture in found) else []
 
 
+def answer_of_chat(value: Any) -> str | None:
+    """What the assistant answers to the one question of a conversation; None where it does not, or several times."""
+    said = _turns(value, "assistant") if len(_asked(value)) == 1 else []
+    return _text_of_content(said[0]) if len(said) == 1 else None
+
+
+_IMG = re.compile(r"<img>([^<>]+)</img>|<img\s[^<>]*?src\s*=\s*[\"']([^\"'<>]+)[\"'][^<>]*>", re.IGNORECASE)
+
+
+def pictures_of_text(text: str) -> tuple[str, list[Any]]:
+    """A text with `<image>` for each `<img>PATH</img>`, as Qwen-VL has them, and the paths."""
+    if "<img" not in text.lower():
+        return text, []
+    return _IMG.sub(PLACEHOLDER, text), [(match[1] or match[2]).strip() for match in _IMG.finditer(text)]
+
+
 def _asked(value: Any) -> list[Any]:
-    """The contents of the user's messages; none where it is no conversation."""
+    return _turns(value, "user")
+
+
+def _turns(value: Any, of: str) -> list[Any]:
+    """The contents of the messages of one role; none where it is no conversation."""
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return []
     found = []
     for message in value:
         role = message.get("role", message.get("from"))
-        if (_ROLES.get(role, role) if isinstance(role, str) else role) == "user":
+        if (_ROLES.get(role, role) if isinstance(role, str) else role) == of:
             found.append(message.get("content", message.get("value")))
     return found
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from adora_vl.data.dataset import SPLITS
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
 from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError
-from data_prep.columns import PRESETS, columns_of_words
+from data_prep.columns import ANSWER_IS, OPTIONS, PRESETS, columns_of_words
 from data_prep.convert import Conversion, convert
 from data_prep.generated import (
     DEFAULT_SIZE,
@@ -346,7 +346,7 @@ def _add_cleaning(command: argparse.ArgumentParser) -> None:
 
 
 def _add_convert(commands: Any) -> None:
-    command = commands.add_parser("convert", help="your own data: JSONL, JSON, CSV, Parquet, a folder, a hub id")
+    command = commands.add_parser("convert", help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id")
     add_output(command)
     add = command.add_argument
     add(
@@ -363,6 +363,17 @@ def _add_convert(commands: Any) -> None:
         help="problem=question answer=label, and images=, choices=, id= where there are such; others are kept as "
         "texts; a dot leads into an object, answer=reward_model.ground_truth",
     )  # fmt: skip
+    add(
+        "--decimal-comma", action="store_true", default=None,
+        help="52,5 in answers and options is 52.5, and 1.234,5 is 1234.5",
+    )  # fmt: skip
+    add(
+        "--answer-is", choices=ANSWER_IS,
+        help="what a whole number as the answer is beside choices: one of them, or its place, from 0 or from 1",
+    )  # fmt: skip
+    add(
+        "--image-dir", type=optional(text), metavar="DIR", help="where paths of images begin, default: beside the table"
+    )
     add("--name", type=optional(text), metavar="WORD", help="of the data set, for its rows' ids; default: the input's")
     add("--split-name", choices=SPLITS, help="of a single table, in place of what the name of its file says")
     add("--drop-instruction", action="store_true", help="take off what problems of other trainers say on how to answer")
@@ -405,6 +416,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     if (preset is None) == (arguments.columns is None):
         raise UserError("columns: give --columns, such as problem=question answer=label, or --preset")
     columns = preset.columns if preset else columns_of_words(arguments.columns)
+    columns = replace(columns, **{name: value for name in OPTIONS if (value := getattr(arguments, name))})
     if preset and preset.id:
         name = name or arguments.preset  # the data set's own
     location = arguments.input or (preset.id if preset else None)

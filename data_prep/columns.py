@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from datasets import Features
 
 OURS = ("problem", "answer", "images", "choices", "id")
+OPTIONS = ("decimal_comma", "answer_is", "image_dir")  # of how columns are read, beside their names
+ANSWER_IS = ("value", "index", "index-from-1")  # one of the options, or its place, counted from 0 or from 1
 _NEEDED = ("problem", "answer")
 _LISTED = ("images", "choices")  # may be spread over several columns
 # Names that a column of the user's own cannot have: those of the schema, those that TRL gives to a reward function, and
@@ -38,6 +40,9 @@ class Columns:
 
     `extras`: columns of the user's own, our name to theirs, kept as texts for prompts and rewards. `optional`: columns
     that a table may lack. `pictured`: a row without an image is broken.
+
+    `decimal_comma`: `52,5` in an answer or option is a number. `answer_is`: of `ANSWER_IS`, what a whole number beside
+    choices is. `image_dir`: where the paths of images begin, in place of the table's folder.
     """
 
     problem: str
@@ -48,6 +53,9 @@ class Columns:
     extras: tuple[tuple[str, str], ...] = ()
     optional: tuple[str, ...] = ()
     pictured: bool = False
+    decimal_comma: bool = False
+    answer_is: str = ""
+    image_dir: str = ""
 
     @property
     def wanted(self) -> list[str]:
@@ -75,6 +83,7 @@ class Columns:
         for name, theirs in (("images", self.images), ("choices", self.choices)):
             if theirs:
                 found[name] = theirs[0] if len(theirs) == 1 else list(theirs)
+        found |= {name: value for name in OPTIONS if (value := getattr(self, name))}
         return {**found, **({} if self.id is None else {"id": self.id}), **dict(self.extras)}
 
 
@@ -88,16 +97,30 @@ class Preset:
 
 
 _GEOMETRY3K = Columns(
-    "problem", "answer", ("images",), ("choices",), id="id", optional=("choices", "id"), pictured=True
+    "problem",
+    "answer",
+    ("images",),
+    ("choices",),
+    id="id",
+    optional=("choices", "id"),
+    pictured=True,
+    answer_is="value",
 )
+_CHAT = "messages|conversations"  # the answer is in it too
 PRESETS = {
     "geometry3k": Preset("hiyouga/geometry3k", _GEOMETRY3K),
     "easyr1": Preset(None, Columns("prompt|problem", "answer", ("images",), optional=("images",))),
     "verl": Preset(None, Columns("prompt", "reward_model.ground_truth", ("images",), optional=("images",))),
     "swift": Preset(
         None,
-        Columns("messages|query|prompt|problem|question", "solution", ("images|image",), optional=("images|image",)),
+        Columns(
+            "messages|query|conversations|prompt|problem|question",
+            f"solution|response|{_CHAT}",
+            ("images|image",),
+            optional=("images|image",),
+        ),
     ),
+    "llamafactory": Preset(None, Columns(_CHAT, _CHAT, ("images|image",), optional=("images|image",))),
 }
 
 
@@ -113,7 +136,11 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
                 f"{key}: {name} is missing{close}; write {name}=COLUMN, the column of the table that has it"
             )
     found: dict[str, tuple[str, ...]] = {}
+    given = {name: mapping[name] for name in OPTIONS if name in mapping}
+    check_reading(given, f"{key}: ")
     for name, theirs in mapping.items():
+        if name in given:
+            continue
         words = list(theirs) if isinstance(theirs, list | tuple) else str(theirs).split(",")
         if not all(isinstance(word, str) and word.strip() for word in words) or isinstance(theirs, Mapping):
             raise UserError(f"{key}: {name}={theirs!r:.60} is not the name of a column; write one")
@@ -131,8 +158,18 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
             )
     return Columns(
         found["problem"][0], found["answer"][0], found.get("images", ()), found.get("choices", ()),
-        found["id"][0] if "id" in found else None, extras,
+        found["id"][0] if "id" in found else None, extras, **given,
     )  # fmt: skip
+
+
+def check_reading(given: Mapping[str, Any], key: str) -> None:
+    """Raise `UserError` where one of the `OPTIONS` has a value that it cannot have."""
+    if not isinstance(given.get("decimal_comma", False), bool):
+        raise UserError(f"{key}decimal_comma: {given['decimal_comma']!r:.60} is neither true nor false")
+    if given.get("answer_is", "") not in ("", *ANSWER_IS):
+        raise UserError(f"{key}answer_is: {given['answer_is']!r:.60} is none of {', '.join(ANSWER_IS)}")
+    if not isinstance(given.get("image_dir", ""), str):
+        raise UserError(f"{key}image_dir: {given['image_dir']!r:.60} is not the path of a folder")
 
 
 def columns_of_words(words: Sequence[str]) -> Columns:
@@ -156,30 +193,61 @@ def _place(name: str, present: Container[str]) -> str | None:
     return next((name[:end] for end in ends if name[:end] in present), None)
 
 
-def picked(record: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """The wanted columns that a record has, also those inside of others."""
+def picked(
+    record: Mapping[str, Any], columns: Columns, names: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, Any]:
+    """The wanted columns that a record has, also those inside of others. `names`: of `class_names`."""
     found = {}
     for name in columns.wanted:
         for part in (name, *name.split("|")):
             place = _place(part, record)
             held = _inside(record[place], part[len(place) + 1 :]) if place is not None else []
             if held:
-                found[name] = held[0]
+                found[name] = _named(held[0], names[name]) if names and name in names else held[0]
                 break
     return found
+
+
+def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """The names of the wanted columns that hold their numbers: `ClassLabel` in the features of `datasets`."""
+    found = {}
+    for name in columns.wanted if features else ():
+        for part in (name, *name.split("|")):
+            place = _place(part, features)
+            kind: Any = None if place is None else features[place]
+            for inside in part[len(place or "") + 1 :].split("."):
+                kind = getattr(kind, "feature", kind)
+                kind = kind.get(inside, kind) if isinstance(kind, Mapping) else kind
+            kind = getattr(kind, "feature", kind)
+            if getattr(kind, "names", None):
+                found[name] = kind.names
+    return found
+
+
+def _named(value: Any, names: Sequence[str]) -> Any:
+    """The name for a number, for each of a list, or for one in digits, as in CSV; None for -1, which is no class."""
+    if isinstance(value, list):
+        return [_named(item, names) for item in value]
+    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+    if isinstance(number, bool) or not isinstance(number, int) or value in names:
+        return value
+    return names[number] if 0 <= number < len(names) else None
 
 
 def _inside(value: Any, path: str) -> list[Any]:
     """What stands in an object under names with dots between them, as a list; an empty one where it has no such."""
     for name in path.split(".") if path else ():
-        if isinstance(value, str) and value.lstrip().startswith("{"):
+        if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
             try:
                 value = read_json(value)
             except (ValueError, RecursionError):
                 return []
-        if not isinstance(value, Mapping) or name not in value:
+        if isinstance(value, list) and name.lstrip("-").isdecimal() and -len(value) <= int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, Mapping) and name in value:
+            value = value[name]
+        else:
             return []
-        value = value[name]
     return [value]
 
 
@@ -187,10 +255,12 @@ def require_columns(columns: Columns, present: Iterable[str], where: str) -> Non
     """Raise `UserError` for a named column that the table `where` lacks."""
     there = list(present)
     known = set(there)
+    lacking = []
     for name in columns.wanted:
         found = any(_place(part, known) for part in (name, *name.split("|")))
         if not found and name not in columns.optional:
-            more = f", ... ({len(there)} columns)" if len(there) > _SHOWN else ""
-            close = did_you_mean(name, islice(there, _COMPARED))
-            listed = ", ".join(f"{column:.40}" for column in there[:_SHOWN]) or "none"
-            raise UserError(f"columns: {where} has no column {name!r:.60}{close}; it has {listed}{more}")
+            lacking.append(f"{name!r:.60}{did_you_mean(name, islice(there, _COMPARED))}")
+    if lacking:
+        more = f", ... ({len(there)} columns)" if len(there) > _SHOWN else ""
+        listed = ", ".join(f"{column:.40}" for column in there[:_SHOWN]) or "none"
+        raise UserError(f"columns: {where} has no column {', and none '.join(lacking)}; it has {listed}{more}")

@@ -21,9 +21,10 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 from data_prep.columns import Columns, columns_from
 from data_prep.hub import commit_of, open_hub
+from data_prep.pictures import named_files
 from data_prep.pipeline import Cleaning, SplitReads, check_options, check_target, clean_source, pixel_limits, recorded
 from data_prep.quarantine import MAX_SHARE
-from data_prep.records import named_files, pictures_asked
+from data_prep.records import pictures_asked
 from data_prep.tables import (
     HUB_ID,
     DrawnTests,

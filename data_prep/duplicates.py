@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,27 +29,72 @@ class Answered:
     origin: str
 
 
-@dataclass
-class SameQuestions:
-    """The rows of one split by what they ask, with what each gives as the answer."""
+_MANY = 8  # rows that share a picture: more than the versions of one problem
+_TABLES = """
+PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
+CREATE TABLE ids (id BLOB PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE asked (split TEXT, asked BLOB, number INTEGER, id TEXT, gold TEXT, origin TEXT,
+                    PRIMARY KEY (split, asked, number)) WITHOUT ROWID;
+CREATE TABLE pictures (picture BLOB PRIMARY KEY, count INTEGER, id TEXT) WITHOUT ROWID;
+"""
 
-    _rows: dict[bytes, list[Answered]] = field(default_factory=dict)
 
-    def add(self, asked: bytes, row: Answered) -> bool:
-        """Remember a row. Returns whether it repeats one before it, answer and all."""
-        before = self._rows.setdefault(asked, [])
-        before.append(row)
-        return any(_agree(other.gold, row.gold) for other in before[:-1])
+class Seen:
+    """What was seen of all rows, on the disk, so that the memory does not grow with them. Closed by `with`."""
 
-    def contradicting(self) -> dict[str, tuple[Answered, Answered]]:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._number = 0
+
+    def __enter__(self) -> Seen:
+        self._base = sqlite3.connect(self._file, isolation_level=None)
+        self._base.executescript(_TABLES + "BEGIN")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget everything, so that no file of it is left."""
+        self._base.close()
+        self._file.unlink(missing_ok=True)
+
+    def is_new(self, row_id: str) -> bool:
+        """Whether no row before has this id."""
+        key = hashlib.sha256(row_id.encode()).digest()[:12]
+        return self._base.execute("INSERT OR IGNORE INTO ids VALUES (?)", (key,)).rowcount == 1
+
+    def add(self, split: str, asked: bytes, pictures: Sequence[bytes], row: Answered) -> bool:
+        """Remember a row. Returns whether it repeats one of its split before it, answer and all."""
+        self._number += 1
+        before = self._base.execute("SELECT gold FROM asked WHERE split = ? AND asked = ?", (split, asked)).fetchall()
+        values = (split, asked, self._number, row.row_id, row.gold, row.origin)
+        self._base.execute("INSERT INTO asked VALUES (?, ?, ?, ?, ?, ?)", values)
+        for picture in set(pictures):
+            self._base.execute(
+                "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1",
+                (picture, row.row_id),
+            )
+        return any(_agree(gold, row.gold) for (gold,) in before)
+
+    def contradicting(self, split: str) -> dict[str, tuple[Answered, Answered]]:
         """Each row of a question that has several answers, with a row that disagrees with it."""
+        several = "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND MIN(gold) < MAX(gold)"
         found = {}
-        for rows in self._rows.values():
-            for row in rows if len(rows) > 1 else ():
+        for (asked,) in self._base.execute(several, (split,)):
+            where = "SELECT id, gold, origin FROM asked WHERE split = ? AND asked = ? ORDER BY number"
+            rows = [Answered(*row) for row in self._base.execute(where, (split, asked))]
+            for row in rows:
                 other = next((one for one in rows if not _agree(one.gold, row.gold)), None)
                 if other is not None:
                     found[row.row_id] = (row, other)
         return found
+
+    def shared_pictures(self) -> tuple[int, str]:
+        """How many rows have a picture that many share, and the first of them."""
+        counted = "SELECT COALESCE(SUM(count), 0), MIN(id) FROM pictures WHERE count >= ?"
+        rows, example = self._base.execute(counted, (_MANY,)).fetchone()
+        return rows, example
 
 
 def _agree(one: str, other: str) -> bool:

@@ -10,8 +10,10 @@ from typing import Any
 
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hub import no_hub
-from data_prep.columns import Columns, picked, require_columns
-from data_prep.records import BadRecord, FileRoot, Record
+from data_prep.answers import Record
+from data_prep.columns import Columns, class_names, picked, require_columns
+from data_prep.pictures import FileRoot
+from data_prep.records import BadRecord
 from data_prep.tables import SPLIT_OF, Opened, TablePart, open_local
 
 
@@ -107,8 +109,9 @@ def _part(stream: Any, columns: Columns, location: str, stored: str) -> TablePar
 
 def _records(stream: Any, columns: Columns, location: str) -> Iterator[tuple[str, Record | BadRecord]]:
     try:
+        names = class_names(columns, stream.features or {})
         for number, record in enumerate(stream, 1):
-            yield f"row {number}", picked(record, columns)
+            yield f"row {number}", picked(record, columns, names)
     except Exception as error:
         raise UserError(
             f"input: {location} broke off ({in_one_line(error):.300}); start again, what was loaded is kept"

@@ -34,26 +34,31 @@ _NEAR_BITS = 32
 class Fingerprint:
     """What is remembered of a row: hashes alone. `near`: one difference hash of 256 bits for each image.
 
-    `asked`: of what a model is asked, to the letter: the question, its options, its pictures.
+    `asked`: of what a model is asked, to the letter: the question, its options, its pictures. `pictures`: of each one.
     """
 
     exact: bytes
     question_and_gold: bytes
     near: tuple[int, ...]
     asked: bytes
+    pictures: tuple[bytes, ...] = ()
 
 
 def fingerprint(
-    problem: str, answer: str, images: list[Image.Image], choices: Sequence[str] | None = None
+    problem: str, answer: str, images: list[Image.Image], choices: Sequence[str] | None = None, *, near: bool = True
 ) -> Fingerprint:
-    """Of a cleaned row: its text, its canonical gold, its pictures, its options."""
+    """Of a cleaned row: its text, its canonical gold, its pictures, its options. `near`: whether to compare with others
+    by difference hashes too, which take time.
+    """
     question = question_key(problem)
-    pixels = "".join(diagram_hash(image) for image in images)
+    hashes = [diagram_hash(image) for image in images]
+    pixels = "".join(hashes)
     return Fingerprint(
         hashlib.sha256(f"{question}\0{pixels}".encode()).digest()[:16],
         hashlib.sha256(f"{question}\0{answer}".encode()).digest()[:16],
-        tuple(difference_hash(image) for image in images),
+        tuple(difference_hash(image) for image in images) if near else (),
         hashlib.sha256("\0".join((" ".join(problem.split()), pixels, *(choices or ()))).encode()).digest()[:16],
+        tuple(bytes.fromhex(digest)[:16] for digest in hashes),
     )
 
 

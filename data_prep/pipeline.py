@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import re
@@ -25,7 +24,7 @@ from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
 from adora_vl.rewards.forms import read
 from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError
-from data_prep.duplicates import Answered, SameQuestions, leave_out
+from data_prep.duplicates import Answered, Seen, leave_out
 from data_prep.leakage import Fingerprint, LeakIndex, fingerprint
 from data_prep.output import complete_or_absent, refuse_another, refuse_foreign, remove_report
 from data_prep.problem import PixelLimits, RawProblem, Reads, RowError, to_row
@@ -54,14 +53,16 @@ class Cleaned:
         return RowError(self.row["id"], kind, wrong, remedy, originals=self.originals, record=record)
 
 
-def clean_one(read: Callable[[], RawProblem], limits: PixelLimits) -> Cleaned | RowError:
-    """Read and clean one row. An error is returned instead of raised, because it is sent between processes."""
+def clean_one(read: Callable[[], RawProblem], limits: PixelLimits, *, near: bool = True) -> Cleaned | RowError:
+    """Read and clean one row. An error is returned instead of raised, because it is sent between processes. `near`: as
+    for `fingerprint`.
+    """
     try:
         raw = read()
         row = to_row(raw, limits)
     except RowError as error:
         return error
-    print_ = fingerprint(row["problem"], row["answer"], row["images"], row["choices"])
+    print_ = fingerprint(row["problem"], row["answer"], row["images"], row["choices"], near=near)
     pairs = zip(raw.images, row["images"], strict=True)
     images = [{"bytes": stored_bytes(encoded, image), "path": None} for encoded, image in pairs]
     return Cleaned({**row, "images": images}, print_, raw.originals, raw.origin, {**raw.notes, **_notes_on(row)})
@@ -78,7 +79,15 @@ def _notes_on(row: Row) -> dict[str, str]:
         notes["words"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
     if row["choices"] is None and _NO_ANSWER.fullmatch(row["answer_raw"].strip()):
         notes["no_answer"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
+    if row["choices"] is None and _LETTER.fullmatch(row["answer"]) and not _OPTIONS.search(row["problem"]):
+        notes["letter"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
+    if row["choices"] is None and read(row["answer"]).reason == "not_read" and re.search(r"[^\w\s.'-]", row["answer"]):
+        notes["signs"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
     return notes
+
+
+_LETTER = re.compile("[A-F]")
+_OPTIONS = re.compile(r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL)  # in the problem
 
 
 def _has_words_beside_a_number(answer: str) -> bool:
@@ -95,14 +104,12 @@ def _unasked_percentage(row: Row) -> bool:
 class Deduplicator:
     """Drops rows whose id, or whose held-out diagram, was there before. It remembers hashes, not rows."""
 
-    def __init__(self, quarantine: Quarantine, *, keep_leaks: bool) -> None:
-        self.quarantine = quarantine
+    def __init__(self, quarantine: Quarantine, seen: Seen, *, keep_leaks: bool) -> None:
+        self.quarantine, self.seen = quarantine, seen
         self._keep_leaks = keep_leaks
-        self._ids: set[bytes] = set()
         self._index = LeakIndex()
         self._leaks: list[dict[str, str]] = []
         self.notes = Notes()
-        self.same = SameQuestions()  # of the split that is being read
         self.leaks_found = self.leaks_dropped = self.read = 0
 
     def kept(self, split: str, results: Iterable[Cleaned | RowError]) -> Iterator[Row]:
@@ -117,7 +124,8 @@ class Deduplicator:
             row = result.row
             for name, example in result.notes.items():
                 self.notes.add(name, example)
-            if self.same.add(result.print_.asked, Answered(row["id"], row["answer"], result.origin)):
+            answered = Answered(row["id"], row["answer"], result.origin)
+            if self.seen.add(split, result.print_.asked, result.print_.pictures, answered):
                 self.notes.add("repeats", row["id"])
             yield row
 
@@ -127,10 +135,8 @@ class Deduplicator:
 
     def _refused(self, split: str, cleaned: Cleaned) -> RowError | None:
         row_id = cleaned.row["id"]
-        key = hashlib.sha256(row_id.encode()).digest()[:12]
-        if key in self._ids:
+        if not self.seen.is_new(row_id):
             return cleaned.refuse("duplicate_id", "another row has this id", "give every row an id of its own")
-        self._ids.add(key)
         return self._leaked(split, cleaned)
 
     def _leaked(self, split: str, cleaned: Cleaned) -> RowError | None:
@@ -278,12 +284,15 @@ def clean_source(
 
     Raises `UserError`. If too many rows were refused, `NAME.quarantine` is written beside `output` first.
     """
-    with complete_or_absent(output, description, overwrite=overwrite) as folder:
+    with (
+        complete_or_absent(output, description, overwrite=overwrite) as folder,
+        Seen(folder / "seen.sqlite") as seen,
+    ):
         quarantine = Quarantine(folder)
-        deduplicator = Deduplicator(quarantine, keep_leaks=cleaning.keep_leaks)
+        deduplicator = Deduplicator(quarantine, seen, keep_leaks=cleaning.keep_leaks)
         with ordered_map(workers) as mapped:
             counts = {
-                split: _written(folder, split, splits[split], cleaning, deduplicator, mapped)
+                split: _written(folder, split, splits[split], cleaning, deduplicator, mapped, near=len(splits) > 1)
                 for split in sorted(splits, key=lambda split: split not in HELD_OUT)
             }
         if not deduplicator.read:
@@ -293,6 +302,10 @@ def clean_source(
         except UserError:
             _publish(_report(output), quarantine, description)
             raise
+        sharing, example = seen.shared_pictures()
+        if sharing:
+            deduplicator.notes.found["one_picture"] = {"rows": sharing, "example": example}
+        seen.close()
         leaks, noted = deduplicator.leaks(), deduplicator.notes.found
         manifest = write_manifest(folder, description, counts, quarantine.summary(), leaks, noted)
     remove_report(_report(output))
@@ -304,14 +317,20 @@ def _report(output: Path) -> Path:
 
 
 def _written(
-    folder: Path, split: str, reads: SplitReads, cleaning: Cleaning, deduplicator: Deduplicator, mapped: Mapper
+    folder: Path,
+    split: str,
+    reads: SplitReads,
+    cleaning: Cleaning,
+    deduplicator: Deduplicator,
+    mapped: Mapper,
+    *,
+    near: bool,
 ) -> int:
     """Write what is kept of one split; the number of its rows."""
-    results = mapped(partial(clean_one, limits=cleaning.limits), reads.problems())
-    deduplicator.same = SameQuestions()
+    results = mapped(partial(clean_one, limits=cleaning.limits, near=near), reads.problems())
     with tqdm(results, desc=split, total=reads.total, unit="row", disable=None) as bar:
         count = write_split(deduplicator.kept(split, bar), folder, split, cleaning.features)
-    contradicting = deduplicator.same.contradicting()
+    contradicting = deduplicator.seen.contradicting(split)
     if contradicting:
         count = leave_out(folder, split, cleaning.features, contradicting, deduplicator.quarantine)
     return count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from string import ascii_uppercase
 from typing import Any
@@ -13,6 +14,7 @@ from adora_vl.data.images import UNIT, UnreadableImageError, clean_image
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
 from adora_vl.rewards import canonical_gold, verify_gold
+from adora_vl.rewards.forms import read
 from adora_vl.utils.errors import UserError
 
 
@@ -39,9 +41,44 @@ class RowError(UserError):
         self.kind = kind
         self.originals = tuple(originals)
         self.record = record or {}
+        self.more: tuple[RowError, ...] = ()  # what else is wrong with the row
 
     def __str__(self) -> str:
         return self._text
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong and what to do, without the row's id."""
+        return self._text.removeprefix(f"{self.row_id}: ")
+
+
+class Faults:
+    """Calls parts of the reading of a row, so that all that is wrong with it is found in one pass."""
+
+    def __init__(self) -> None:
+        self.faults: list[RowError] = []
+
+    def add(self, fault: RowError) -> None:
+        self.faults.append(fault)
+
+    def __call__(self, part: Callable[..., Any], *given: Any) -> Any:
+        """What the part returns; None where it raises `RowError`, which is kept."""
+        try:
+            return part(*given)
+        except RowError as error:
+            self.add(error)
+            return None
+
+
+@contextmanager
+def several_faults() -> Iterator[Faults]:
+    """Raises, at the end, the first `RowError` of the calls inside, with the others as `more`."""
+    found = Faults()
+    yield found
+    if found.faults:
+        first, *others = found.faults
+        first.more = tuple(others)
+        raise first
 
 
 MAX_FILE_BYTES = 64 * 1024**2  # of one file of a source: a small zip file can unpack to terabytes
@@ -104,18 +141,14 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         raise raw.refuse("no_text", f"the problem text {raw.problem!r} is empty", "write it in")
     if not raw.images and not raw.text_only:
         raise raw.refuse("no_image", "images [] is empty", "add the diagram in")
-    images = []
-    for index, encoded in enumerate(raw.images):
-        try:
-            images.append(clean_image(encoded, limits.low, limits.high, limits.unit))
-        except UnreadableImageError as error:
-            wrong = f"image {index} ({len(encoded)} bytes) is not usable ({error})"
-            raise raw.refuse(error.kind, wrong, "replace it in") from error
+    with several_faults() as tried:
+        images = tried(_clean_images, raw, limits)
+        gold = tried(_gold, raw)
     row: Row = {
         "id": raw.id,
         "images": images,
         "problem": raw.problem,
-        "answer": _gold(raw),
+        "answer": gold,
         "answer_raw": raw.answer,
         "choices": list(raw.choices) if raw.choices else None,
         "split": raw.split,
@@ -135,11 +168,22 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     return row
 
 
+def _clean_images(raw: RawProblem, limits: PixelLimits) -> list[Any]:
+    images = []
+    for index, encoded in enumerate(raw.images):
+        try:
+            images.append(clean_image(encoded, limits.low, limits.high, limits.unit))
+        except UnreadableImageError as error:
+            wrong = f"image {index} ({len(encoded)} bytes) is not usable ({error})"
+            raise raw.refuse(error.kind, wrong, "replace it in") from error
+    return images
+
+
 def checked_gold(gold: str, choices: Sequence[str] | None, *, row_id: str, origin: str) -> str:
     """The gold in canonical form. Raises `RowError` if it would not be graded as right against itself."""
     reason = verify_gold(gold, choices)
     if reason:
-        raise RowError(row_id, "gold", *_ungradable(gold, reason, f"in {origin}"))
+        raise RowError(row_id, *_ungradable(gold, reason, f"in {origin}"))
     return canonical_gold(gold)
 
 
@@ -161,19 +205,61 @@ def _gold(raw: RawProblem) -> str:
     chosen = raw.answer if raw.choices is None or raw.value_answer else _chosen(raw, raw.choices)
     if chosen != raw.answer and reads_as_letter(chosen):
         chosen = raw.answer
+    if raw.choices is None:
+        return check_gold(chosen, raw.refuse)
     reason = verify_gold(chosen, raw.choices)
     if reason:
-        raise raw.refuse("gold", *_ungradable(chosen, reason, "in"))
+        raise raw.refuse(*_ungradable(chosen, reason, "in"))
     return canonical_gold(chosen)
+
+
+def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
+    """The canonical form of an open question's answer. Raises `RowError` where nobody could meet it: it is right
+    against nothing, or a number among signs that are not read, so that only the same signs would be right.
+    """
+    gold = tidied(gold)
+    reason = verify_gold(gold)
+    if reason:
+        raise refuse(*_ungradable(gold, reason, "in"))
+    if is_text_of_signs(gold):
+        wrong = f"the gold answer {gold!r:.200} can be read as a text of signs alone, which hardly any answer meets"
+        raise refuse("gold_signs", wrong, f"{_A_GOLD}, without other signs or words, in")
+    return canonical_gold(gold)
+
+
+def is_text_of_signs(gold: str) -> bool:
+    """Whether an answer has a digit, or a formula, among signs that are not read: `15平方厘米`, `5\\sqrt`."""
+    return read(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold) is not None
+
+
+# Markup that stands inside an answer and says nothing of it.
+_MARKUP = (
+    (re.compile(r"(?<!\\)\$\$?([^$]*[^$\\])\$\$?"), r" \1 "),
+    (re.compile(r"\{\s*\}"), " "), (re.compile(r"\\number\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\(?:mathrm|rm|bf|displaystyle)\s*(?=\\)"), ""), (re.compile("º"), "°"),
+)  # fmt: skip
+
+
+def tidied(gold: str) -> str:
+    r"""An answer that can be read without the markup inside of it, as without it: `5$\sqrt{2}$`; any other as it is."""
+    if read(gold).reason != "not_read":
+        return gold
+    made = gold
+    for pattern, instead in _MARKUP:
+        made = pattern.sub(instead, made)
+    return made.strip() if read(made).kind in ("number", "expression", "percentage") else gold
 
 
 _A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5"
 
 
-def _ungradable(gold: str, reason: str, where: str) -> tuple[str, str]:
+def _ungradable(gold: str, reason: str, where: str) -> tuple[str, str, str]:
+    """The kind of the fault, what is wrong, and what to do."""
     rule, _, spelling = reason.partition(": ")
+    if rule == "decimal_comma":
+        spelling += "; --decimal-comma reads all as decimals"
     wrong = f"the gold answer {gold!r:.200} cannot be met by any answer ({rule})"
-    return wrong, f"{spelling or _A_GOLD}, {where}"
+    return f"gold_{rule}" if spelling else "gold", wrong, f"{spelling or _A_GOLD}, {where}"
 
 
 def _chosen(raw: RawProblem, choices: Sequence[str]) -> str:

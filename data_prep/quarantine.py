@@ -12,11 +12,10 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from adora_vl.utils.cli import MistakesError, shown
+from adora_vl.utils.cli import MistakesError, amount, shown
 from data_prep.problem import RowError
 
 QUARANTINE_NAME = "quarantine.jsonl"
@@ -30,7 +29,8 @@ class Quarantine:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._first = ""
+        self._firsts: dict[str, str] = {}  # of each kind
+        self._rows = self.broken = 0  # a leak is not broken
         self.kinds: Counter[str] = Counter()
 
     def add(self, split: str, error: RowError) -> None:
@@ -40,34 +40,36 @@ class Quarantine:
             "split": split,
             "reason": error.kind,
             "detail": str(error),
+            **({"also": [{"reason": one.kind, "detail": one.sentence} for one in error.more]} if error.more else {}),
             "record": error.record,
             "files": [self._kept(original) for original in error.originals],
         }
         with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line, sort_keys=True) + "\n")  # ASCII: half a surrogate pair is kept as well
-        self.kinds[error.kind] += 1
-        self._first = self._first or str(error)
-
-    @property
-    def broken(self) -> int:
-        """The number of rows that cannot be used. A leak is none of them."""
-        return sum(self.kinds.values()) - self.kinds[LEAK]
+        self._rows += 1
+        self.broken += error.kind != LEAK
+        for one in {fault.kind: fault for fault in (*error.more, error)}.values():
+            self.kinds[one.kind] += 1
+            self._firsts.setdefault(one.kind, f"{error.row_id}: {one.sentence}")
 
     def summary(self) -> dict[str, Any]:
-        """The counts of refused rows, as the manifest has them."""
-        return {"rows": sum(self.kinds.values()), "reasons": dict(sorted(self.kinds.items()))}
+        """The counts of refused rows, as the manifest has them. A row with several faults counts for each."""
+        return {"rows": self._rows, "reasons": dict(sorted(self.kinds.items()))}
 
     def check(self, rows: int, kept: int, allowed: float, report: Path) -> None:
-        """Raise `MistakesError` where more than the share `allowed` of `rows` is broken, or no row is left."""
+        """Raise `MistakesError`, with a line for each kind, where more than the share `allowed` of `rows` is broken, or
+        no row is left.
+        """
         if self.broken <= allowed * rows and kept:
             return
-        kind, count = Counter({k: n for k, n in self.kinds.items() if k != LEAK} or self.kinds).most_common(1)[0]
         share = self.broken / rows
         remedy = f"mend them, or accept them with --allow-quarantined {_rounded_up(share)}"
+        kinds = [(kind, count) for kind, count in self.kinds.most_common() if kind != LEAK or not self.broken]
         raise MistakesError(
             [
                 f"input: {self.broken} of {rows} rows ({share:.1%}) cannot be used, over the {allowed * 100:g}% "
-                f"allowed, most of them for {kind!r} ({count}); the first is {self._first}",
+                "allowed",
+                *(f"{kind}: {amount(count, 'row')}, the first is {self._firsts[kind]}" for kind, count in kinds),
                 f"all of them are in {report / QUARANTINE_NAME}; {remedy if kept else 'no row is left to use'}",
             ]
         )
@@ -90,11 +92,15 @@ class Quarantine:
         return name
 
 
-def first_details(folder: Path, count: int) -> list[str]:
-    """What is wrong with the first rows that are in the quarantine of a prepared folder because they are broken."""
+def first_details(folder: Path) -> list[str]:
+    """What is wrong with the first row of each kind that is in the quarantine of a prepared folder for being broken."""
+    found: dict[str, str] = {}
     with (folder / QUARANTINE_NAME).open(encoding="utf-8") as stream:
-        lines = (json.loads(line) for line in stream)
-        return list(islice((line["detail"] for line in lines if line["reason"] != LEAK), count))
+        for line in map(json.loads, stream):
+            for fault in (line, *line.get("also", ())):
+                if fault["reason"] != LEAK and fault["reason"] not in found:
+                    found[fault["reason"]] = f"{'' if fault is line else line['id'] + ': '}{fault['detail']}"
+    return list(found.values())
 
 
 def _rounded_up(share: float) -> str:
@@ -123,6 +129,19 @@ NOTES = {
         "have an answer that many tables write where there is none, such as {example}: it is taken as a text, so leave "
         "such rows out unless it is one"
     ),
+    "letter": (
+        "have a letter as the answer and no options, such as {example}: name the column with the options, "
+        "choices=COLUMN, or write them into the problem"
+    ),
+    "signs": (
+        "have an answer that can be read as a text of signs alone, such as {example}: another spelling is wrong for "
+        "it, so write a number, an expression or a word where one is meant"
+    ),
+    "one_picture": (
+        "share one picture with seven others or more, such as {example}: see whether images=COLUMN names the right one"
+    ),
+    "spelling": "name a picture in another spelling than its file has, such as {example}; that file was taken",
+    "format": "were read from {example}; see whether the prompt below is right, or save the table as CSV UTF-8",
     "instruction": "end with an instruction on how to answer, such as {example}; ",
 }
 _KEPT = "it was kept, beside the training's own system prompt: --drop-instruction takes it off"

@@ -155,7 +155,6 @@ def _tokenizer(model: str) -> TextTokens:
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-_SHOWN_REFUSED = 3  # rows after a conversion, in whole sentences
 _SHOWN_CHARACTERS = 100  # of a long problem
 _SHOWN_VALUES = 20  # of a property
 _SHOWN_PROMPT = 20_000  # characters; a longer prompt is a mistake, which the longest problems show
@@ -287,7 +286,7 @@ def print_counts(output: Path, manifest: Manifest) -> None:
     if quarantined["rows"]:
         reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
         print(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {output / QUARANTINE_NAME}")
-        for detail in first_details(output, _SHOWN_REFUSED):
+        for detail in first_details(output):
             print(printable(f"  {detail}"))
     for line in note_lines(manifest):
         print(printable(line))

@@ -1,41 +1,26 @@
-"""Files, splits and records of somebody's data: JSONL, JSON, CSV and Parquet, alone, in folders or in archives."""
+"""Files, splits and records of somebody's data: tables of any of the formats, alone or in folders."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import random
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from math import ceil, floor
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from adora_vl.data.dataset import SPLITS
-from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
-from adora_vl.utils.errors import UserError, in_one_line
-from data_prep.columns import Columns, picked, require_columns
+from adora_vl.utils.errors import UserError
+from data_prep.answers import Record
+from data_prep.columns import Columns
+from data_prep.formats import ENDINGS, SAVED, TEXT_TABLES, check_columns, format_of, records, row_count
 from data_prep.leakage import question_key
+from data_prep.pictures import FileRoot, PictureError, picture_bytes
 from data_prep.problem import Reads
-from data_prep.records import (
-    BadRecord,
-    Context,
-    FileRoot,
-    PictureError,
-    Record,
-    picture_bytes,
-    pictures_asked,
-    read_record,
-)
+from data_prep.records import BadRecord, Context, pictures_asked, read_record
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?:@[\w./-]+)?")
 SPLIT_OF = {"train": "train", "validation": "validation", "val": "validation", "valid": "validation",
@@ -54,6 +39,7 @@ class TablePart:
     files: FileRoot
     texts_only: bool = False
     file: Path | None = None
+    said: str = ""  # of how it is read, where that had to be found
 
 
 @dataclass(frozen=True)
@@ -127,13 +113,14 @@ def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened
     for file in (file for files in found.values() for file in files):
         if file.suffix.lower() not in ENDINGS:
             known = ", ".join(ENDINGS)
-            raise UserError(f"input: {str(path)!r} is none of the known tables; give a file with one of {known}")
+            saved = "; save it as .xlsx or CSV UTF-8" if file.suffix.lower() in (".xls", ".xlsb", ".ods") else ""
+            raise UserError(f"input: {str(path)!r} is none of the known tables; give a file with one of {known}{saved}")
         if path.is_dir() and not file.resolve().is_relative_to(root):
             raise UserError(f"input: {str(file)!r} leads out of {str(path)!r}; copy the table into it")
-        check_columns(file, columns)
-    endings = {file.suffix.lower()[1:] for files in found.values() for file in files}
     parts = {split: [_part(file, path, root, columns) for file in found[split]] for split in SPLITS if split in found}
-    totals = {split: sum(map(_row_count, found[split])) for split in parts} if endings == {"parquet"} else {}
+    endings = {format_of(file).removeprefix(".") for files in found.values() for file in files}
+    endings = {"save_to_disk" if ending == SAVED else ending for ending in endings}
+    totals = {split: sum(map(row_count, found[split])) for split in parts} if endings == {"parquet"} else {}
     return Opened("+".join(sorted(endings)), parts, totals=totals)
 
 
@@ -151,7 +138,7 @@ def reads(
     source = split if tests is None else "train"
     number = given = 0
     for part in opened.parts[source]:
-        context = Context(name, split, part.location, columns, part.files, part.texts_only, drop_instruction)
+        context = Context(name, split, part.location, columns, part.files, part.texts_only, drop_instruction, part.said)
         for place, record in part.begin():
             wanted = tests is None or tests.takes(number, record, part.files) == (split == "test")
             number += 1
@@ -191,9 +178,16 @@ def splits_of(opened: Opened, tests: HeldOutShare) -> list[str]:
 
 
 def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
-    name = str(file.relative_to(given)) if given.is_dir() else file.name
+    known = file.parent if format_of(file) == SAVED else file
+    name = str(known.relative_to(given)) if given.is_dir() and known != given else known.name
     files = FileRoot(file.parent.resolve(), root)
-    return TablePart(name, partial(records, file, columns), files, file.suffix.lower() in TEXT_TABLES, file)
+    if columns.image_dir:
+        folder = Path(columns.image_dir)
+        if not folder.is_dir():
+            raise UserError(f"image_dir: there is no folder {columns.image_dir!r}; name the one that has the pictures")
+        files = FileRoot(folder.resolve(), folder.resolve())
+    said = check_columns(file, columns)
+    return TablePart(name, partial(records, file, columns), files, format_of(file) in TEXT_TABLES, file, said)
 
 
 def _split_named(stem: str) -> str | None:
@@ -203,6 +197,8 @@ def _split_named(stem: str) -> str | None:
 
 def _tables(folder: Path) -> dict[str, list[Path]]:
     """The tables of a folder by split, which their names or those of their folders say; a lone one is train."""
+    if saved := _saved(folder):
+        return saved
     found: dict[str, list[Path]] = {}
     folders = sorted(path for path in folder.iterdir() if path.is_dir())
     for inside in (folder, folder / "data"):
@@ -234,172 +230,28 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
+_NO_TABLES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", SAVED)  # but what describes some
+
+
 def _in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and path.is_file())
+    known = (path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and path.name not in _NO_TABLES)
+    opened = "~$"  # before the name of a file that Excel has open
+    return sorted(path for path in known if path.is_file() and not path.name.startswith(opened))
 
 
-Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
-TEXT_TABLES = (".csv", ".tsv")
-ENDINGS = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet")
-_BATCH_ROWS = 64  # in memory at a time
-_FIRST = 100  # JSON records that are looked through for a column
-_LONGEST_CELL = 2**31 - 1  # of CSV; Python's own limit is less than a picture in Base64
-
-
-def records(path: Path, columns: Columns) -> Records:
-    """The records of a file with the wanted columns alone. Raises `UserError` for a file that cannot be read at all."""
-    ending = path.suffix.lower()
-    with _readable(path):
-        if ending == ".parquet":
-            yield from _parquet(path, columns)
-        elif ending in TEXT_TABLES:
-            yield from _csv(path, columns)
-        else:
-            for place, record in _json(path):
-                yield place, picked(record, columns) if isinstance(record, dict) else record
-
-
-def check_columns(path: Path, columns: Columns) -> None:
-    """Raise `UserError` where the file lacks a column, before anything is read from it."""
-    where, ending = repr(path.name), path.suffix.lower()
-    with _readable(path):
-        if ending == ".parquet":
-            present: Sequence[str] = pq.read_schema(path).names
-        elif ending in TEXT_TABLES:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                present = next(_reader(file, path), [])
-            if not present:
-                return  # an empty file, which is said when its rows are counted
-            double = next((name for name in columns.wanted if present.count(name) > 1), None)
-            if double is not None:
-                raise UserError(f"columns: {where} has {present.count(double)} columns {double!r}; rename all but one")
-        else:
-            found = [record for _, record in islice(_json(path), _FIRST) if isinstance(record, dict)]
-            if not found:
-                return
-            present = list(dict.fromkeys(name for record in found for name in record))
-        require_columns(columns, present, where)
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _saved(folder: Path) -> dict[str, list[Path]]:
+    """The parts of a folder that `save_to_disk` wrote, of one split or of several; {} for any other folder."""
+    if format_of(folder / SAVED) == SAVED:
+        return {"train": [folder / SAVED]}
     try:
-        yield
-    except UnicodeDecodeError as error:
-        raise UserError(f"input: {str(path)!r} is not UTF-8 text; save it as UTF-8") from error
-    except (OSError, csv.Error, pa.ArrowException) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
-        raise UserError(f"input: {str(path)!r} cannot be read ({reason:.200}); mend it, or save it again") from error
-
-
-def _row_count(path: Path) -> int:
-    """The rows of a Parquet file, by its metadata."""
-    with _readable(path):
-        return int(pq.read_metadata(path).num_rows)
-
-
-def _parquet(path: Path, columns: Columns) -> Records:
-    with pq.ParquetFile(path, pre_buffer=False) as file:
-        held = columns.held_by(file.schema_arrow.names)
-        number = 0
-        for batch in file.iter_batches(_BATCH_ROWS, columns=held):
-            try:
-                rows: Iterable[dict[str, Any] | BadRecord] = batch.to_pylist()
-            except (UnicodeDecodeError, pa.ArrowException, ValueError, OverflowError):
-                rows = _one_by_one(batch)
-            for record in rows:
-                number += 1
-                yield f"row {number}", picked(record, columns) if isinstance(record, dict) else record
-
-
-def _one_by_one(batch: Any) -> Iterator[dict[str, Any] | BadRecord]:
-    """The rows of a batch that cannot be read as a whole."""
-    for index in range(batch.num_rows):
-        try:
-            (record,) = batch.slice(index, 1).to_pylist()
-            yield record
-        except (UnicodeDecodeError, pa.ArrowException, ValueError, OverflowError) as error:
-            yield BadRecord("field_type", f"a value cannot be read ({in_one_line(error):.200})", "write it anew in")
-
-
-def _csv(path: Path, columns: Columns) -> Records:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = _reader(file, path)
-        header: list[str] = next(rows, [])
-        held = {name: header.index(name) for name in columns.held_by(header)}
-        before = rows.line_num
-        for row in rows:
-            place, before = f"line {before + 1}", rows.line_num  # a cell in quotes may have several lines
-            if not row:
-                continue  # an empty line
-            if len(row) != len(header):
-                wrong = f"the line has {len(row)} cells and the header {len(header)}"
-                remedy = "quote cells that have a comma or a line break in"
-                yield place, BadRecord("not_a_row", wrong, remedy, _line(row))
-                continue
-            yield place, picked({name: row[at] for name, at in held.items()}, columns)
-
-
-def _reader(file: Any, path: Path) -> Any:
-    csv.field_size_limit(min(_LONGEST_CELL, sys.maxsize))
-    return csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-
-
-def _line(cells: Sequence[str]) -> bytes:
-    return ",".join(cells).encode("utf-8", errors="replace")
-
-
-def _json(path: Path) -> Records:
-    """A list of objects, or one object per line, whatever the file is called."""
-    with path.open("rb") as file:
-        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if start[:1] == b"[" and path.suffix.lower() == ".json":
-        yield from _json_list(path)
-        return
-    if path.suffix.lower() == ".json" and start.partition(b"\n")[0].strip() == b"{":
+        names = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        found = {SPLIT_OF[name]: [folder / name / SAVED] for name in names if name in SPLIT_OF}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    if not found:
         raise UserError(
-            f"input: {str(path)!r} is one object of several lines; write its rows as a list, [{{...}}, {{...}}], or "
-            "one object a line"
+            f"input: {str(folder)!r} has {', '.join(names)}, none of which is train or test; give one of these folders"
         )
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if line.strip():
-                yield f"line {number}", _object(line)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
-    """An object of a list, or what is wrong with it or with an object in it."""
-    try:
-        found = each_once(pairs)
-    except GivenTwiceError as error:
-        return _twice(error)
-    inside = (one for value in found.values() for one in (value if isinstance(value, list) else [value]))
-    return next((one for one in inside if isinstance(one, BadRecord)), found)
-
-
-def _twice(error: GivenTwiceError, line: bytes = b"") -> BadRecord:
-    return BadRecord("given_twice", str(error), "keep the right value in", line)
-
-
-def _json_list(path: Path) -> Records:
-    try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"input: {str(path)!r} is not JSON ({in_one_line(error):.200}); mend it") from error
-    for number, item in enumerate(content, 1):
-        broken = BadRecord("not_json", f"it is {item!r:.60}", "make it an object in")
-        yield f"item {number}", item if isinstance(item, dict | BadRecord) else broken
-
-
-def _object(line: bytes) -> dict[str, Any] | BadRecord:
-    remedy = "write one object a line in"
-    try:
-        found = read_json(line.decode("utf-8"))
-    except GivenTwiceError as error:
-        return _twice(error, line)
-    except (ValueError, RecursionError) as error:
-        return BadRecord("not_json", f"it is not JSON ({in_one_line(error):.200})", remedy, line)
-    return found if isinstance(found, dict) else BadRecord("not_json", f"it is {found!r:.60}, no object", remedy, line)
+    return found

@@ -50,7 +50,8 @@ Manifest = dict[str, Any]
 SPLITS = ("train", "validation", "test")  # in the order in which people see them
 MANIFEST_NAME = "manifest.json"
 MADE_BY = "data_prep"  # in a manifest: this package wrote the folder
-_BATCH_ROWS = 64  # in memory at a time, and a row group of the file
+_BATCH_ROWS = 64  # in memory at a time
+_GROUP_ROWS, _GROUP_BYTES = 4096, 2**24  # of a row group at most: the writer remembers something of each until its end
 _PACKAGES = ("datasets", "numpy", "pillow", "pyarrow", "transformers")  # what the bytes of the output depend on
 
 
@@ -78,12 +79,22 @@ def write_split(rows: Iterable[Row], folder: Path, split: str, features: Feature
     path = folder / "data" / f"{split}-00000-of-00001.parquet"
     # Statistics would keep the least and the greatest picture of every row group in memory and in the file.
     with pq.ParquetWriter(path, arrow, write_statistics=False) as writer:
-        while batch := list(islice(stored, _BATCH_ROWS)):
+        while batch := list(_group(stored)):
             writer.write_table(pa.Table.from_pylist(batch, schema=arrow))
             count += len(batch)
     if not count:
         path.unlink()  # a split without rows is no split
     return count
+
+
+def _group(rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows of the next row group."""
+    left = _GROUP_BYTES
+    for row in islice(rows, _GROUP_ROWS):
+        yield row
+        left -= sum(len(image["bytes"] or b"") for image in row["images"])
+        if left <= 0:
+            return
 
 
 def _stored(row: Row, features: Features) -> Row:

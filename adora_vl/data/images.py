@@ -27,14 +27,17 @@ WIDEST = 200  # above this ratio of the sides the model's processor raises, in t
 
 
 MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
+_JPEGS = ("JPEG", "MPO")  # the second has more pictures behind the first, as those of phones have
 _LYING = (5, 6, 7, 8)  # EXIF's orientations that exchange width and height
 MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF")  # Pillow would start Ghostscript for a stranger's EPS
 
 
 def open_picture(source: Any) -> Image.Image:
-    """A picture of one of the `FORMATS`, not decoded yet. Raises what Pillow raises."""
-    return Image.open(source, formats=FORMATS)
+    """A picture of one of the `FORMATS`, or in HEIC where that was registered, not decoded yet. Raises what Pillow
+    raises.
+    """
+    return Image.open(source, formats=(*FORMATS, *({"HEIF"} & Image.OPEN.keys())))
 
 
 @lru_cache(maxsize=4096)
@@ -106,22 +109,43 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 _PLAIN_CHUNKS = (b"IHDR", b"IDAT", b"IEND", b"pHYs", b"gAMA", b"sRGB", b"cHRM", b"sBIT", b"bKGD")  # no text, no place
-_PLAIN_SEGMENTS = ("APP0", "APP14")  # JFIF's and Adobe's; a camera's data, profiles and comments have others
+_SEEN_CHUNKS = (b"tRNS", b"eXIf")  # what changes the pixels
+_PLAIN_SEGMENTS = (0xE0, 0xEE)  # JFIF's and Adobe's; a camera's data, profiles and comments have others
+_TURNS = range(2, 9)  # EXIF's orientations but the upright one
 
 
 def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
     """What to store for `image`, which `clean_image` made of `encoded`.
 
-    The file itself where it is a PNG or JPEG with these pixels and without metadata: encoding it anew takes as long as
-    all other work on a row, and a photograph as PNG is many times larger. Else a new PNG.
+    The file itself, without a camera's data, texts and profiles, where it is a PNG or JPEG with these pixels: encoding
+    it anew takes as long as all other work on a row, and a photograph as PNG is many times larger. Else a new PNG.
     """
     with open_picture(io.BytesIO(encoded)) as original:
-        plain = original.mode == "RGB" and original.size == image.size
-        if plain and original.format == "JPEG":
-            plain = all(name in _PLAIN_SEGMENTS for name, _ in original.applist)  # type: ignore[attr-defined]
-        else:
-            plain = plain and original.format == "PNG" and all(name in _PLAIN_CHUNKS for name in _chunks(encoded))
-    return encoded if plain else _quick_png(image)
+        if original.mode == "RGB" and original.size == image.size:
+            if original.format == "PNG":
+                chunks = list(_chunks(encoded))
+                if not any(chunk[4:8] in _SEEN_CHUNKS for chunk in chunks):
+                    return encoded[:8] + b"".join(chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS)
+            elif original.format in _JPEGS and original.getexif().get(ExifTags.Base.Orientation) not in _TURNS:
+                return b"\xff\xd8" + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
+    return _quick_png(image)
+
+
+def _plain_segments(encoded: bytes) -> Iterator[bytes]:
+    """What a JPEG has between its start and its end, without a camera's data."""
+    at = 2
+    while (marker := _MARKER.search(encoded, at)) and marker[1] != b"\xd9":
+        end = marker.end() + int.from_bytes(encoded[marker.end() : marker.end() + 2], "big")
+        kind = marker[1][0]
+        if kind == 0xDA:  # a scan: its data follow, up to the next marker
+            scan = _MARKER.search(encoded, end)
+            end = scan.start() if scan else len(encoded)
+        if not (0xE0 <= kind <= 0xEF or kind == 0xFE) or kind in _PLAIN_SEGMENTS:
+            yield encoded[marker.start() : end]
+        at = end
+
+
+_MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
 
 
 def _quick_png(image: Image.Image) -> bytes:
@@ -144,14 +168,13 @@ def _quick_png(image: Image.Image) -> bytes:
 
 
 def _chunks(encoded: bytes) -> Iterator[bytes]:
-    """The names of a PNG's chunks; an empty one for what stands behind the last."""
+    """The chunks of a PNG, each with its length and name before it."""
     at, name = 8, b""
     while at < len(encoded) and name != b"IEND":
         name = encoded[at + 4 : at + 8]
-        yield name
-        at += 12 + int.from_bytes(encoded[at : at + 4], "big")
-    if at != len(encoded):
-        yield b""
+        end = at + 12 + int.from_bytes(encoded[at : at + 4], "big")
+        yield encoded[at:end]
+        at = end
 
 
 def diagram_hash(image: Image.Image) -> str:
@@ -184,6 +207,48 @@ def image_size(encoded: bytes) -> tuple[int, int]:
         return (image.height, image.width) if lies else image.size
 
 
+# What stands in the place of a picture: its first bytes, a word for it, what it is and what to do.
+_NO_PICTURES = (
+    (b"version https://git-lfs", "lfs_pointer", "a Git LFS pointer, not the file itself; fetch it with git lfs pull"),
+    (b"<!doctype html", "html", "a saved web page (HTML), such as an error page; download the file itself"),
+    (b"<html", "html", "a saved web page (HTML), such as an error page; download the file itself"),
+    (b"<svg", "svg", "a drawing in SVG; export it as PNG"),
+    (
+        b"<?xml",
+        "xml",
+        "a text in XML, such as an error page or a drawing in SVG; export it as PNG",
+    ),
+    (b"%pdf", "pdf", "a page in PDF; export it as PNG"),
+)
+_SIGNS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+_HEIF = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)  # the pictures of iPhones
+
+
+def named_content(start: bytes) -> tuple[str, str] | None:
+    """A word for a file that begins with these bytes and is neither picture nor table, and what it is; else None."""
+    if _HEIF.match(start):
+        return "heic", "a photograph in HEIC that cannot be read; save it as JPEG"
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    return next(((word, said) for sign, word, said in _NO_PICTURES if text.startswith(sign)), None)
+
+
+def is_picture(encoded: bytes) -> bool:
+    """Whether the first bytes are those of a picture."""
+    return encoded.startswith(_SIGNS) or _HEIF.match(encoded) is not None
+
+
+def _register_heif(encoded: bytes) -> None:
+    """Let Pillow read a picture in HEIC. Raises `UnreadableImageError` where pillow-heif is missing."""
+    if not _HEIF.match(encoded):
+        return
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError as error:
+        why = "a photograph in HEIC; pip install pillow-heif (the extra 'heic'), or save it as JPEG"
+        raise UnreadableImageError("image_heic", why) from error
+    register_heif_opener(thumbnails=False)
+
+
 def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
     """The picture upright, flattened on white, in mode RGB. The header alone decides whether it is decoded at all.
 
@@ -193,6 +258,7 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's own pixel limit is higher, and only a warning; so are broken tags
         try:
+            _register_heif(encoded)
             with open_picture(io.BytesIO(encoded)) as image:
                 _refuse_undecoded(image, first_frame)
                 if image.format == "PNG":  # the only one that shows a lost end: each chunk has a checksum
@@ -209,10 +275,13 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
         except Image.DecompressionBombError as error:
             raise UnreadableImageError("image_too_large", str(error)) from error
         except UnidentifiedImageError as error:  # its own text has a memory address in it
-            raise UnreadableImageError("image_undecodable", "not in any known picture format") from error
+            word, why = named_content(encoded[:512]) or ("undecodable", "not in any known picture format")
+            raise UnreadableImageError(f"image_{word}", why) from error
         except Exception as error:  # Pillow raises nearly anything here: OSError, SyntaxError, struct.error, ...
             why = str(error) or type(error).__name__
             kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
+            if _HEIF.match(encoded):
+                kind, why = "image_heic", f"a photograph in HEIC that cannot be read ({why}); save it as JPEG"
             raise UnreadableImageError(kind, why) from error
 
 
@@ -221,7 +290,7 @@ def _refuse_undecoded(image: Image.Image, first_frame: bool) -> None:
     if image.width * image.height > MAX_DECODED_PIXELS:
         size = f"{image.width} x {image.height}"
         raise UnreadableImageError("image_too_large", f"{size} pixels are over the limit of {MAX_DECODED_PIXELS}")
-    frames = getattr(image, "n_frames", 1)
+    frames = 1 if image.format in _JPEGS else getattr(image, "n_frames", 1)  # a phone's second one is no motion
     if frames > 1 and not first_frame:
         raise UnreadableImageError("image_animated", f"it has {frames} frames")
 
@@ -230,13 +299,18 @@ def _refuse_degenerate(image: Image.Image) -> None:
     width, height = image.size
     if min(width, height) < MIN_SIDE:
         raise UnreadableImageError("image_degenerate", f"{width} x {height} pixels are too few for a diagram")
-    if all(low == high for low, high in (image.getchannel(band).getextrema() for band in range(len(image.getbands())))):
+    coarse = image.resize((32, 32), Image.Resampling.NEAREST)  # mostly enough, in a hundredth of the time
+    if _of_one_colour(coarse) and _of_one_colour(image):
         colour = image.getpixel((0, 0))
         raise UnreadableImageError("image_degenerate", f"all of its {width} x {height} pixels are {colour}")
     if max(width, height) > WIDEST * min(width, height):
         raise UnreadableImageError(
             "image_shape", f"{width} x {height}: one side is over {WIDEST} times the other, which the model refuses"
         )
+
+
+def _of_one_colour(image: Image.Image) -> bool:
+    return all(low == high for low, high in (image.getchannel(band).getextrema() for band in image.getbands()))
 
 
 def _scaled(image: Image.Image) -> Image.Image:

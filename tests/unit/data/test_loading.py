@@ -168,7 +168,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(tmp_path: Path, mo
         UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 rows"
     ) as error:
         data_folders(script)
-    assert len(str(error.value).splitlines()) == 2  # what is wrong, and where the rows are
+    assert len(str(error.value).splitlines()) == 3  # how many, what is wrong by kind, and where the rows are
 
 
 def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_next_start(

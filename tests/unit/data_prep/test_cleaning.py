@@ -64,7 +64,7 @@ PNG, JPEG = encoded(drawing(3)), encoded(drawing(3), "JPEG")
 # name -> (changed keys of data.json, or its image, or damage to the folder; the reason)
 PICTURES: dict[str, tuple[bytes, str]] = {
     "empty picture": (b"\0", "image_undecodable"),
-    "text as a picture": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_undecodable"),
+    "text as a picture": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_svg"),
     "PNG cut in half": (PNG[: len(PNG) // 2], "image_truncated"),
     "PNG without its end": (PNG[:-12], "image_truncated"),
     "JPEG cut in half": (JPEG[: len(JPEG) // 2], "image_truncated"),
@@ -194,8 +194,10 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(
     capsys.readouterr()
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: input: 3 of 70 rows (4.3%) cannot be used") and error.count("\n") == 2
-    assert "'image_undecodable' (2)" in error and "--allow-quarantined 0.05" in error, "rounded up"
+    assert error.startswith("error: input: 3 of 70 rows (4.3%) cannot be used") and error.count("\n") == 4
+    assert "error: image_undecodable: 2 rows, the first is geometry3k/train/3: image 0" in error
+    assert "error: not_json: 1 row, the first is geometry3k/train/5: " in error
+    assert "--allow-quarantined 0.05" in error, "rounded up"
     assert files(tmp_path / "out") == before, "the old output has to stay"
     report = tmp_path / "out.quarantine"
     assert str(report / "quarantine.jsonl") in error and len(quarantined(report)) == 3

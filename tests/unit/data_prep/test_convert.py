@@ -20,9 +20,10 @@ from adora_vl.data.prompts import conversation_with_images, conversations
 from adora_vl.data.rows import problem_with_row
 from data_prep.cli import main
 from data_prep.columns import Columns
+from data_prep.pictures import FileRoot, PictureError, picture_bytes
 from data_prep.pipeline import Cleaned, clean_one
 from data_prep.problem import PixelLimits, RowError
-from data_prep.records import Context, FileRoot, PictureError, picture_bytes, read_record
+from data_prep.records import Context, read_record
 from data_prep.tables import HeldOutShare
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused, stored_image
@@ -330,11 +331,13 @@ def test_a_file_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[st
 
 def test_a_file_of_another_form_says_which_form_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, content, said in [
-        ("utf16.csv", "q,a\nFind x.,5\n".encode("utf-16"), "is not UTF-8 text; save it as UTF-8"),
-        ("latin.csv", "q,a\nGröße?,5\n".encode("latin-1"), "is not UTF-8 text; save it as UTF-8"),
+        ("other.csv", b"q,a\nFind \x81.,5\n", "is not UTF-8 text; save it as UTF-8 (in Excel: as CSV UTF-8)"),
+        ("book.xls", b"\xd0\xcf\x11\xe0", "is none of the known tables"),
+        ("pointer.csv", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "fetch it with git lfs pull"),
+        ("page.jsonl", b"<!DOCTYPE html><p>404</p>", "a saved web page (HTML)"),
         (
             "object.json",
-            json.dumps({"data": [{"q": "?", "a": "5"}]}, indent=1).encode(),
+            json.dumps({"left": [{"q": "?", "a": "5"}], "right": [{"q": "!", "a": "6"}]}, indent=1).encode(),
             "write its rows as a list, [{",
         ),
     ]:
