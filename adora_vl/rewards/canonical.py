@@ -48,12 +48,13 @@ _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _SMALL = re.compile("[¼½¾⅐-⅞①-⑳]")
 _DOUBLE_RAISED = re.compile(r"\^\s*(?:\{\s*(\^\\circ) \s*\}|(?=\^\\circ))")
 # An empty group that holds a sign, `{}^\circ`, a wrapper without braces, `\mathrm \pi`, and what siunitx measures.
+_FACTORIAL_BEFORE = re.compile(r"([0-9]+!) =")
 _EMPTY_GROUP = re.compile(r"\{\s*\}(?=\s*\^)")
 _UNBRACED = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|sf|it)|rm|bf)(?![A-Za-z])(?!\s*\{)")
 _MEASURED = re.compile(r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{\\?([^{}\\]*)\}")
 _EMPHASIS = re.compile(r"(\*{1,3}|`)([^*`]+)\1")
 _DECIMAL_COMMA_OF_TEX = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
-_ESCAPED_DOLLAR = re.compile(r"(-?)\\\$\s*(?=[0-9.])(.*)", re.DOTALL)
+_MONEY = re.compile(r"(-?)(\\\$|€)\s*(?=[0-9.])(.*)", re.DOTALL)
 # No other command begins with `\quad`, so in `\quadx` a space was lost.
 _SPACING = re.compile(r"~|(?<!\\)\\(?:[,;:! ]|q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))")
 _TEXT = re.compile(
@@ -97,6 +98,7 @@ _COMMANDS = [
     for pattern, replacement in (
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of two numbers.
         (r"(\\log\s*_|\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
         (r"\\surd\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
@@ -153,8 +155,8 @@ def canonical(text: str) -> tuple[str, str]:
     if "circ" in text or "deg" in text:
         unit = DEGREE if _IN_DEGREES.search(text) and not _FUNCTION.search(text) else ""
         text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
-    if dollars := _ESCAPED_DOLLAR.fullmatch(text):
-        text, unit = dollars[1] + dollars[2], "dollars"
+    if money := _MONEY.fullmatch(text):
+        text, unit = money[1] + money[3], "euros" if money[2] == "€" else "dollars"
     if _MAY_BE_MEASURED.search(text) and (measured := MEASURED.fullmatch(text)):
         text, unit = measured[1], measured[2]
     return _plain_number(_compact(_undecorated(text))), unit
@@ -190,6 +192,8 @@ def _spelled(text: str) -> str:
         text = _RAISED.sub(_normal, _SMALL.sub(_normal, text))
         text = _DOUBLE_RAISED.sub(r"\1", text.translate(_SYMBOLS))
     text = _THOUSANDS.sub(_grouped, text)
+    if "! =" in text:  # else `!=`
+        text = _FACTORIAL_BEFORE.sub(r"(\1)=", text)
     if "{,}" in text:
         text = _DECIMAL_COMMA_OF_TEX.sub(".", text)
     if "\\" in text or "~" in text:

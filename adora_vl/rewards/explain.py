@@ -15,7 +15,7 @@ from typing import Any
 from adora_vl.rewards.answer import Answer, amount
 from adora_vl.rewards.choose import is_own
 from adora_vl.rewards.completion import last_answer, last_boxed
-from adora_vl.rewards.forms import read
+from adora_vl.rewards.forms import read, working
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
 from adora_vl.utils.cli import Parser
@@ -109,7 +109,10 @@ def explanation(
 def _described(answer: Answer) -> str:
     """The canonical text with its kind, and its value where it is a number."""
     answer = amount(answer)
-    text, kind = _printable(answer.whole if answer.is_form else answer.text), answer.kind
+    text = _printable(answer.whole if answer.is_form else answer.text)
+    kind: str = answer.kind
+    if kind == "unreadable" and (chain := working(answer.whole)):
+        answer, kind = chain[-1][1], "working"
     if answer.real:
         return f"{text}  [{kind}, {float(answer.real.value):.9g}]"
     return f"{text or '-'}  [{kind}{f': {answer.reason}' if kind == 'unreadable' else ''}]"

@@ -43,6 +43,7 @@ _POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
 # A piece of a list that is no value by itself: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
 _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
 _ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")  # also the first one of `angles 2, 3 and 6`
+_WORDED = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")  # `bh` and `lwh` are products in a formula
 _INFINITE = re.compile(r"([+-]?)(?:\\infty|∞)")
 _REFUSED = (
     ("matrix", re.compile(r"\\begin|\\end|&|\\\\")),
@@ -348,7 +349,7 @@ def working(text: str) -> list[tuple[str, Answer]]:
     names = [NAME_OF_VALUE.fullmatch(side) and not re.fullmatch(r"\|[a-z]\|", side) for side in sides]  # |x| has two
     begins = values[0].kind == "number" or names[0]
     for name, value in zip(names, values, strict=True):
-        if not name and (value.kind == "unreadable" or re.search(r"(?<![\\a-z])[a-z]{2,}", value.text)):
+        if not name and (value.kind == "unreadable" or _WORDED.search(value.text)):
             return []
     worked = len(found) < len(sides) or not all(re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in found)
     ends = values[-1].real is not None and not values[-1].real.unevaluated
