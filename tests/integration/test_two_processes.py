@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from adora_vl.checkpoint.library_state import REFERENCE
 from adora_vl.checkpoint.store import MANIFEST, MARK, checkpoints, problem_of, publish
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.slow
 RUN = [
     "--config", "configs/train/smoke_cpu.yaml", "--adora_synthetic_rows", "64", "--num_generations", "4",
     "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "4", "--adora_visual_scale_min", "0.5",
+    "--beta", "0.1", "--sync_ref_model", "true", "--ref_model_sync_steps", "1",
 ]  # fmt: skip
 TWO = ["--per_device_train_batch_size", "8"]
 ONE = ["--per_device_train_batch_size", "16"]
@@ -103,6 +105,13 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed):
     ):
         shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         assert shapes == {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
+        before, now = (
+            load_file(resumed / f"checkpoint-{step}" / REFERENCE / "model-00001.safetensors")["lm_head.weight"]
+            for step in (2, 3)
+        )
+        moved = 0.4 * before + 0.6 * saved.get_tensor("lm_head.weight")  # TRL's default mixup
+        assert not torch.equal(before, shipped.get_tensor("lm_head.weight")), "the reference has not moved before"
+        assert torch.allclose(now, moved, rtol=0, atol=1e-7)  # a rounding of weights below 1
 
 
 @pytest.mark.core
