@@ -19,8 +19,8 @@ from eval.benchmark import NAMES, for_data, named
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
-    from adora_vl.data.prompt_lengths import LengthCheck, OverlongPrompts, Size
-    from adora_vl.trainer import AdoraGRPOTrainer
+    from adora_vl.data.prompt_lengths import OverlongPrompts, Size
+    from adora_vl.rollout.agreement import HasEngine
     from eval.benchmark import Benchmark, Problem
 
 
@@ -53,6 +53,11 @@ def take_evaluations(
     """
     if config.eval_strategy == IntervalStrategy.NO:
         return None
+    if not config.adora_eval and not folders:
+        raise UserError(
+            "adora_eval: [] with eval_strategy: steps has nothing to evaluate on; name a BENCHMARK=DATA, or give the "
+            "trainer an eval_dataset"
+        )
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
     tasks = _told_apart([_load(entry, config.adora_eval_limit, prompt) for entry in entries], entries)
     plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
@@ -60,28 +65,13 @@ def take_evaluations(
     return plan
 
 
-def evaluation_lengths(plan: EvaluationPlan, overlong: OverlongPrompts) -> list[LengthCheck]:
-    """The prompts of each task held against the run's limit; [] where there is none."""
-    checks = [
-        overlong.check(
-            ((one.pid, one.prompt, _image_sizes(one)) for one in task.problems),
-            len(task.problems),
-            f" of the evaluation {task.benchmark.name}",
-        )
-        for task in plan.tasks
-    ]
-    return [check for check in checks if check is not None]
-
-
 def fitting_evaluations(plan: EvaluationPlan, overlong: OverlongPrompts) -> EvaluationPlan:
     """The plan with the problems that leave the engine room for an answer. Raises `UserError`."""
-    checks = evaluation_lengths(plan, overlong)
-    if not checks:
-        return plan
-    tasks = [
-        replace(task, problems=[task.problems[number] for number in overlong.kept(check)])
-        for task, check in zip(plan.tasks, checks, strict=True)
-    ]
+    tasks = []
+    for task in plan.tasks:
+        rows = ((one.pid, one.prompt, _image_sizes(one)) for one in task.problems)
+        kept = overlong.fits(rows, len(task.problems), f" of the evaluation {task.benchmark.name}")
+        tasks.append(replace(task, problems=[task.problems[number] for number in kept]))
     return replace(plan, tasks=tasks)
 
 
@@ -109,6 +99,10 @@ def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
     return made
 
 
+class DataMissingError(UserError):
+    """The data of an evaluation are not on this machine."""
+
+
 def _load(entry: str, limit: int | None, prompt: str | None) -> Task:
     from eval.command import parse
 
@@ -120,7 +114,12 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> Task:
     words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
     words += [f"--prompt={prompt or 'null'}"] if "prompt" in benchmark.fingerprint else []
     options = parse(words, benchmark)
-    problems, _ = benchmark.load(options)
+    try:
+        problems, _ = benchmark.load(options)
+    except UserError as error:
+        if Path(path).exists():
+            raise
+        raise DataMissingError(str(error)) from error
     if not problems:
         raise UserError(f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}")
     return Task(benchmark, problems[:limit])
@@ -132,7 +131,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one without.
     """
 
-    def __init__(self, trainer: AdoraGRPOTrainer, plan: EvaluationPlan, system_prompt: str | None) -> None:
+    def __init__(self, trainer: HasEngine, plan: EvaluationPlan, system_prompt: str | None) -> None:
         self.trainer, self.plan, self.system_prompt = trainer, plan, system_prompt
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

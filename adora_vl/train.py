@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,26 +30,22 @@ from adora_vl.utils.startup_log import STARTUP_LOG, StartupLog
 from adora_vl.utils.versions import check_versions
 
 with imports():
+    from adora_vl.config.dry_run_options import refuse_without_dry_run, take_options
+    from adora_vl.config.dry_run_options import wanted as wants_dry_run
     from adora_vl.config.help import asks_for_help, help_text
-    from adora_vl.models.families import sees_images
-    from adora_vl.planning.options import refuse_without_dry_run, take_options
-    from adora_vl.planning.options import wanted as wants_dry_run
-    from adora_vl.prepare import Run, prepare
+    from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
-    from adora_vl.checkpoint.stop import StopOnSignal
+    from adora_vl.start.road import Checked
     from adora_vl.trainer import AdoraGRPOTrainer
-    from adora_vl.training.optimizer_steps import SkipBadSteps
 
 # Seconds before a rank other than the first reports its own mistake. Where torch is imported Python takes seconds to
 # end, and longer on a busy machine.
 _ALONE_S = 20.0
 
 
-def build_trainer(run: Run) -> AdoraGRPOTrainer:
+def build_trainer(run: Checked) -> AdoraGRPOTrainer:
     """Weights are loaded here, and nowhere before."""
-    from trl import get_peft_config
-
     from adora_vl.trainer import AdoraGRPOTrainer
 
     config, model = run.config, run.model
@@ -63,11 +58,12 @@ def build_trainer(run: Run) -> AdoraGRPOTrainer:
         reward_funcs=list(run.rewards.functions),
         args=config,
         train_dataset=run.dataset,
-        peft_config=get_peft_config(model),
+        peft_config=run.asked.model.peft_config,
+        run=run,
     )
 
 
-def load(run: Run) -> AdoraGRPOTrainer:
+def load(run: Checked) -> AdoraGRPOTrainer:
     """As `build_trainer`. Raises `UserError` for a wrong key of `model_init_kwargs`, `RunError` for other failures."""
     given = dict(run.config.model_init_kwargs or {})
     try:
@@ -82,26 +78,6 @@ def load(run: Run) -> AdoraGRPOTrainer:
                 f"model_init_kwargs: {wrong}: {value} is refused by the model ({in_one_line(error)})"
             ) from error
         raise RunError(f"the model or the engine could not be loaded ({in_one_line(error)})") from error
-
-
-def add_callbacks(trainer: AdoraGRPOTrainer, run: Run) -> tuple[StopOnSignal, SkipBadSteps]:
-    """Add what watches the training. Returns the callbacks that may end it."""
-    from adora_vl.checkpoint.stop import StopOnSignal
-    from adora_vl.evaluation import EvaluateOnTheWay
-    from adora_vl.models.precision import RefuseWrongBuffers
-    from adora_vl.rollout.agreement import SelfCheck
-    from adora_vl.training.optimizer_steps import DeepSpeedSteps, SkipBadSteps
-
-    deepspeed = DeepSpeedSteps(lambda: trainer.model_wrapped, trainer.accelerator)
-    stop = StopOnSignal()
-    bad_steps = SkipBadSteps(trainer.context, trainer.ratio_guard, deepspeed if trainer.is_deepspeed_enabled else None)
-    for callback in (stop, bad_steps, RefuseWrongBuffers(trainer)):
-        trainer.add_callback(callback)
-    if run.config.adora_self_check:
-        trainer.add_callback(SelfCheck(trainer))
-    if run.evaluations:
-        trainer.add_callback(EvaluateOnTheWay(trainer, run.evaluations, run.script.adora_system_prompt))
-    return stop, bad_steps
 
 
 def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
@@ -158,7 +134,7 @@ def copy_finished(checkpoint: Path, output_dir: Path) -> None:
     print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")
 
 
-def load_quietly(run: Run, log: Path) -> AdoraGRPOTrainer:
+def load_quietly(run: Checked, log: Path) -> AdoraGRPOTrainer:
     """As `load`; what the libraries say on the way goes into the file `log`."""
     first = run.config.process_index == 0
     if first:
@@ -180,56 +156,36 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
 
 def train(arguments: Sequence[str]) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
-    from adora_vl.checkpoint.stop import EXIT_STOPPED
-    from adora_vl.checkpoint.universal import expect_universal, is_universal
-    from adora_vl.checkpoint.writer import delete_aside, set_aside
-    from adora_vl.record.card import model_card
-    from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
+    from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
+    from adora_vl.checkpoint.writer import delete_aside
+    from adora_vl.record.manifest import end_manifest, failure_noted
     from adora_vl.record.summary import summary_lines
-    from adora_vl.training.guards import errors_with_step
 
     run = prepare(arguments)
     output_dir = Path(run.config.output_dir)
     if run.finished:
-        if run.config.process_index == 0:
+        if run.first:
             copy_finished(run.finished, output_dir)
         return 0
     trainer = load_quietly(run, output_dir / STARTUP_LOG)
-    trainer.run_facts = {"fingerprint": run.fingerprint}
-    manifest = run.manifest(arguments)
-    manifest["model"]["sees_images"] = sees_images(trainer.model.config)
-    manifest["vllm_model_runner"] = trainer.vllm_generation.model_runner if trainer.use_vllm else None
-    trainer.card.text = partial(model_card, manifest)
-    is_main = trainer.accelerator.is_main_process
-    if is_main:
-        if run.start.replaces:
-            set_aside(output_dir)  # now that all that is known of the new run is in order
-        write_manifest(manifest, output_dir)
-    trainer.accelerator.wait_for_everyone()
-    stop, bad_steps = add_callbacks(trainer, run)
-    if run.start.checkpoint:
-        trainer.restore(run.start.checkpoint)
-        if is_universal(Path(run.start.checkpoint)):
-            expect_universal(trainer)
+    is_main, stop = trainer.accelerator.is_main_process, StopOnSignal()
+    trainer.callback_handler.callbacks.insert(0, stop)
     until_step = StartupLog(output_dir / STARTUP_LOG)
     speak_from_the_first_step(trainer, until_step)
     started = time.perf_counter()
-    with failure_noted(manifest, output_dir, lambda: trainer.state.global_step, is_main):
-        with stop, errors_with_step(lambda: trainer.state.global_step, trainer.checkpoints.where_to_go_on), until_step:
-            trainer.train(resume_from_checkpoint=run.start.checkpoint)
-        if bad_steps.reason:
-            raise RunError(f"step {trainer.state.global_step}: {bad_steps.reason}")
+    with stop, until_step:
+        trainer.train()
     seconds = time.perf_counter() - started
     if stop.stopped:
         if is_main:
-            note_stop(manifest, output_dir, trainer.state.global_step)
+            note_stop(trainer.manifest, output_dir, trainer.state.global_step)
     else:
-        with failure_noted(manifest, output_dir, lambda: trainer.state.global_step, is_main):
+        with failure_noted(trainer.manifest, output_dir, lambda: trainer.state.global_step, is_main):
             model_folder = save_final_model(trainer, output_dir)
         if is_main:
             delete_aside(output_dir)
-            end_manifest(manifest, output_dir, "finished", trainer.state.global_step)
-            log, command = trainer.state.log_history, manifest["command"]
+            end_manifest(trainer.manifest, output_dir, "finished", trainer.state.global_step)
+            log, command = trainer.state.log_history, trainer.manifest["command"]
             lines = summary_lines(log, run.config, model_folder, seconds, data=run.data[0], command=command)
             print("\n".join(lines), flush=True)
     trainer.accelerator.wait_for_everyone()

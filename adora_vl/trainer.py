@@ -19,34 +19,36 @@ from typing import Any, cast
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers import trainer as transformers_trainer
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import get_config_model_id
 
 from adora_vl.checkpoint.library_state import Losses, MovingReference
 from adora_vl.checkpoint.store import facts_of
-from adora_vl.checkpoint.universal import load_shards
-from adora_vl.checkpoint.writer import CheckpointWriter
+from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
+from adora_vl.checkpoint.writer import CheckpointWriter, set_aside
 from adora_vl.checkpoint.written import noted
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
 from adora_vl.config.batch_plan import Shape, regroup_obstacle, regroups
-from adora_vl.config.checks import refuse_turns
+from adora_vl.config.where import Where
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, NoPrefetch
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import PolicyPass, evaluating, generation_logps, has_dropout
 from adora_vl.dedup.split_attention import plan_no_shapes
+from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.experimental import extensions
-from adora_vl.models.families import freeze
-from adora_vl.models.load import limit_pixels, load_processor, restore_weights
-from adora_vl.models.precision import restore_buffers
+from adora_vl.models.families import freeze, sees_images
+from adora_vl.models.load import restore_weights
+from adora_vl.models.precision import RefuseWrongBuffers, restore_buffers
 from adora_vl.models.shape import refuse_tied_adapters
 from adora_vl.record import metrics, trackers
-from adora_vl.record.card import CardWriter
+from adora_vl.record.card import CardWriter, model_card
+from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.record.recorder import KeepRecord, Recorder
-from adora_vl.rollout.agreement import DriftProbe, drift_probe, measured_drift
+from adora_vl.rollout.agreement import DriftProbe, SelfCheck, drift_probe, measured_drift
 from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.importance import ImportanceRatio
@@ -56,21 +58,23 @@ from adora_vl.rollout.prompt_tokens import (
     mismatch_named,
     never_sample,
     never_sampled_ids,
-    refuse_prefill,
 )
 from adora_vl.rollout.weight_sync import refuse_unmergeable
+from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objects
+from adora_vl.start.road import Asked, Checked, ModelSource, walk
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.dynamic_sampling import DynamicSampling
 from adora_vl.training.generation import Generation
-from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard
+from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard, errors_with_step
 from adora_vl.training.micro_batches import MicroBatcher
-from adora_vl.training.optimizer_steps import ScaledRate
+from adora_vl.training.optimizer_steps import DeepSpeedSteps, ScaledRate, SkipBadSteps
 from adora_vl.training.partial_rollouts import PartialRollouts
 from adora_vl.training.scores import Ends, Grader
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import Batch, Row, StepContext, loss_mask
 from adora_vl.utils import compat
+from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import usual_modes
 
 
@@ -80,31 +84,43 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     reward_funcs: list[Any]
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, processing_class: Any = None,
-        **kwargs: Any,
+        self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, train_dataset: Any = None,
+        eval_dataset: Any = None, processing_class: Any = None, reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None), quantization_config: Any = None,
+        peft_config: Any = None, tools: Any = None, rollout_func: Any = None, environment_factory: Any = None, *,
+        run: Checked | None = None,
     ) -> None:  # fmt: skip
-        """Stock TRL builds its own generation class; ours takes that place, with the same arguments.
+        """The parameters of stock TRL 1.16, which loads the weights first and builds its own generation class. Ours
+        makes every stop of `adora_vl/start/road.py` before, unless `run` has made them, and puts its class in that
+        place.
 
-        Raises `UserError` where a part to freeze has no parameters, the CPU engine cannot sync this model, an adapter
-        cannot be merged, or TRL would sample several turns.
+        Raises `UserError` for what cannot work, in one line.
         """
-        refuse_turns(kwargs)
-        args = args if args is not None else AdoraGRPOConfig()
+        if run is None:
+            further = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+            refuse_objects(train_dataset, reward_funcs, {**further, "quantization_config": quantization_config})
+            args, loaded = config_of(args, model), None if isinstance(model, str) else model
+            source = ModelSource(model_keys(model, args, peft_config), peft_config, loaded, processing_class)
+            asked = Asked(args, source, Datasets(train_dataset, eval_dataset), reward_funcs)
+            run = walk(asked, Where.of_launch("leave"))
+        args, self.run = run.config, run
         plan_no_shapes()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
+        self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
         self.clock = metrics.PhaseClock(sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode)
         self.card = CardWriter()  # the README.md of every saved model
+        trackers.prepare_trackers(args.report_to, args.output_dir)
         revision = dict(args.model_init_kwargs or {}).get("revision")
-        if processing_class is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            processing_class = load_processor(name, revision=revision)
-        limit_pixels(processing_class, args.min_pixels, args.max_pixels)
         engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, revision), timed=self.clock.phase)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
             super().__init__(
-                model=model, reward_funcs=reward_funcs, args=args, processing_class=processing_class, **kwargs
-            )
+                model=run.name if isinstance(model, str) else model,
+                reward_funcs=list(run.rewards.functions), args=args, train_dataset=train_dataset,
+                eval_dataset=eval_dataset, processing_class=run.processor,
+                reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers,
+                peft_config=peft_config,
+            )  # fmt: skip
         models = [one for one in (self.model, self.ref_model) if one is not None]
         for one in models:
             restore_buffers(one)
@@ -113,8 +129,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             if not self._dist.is_fsdp:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.frozen_components)
-        for rows in (self.train_dataset, self.eval_dataset):
-            refuse_prefill(rows)
         self._build_collaborators(args, models)
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
@@ -162,8 +176,78 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.remove_callback(noisy)
         clock, keep = metrics.StepClock(self.clock, log), KeepRecord(self.recorder, self.batcher.take_moved)
         rate = ScaledRate(lambda: self.methods.rate)
-        for callback in (self.loss_sums, rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile()):
+        deepspeed = DeepSpeedSteps(lambda: self.model_wrapped, accelerator) if self.is_deepspeed_enabled else None
+        self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
+        guards: list[TrainerCallback] = [
+            self.bad_steps,
+            RefuseWrongBuffers(self),
+            *([SelfCheck(self)] if args.adora_self_check else []),
+        ]
+        if self.run.evaluations is not None:
+            guards.append(EvaluateOnTheWay(self, self.run.evaluations, self.run.system_prompt))
+        for callback in (self.loss_sums, rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile(), *guards):
             self.add_callback(callback)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        """Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from the newest
+        checkpoint in it, of whatever run. Ours holds `output_dir` for this run alone, goes on from its own checkpoints
+        with all that they have, and notes in `manifest.json` how it ends.
+
+        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin anew. A command's run
+        has its folder already. Raises `UserError` for a folder of another run, and `RunError` where a step fails.
+        """
+        run, output_dir, is_main = self.run, Path(self.args.output_dir), self.accelerator.is_main_process
+        from_python = run.asked.words is None
+        if from_python:
+            run.take(resume_from_checkpoint)
+        try:
+            if from_python and is_main:
+                print("\n".join(run.first_lines()), flush=True)
+            if from_python and run.finished is not None:
+                return self._nothing_left(run.finished)
+            self._begin_run(output_dir)
+            with failure_noted(self.manifest, output_dir, lambda: self.state.global_step, is_main):
+                with errors_with_step(lambda: self.state.global_step, self.checkpoints.where_to_go_on):
+                    found = super().train(run.start.checkpoint, trial, ignore_keys_for_eval)
+                if self.bad_steps.reason:
+                    raise RunError(f"step {self.state.global_step}: {self.bad_steps.reason}")
+            if from_python and is_main:
+                end_manifest(self.manifest, output_dir, "finished", self.state.global_step)
+            return found
+        finally:
+            if from_python:
+                run.folder.release()
+
+    def _begin_run(self, output_dir: Path) -> None:
+        """The manifest, the folder without an older run, and what the checkpoint has besides weights and optimizer."""
+        run = self.run
+        self.run_facts = {"fingerprint": run.fingerprint}
+        self.manifest = run.manifest()
+        self.manifest["model"]["sees_images"] = sees_images(self.model.config)
+        self.manifest["vllm_model_runner"] = self.vllm_generation.model_runner if self.use_vllm else None
+        self.card.text = partial(model_card, self.manifest)
+        if self.accelerator.is_main_process:
+            if run.start.replaces:
+                set_aside(output_dir)  # now that all that is known of the new run is in order
+            write_manifest(self.manifest, output_dir)
+        self.accelerator.wait_for_everyone()
+        if run.start.checkpoint:
+            self.restore(run.start.checkpoint)
+            if is_universal(Path(run.start.checkpoint)):
+                expect_universal(self)
+
+    def _nothing_left(self, checkpoint: Path) -> TrainOutput:
+        """The end of a run of Python's whose last step has been made: its weights and state."""
+        if self.is_deepspeed_enabled:
+            raise UserError(
+                f"{checkpoint} is the last step: nothing left to train; `python -m adora_vl.export` loads it"
+            )
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        print(f"{checkpoint} is the last step: nothing left to train")
+        return TrainOutput(self.state.global_step, 0.0, {})
 
     # ------------------------------------------------------------------------------------------- 1. a generation
 
@@ -506,11 +590,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Stock TRL saves weights and processor; ours also writes the model card, in checkpoints too, and lets others
         read the weights where the umask does.
         """
-        super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
-            usual_modes(folder)
-            self.card.write(folder, self.state)
+        folder = Path(output_dir or self.args.output_dir)
+        final = folder == Path(self.args.output_dir)
+        with noted(folder, self.args.should_save) if final else nullcontext():
+            super().save_model(output_dir, _internal_call)
+            if self.args.should_save:
+                usual_modes(folder)
+                self.card.write(folder, self.state)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Stock TRL copies the model into output_dir, to push it; ours also notes that a run wrote it."""
@@ -551,5 +637,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def close(self) -> None:
         """Shut a colocated engine down while its process groups still exist. Nothing can be sampled after this."""
         self.prefetch.finish()
+        self.run.folder.release()
         if self.use_vllm and self.vllm_mode == "colocate":
             self.vllm_generation.llm.llm_engine.engine_core.shutdown()

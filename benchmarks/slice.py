@@ -213,7 +213,7 @@ def observe(folder: Path, rank: str) -> None:
             (folder / f"rank-{rank}.memory.json").write_text(json.dumps(peaks))
 
     DriftGuard.check = checked  # type: ignore[method-assign]
-    AdoraGRPOTrainer.train = trained
+    AdoraGRPOTrainer.train = trained  # type: ignore[method-assign]
 
 
 def _launch(name: str, module: Sequence[str], folder: Path, words: Sequence[str]) -> list[str]:

@@ -52,10 +52,11 @@ class StartPoint:
 
 
 def choose_start(
-    output_dir: Path, wanted: object, overwrite: bool, now: Fingerprint, inputs: Sequence[tuple[str, str]] = ()
-) -> StartPoint:
+    output_dir: Path, wanted: object, overwrite: bool, now: Fingerprint, inputs: Sequence[tuple[str, str]] = (),
+    *, clear: bool = True,
+) -> StartPoint:  # fmt: skip
     """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None is that too). `inputs`: keys
-    and the folders that they name, which the run reads.
+    and the folders that they name, which the run reads. `clear`: what a killed run has left half written.
 
     `auto` resumes if `output_dir` holds a run with the same fingerprint, and starts at the first step if it holds none.
     Raises `UserError` for another run, and for a checkpoint that is not whole. One process calls this.
@@ -67,7 +68,8 @@ def choose_start(
             raise UserError(
                 f"resume_from_checkpoint: {str(named)!r} is in {str(own)!r}, which a run clears; move it out of there"
             )
-    clear_staging(output_dir)
+    if clear:
+        clear_staging(output_dir)
     if overwrite:
         _refuse_to_replace(inputs, output_dir)
         return _start_over(output_dir, named, word, now)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig, Trainer, get_scheduler
-from trl import ModelConfig
 
 from adora_vl.config.advantage import check_method, method_needs
-from adora_vl.config.batch_plan import REGROUPABLE, BatchPlan, batch_plan, regroup_obstacle, regroups
+from adora_vl.config.batch_plan import REGROUPABLE, regroup_obstacle, regroups
 from adora_vl.config.early_check import config_file
-from adora_vl.config.experimental import check_noise, check_replay, check_visual, replay_needs, visual_needs
+from adora_vl.config.experimental import check_noise, check_replay, replay_needs, visual_needs
 from adora_vl.config.keys import AdoraScriptArguments
 from adora_vl.config.sampling import sampling_needs
 from adora_vl.config.schema import AdoraGRPOConfig
@@ -28,14 +28,24 @@ ANY_LENGTH = 1000  # updates, where their number is not known; without a warmup 
 _NEED_A_MODEL = ("galore", "apollo", "lomo", "adalomo")  # optimizers that cannot be tried without one
 
 
-def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig, num_processes: int) -> None:
-    """Refuse the keys of TRL that this command would ignore, or would fail on late."""
-    if model.load_in_4bit or model.load_in_8bit:
-        raise UserError("load_in_4bit/load_in_8bit: quantised training is not supported; use LoRA on bfloat16 weights")
+def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
+    """Raise `UserError` for the first thing in the keys alone that cannot work. `trl_evaluates`: on a data set that
+    Python gave.
+    """
+    _check_unsupported(config)
+    if not trl_evaluates:
+        _check_evaluation(config)
+    check_method(config)
+    check_noise(config)
+    check_replay(config)
+    check_schedule(config)
+    _check_rollouts(config)
+
+
+def _check_unsupported(config: AdoraGRPOConfig) -> None:
+    """Refuse the keys of TRL that a run would ignore, or would fail on late."""
     if config.trust_remote_code or dict(config.model_init_kwargs or {}).get("trust_remote_code"):
         raise UserError("trust_remote_code: true: code that comes with a model is not run here; set it to false")
-    if config.fsdp and num_processes == 1:
-        raise UserError(f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate launch")
     if config.use_transformers_continuous_batching or config.use_transformers_paged:
         raise UserError("use_transformers_continuous_batching: true is not supported; set use_vllm: true instead")
     if config.torch_compile:
@@ -47,10 +57,9 @@ def _check_unsupported(config: AdoraGRPOConfig, model: ModelConfig, num_processe
         raise UserError("remove_unused_columns: true takes the columns away that the rewards read; leave it out")
     if config.sync_ref_model and not config.beta:
         raise UserError("sync_ref_model: true with beta: 0 has no reference model; set beta above 0, or leave it out")
-    saves = spelled(config.save_strategy)
-    if saves == "best" or config.load_best_model_at_end:
-        key = "load_best_model_at_end: true" if config.load_best_model_at_end else "save_strategy: best"
-        raise UserError(f"{key} needs Transformers' own evaluation, which is not used here; use save_strategy: steps")
+
+
+def _check_evaluation(config: AdoraGRPOConfig) -> None:
     strategy = spelled(config.eval_strategy)
     if strategy == "no":
         return
@@ -210,7 +219,9 @@ def is_curve(schedule: Any) -> bool:
 
 
 def check_optimizer(config: Any) -> None:
-    """Raises `UserError` for an optimizer that is not installed here, or does not take its arguments."""
+    """Raises `UserError` for an optimizer or kernels not installed here, or an optimizer that refuses its arguments."""
+    if config.use_liger_kernel and find_spec("liger_kernel") is None:
+        raise UserError("use_liger_kernel: true is not installed here; pip install liger-kernel, or leave it out")
     name = spelled(config.optim)
     for pair in (config.optim_args or "").replace(" ", "").split(",") if config.optim_args else ():
         key, equals, value = pair.partition("=")
@@ -246,7 +257,9 @@ def check_schedule(config: Any) -> None:
 
 
 def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
-    """Raise `UserError` for what several machines cannot do. `processes` are those of all machines together."""
+    """Raise `UserError` for what several machines, or one process, cannot do. `processes`: of all machines together."""
+    if config.fsdp and processes == 1:
+        raise UserError(f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate launch")
     if machines == 1:
         return
     if config.save_on_each_node:
@@ -281,31 +294,6 @@ def check_tensor_parallel(config: AdoraGRPOConfig, model_config: PretrainedConfi
                 f"vllm_tensor_parallel_size: {parts} does not divide the {number} {things}; an engine is divided into "
                 "equal parts, one per process"
             )
-
-
-def check_run(
-    config: AdoraGRPOConfig,
-    model: ModelConfig,
-    model_config: PretrainedConfig,
-    num_processes: int,
-    *,
-    for_this_machine: bool = True,
-) -> BatchPlan:
-    """Raise `UserError` for the first thing that cannot work; returns the batch arithmetic.
-
-    `for_this_machine`: false leaves out what depends on this machine: whether the optimizer is installed.
-    """
-    _check_unsupported(config, model, num_processes)
-    check_method(config)
-    check_noise(config)
-    check_replay(config)
-    check_visual(config, model_config)
-    check_schedule(config)
-    if for_this_machine:
-        check_optimizer(config)
-    _check_rollouts(config)
-    check_tensor_parallel(config, model_config, num_processes)
-    return batch_plan(config, num_processes)
 
 
 _TURNS = ("tools", "environment_factory", "rollout_func")  # arguments of TRL's trainer

@@ -38,7 +38,7 @@ def early_check(arguments: Sequence[str]) -> None:
     hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
     given |= dict.fromkeys(command_line_keys(arguments, known), _NOT_READ) | _command_line_values(arguments, hints)
     if "output_dir" in given:
-        _check_output_dir(given["output_dir"])
+        check_output_dir(given["output_dir"])
     for key, value in given.items():
         if key in hints and value is not _NOT_READ:
             convert(key, value, hints[key])
@@ -55,7 +55,7 @@ def refuse_stray(words: Sequence[str]) -> None:
         raise UserError(f"command line: {words[0]!r} belongs to no key; write --config FILE.yaml, or --key value")
 
 
-def _check_output_dir(value: Any) -> None:
+def check_output_dir(value: Any) -> None:
     """Raise `UserError` for a place that nobody means: null would be a folder of Transformers' choice."""
     if is_null(value):
         raise UserError("output_dir: null is no folder; name one for this run, such as runs/first")

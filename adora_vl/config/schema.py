@@ -27,16 +27,18 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         """Raises `UserError` for our checks, and `ValueError` for those of TRL."""
         check_fields(self, GRPOConfig)
         check_device(self)
+        self._refuse_best()
         self.method_notes = set_method_settings(self)
-        evaluates = spelled(self.eval_strategy) != "no"
-        if evaluates and vars(self).get("num_generations_eval") is None:
-            self.num_generations_eval = 1  # TRL's evaluation is not used, so its batch need not hold whole groups
         given = vars(self).get("generation_batch_size"), vars(self).get("steps_per_generation")
+        groups: Any = vars(self).get("num_generations_eval")
         try:
+            self.num_generations_eval: Any = 1  # whether TRL evaluates, in whole groups, is known when there are data
             super().__post_init__()
         except ValueError:
             self._check_groups(*given)
             raise
+        finally:
+            self.num_generations_eval = groups
         check_sampling_keys(self)
         masked(vars(self))  # notes what is not to be shown from here on
         for key in ("hub_token", "model_init_kwargs", "vllm_server_base_url"):
@@ -46,6 +48,16 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
                     f"{key}: '{HIDDEN}' stands for a secret that was left out of a printed command; write it, or log "
                     "in with `hf auth login` for the hub"
                 )
+
+    def _refuse_best(self) -> None:
+        """The best of many evaluations on one set is a choice on that set, and Transformers' evaluation is not ours."""
+        best = "save_strategy: best" if spelled(self.save_strategy) == "best" else ""
+        key = "load_best_model_at_end: true" if self.load_best_model_at_end else best
+        if key:
+            raise UserError(
+                f"{key} is not supported; keep checkpoints with save_total_limit: null and take one with `python -m "
+                "adora_vl.export OUT/checkpoint-N BEST`"
+            )
 
     def _check_groups(self, batch: int | None, steps: int | None) -> None:
         """Raise `UserError` in the user's own keys, where TRL's words have a number that is made of them.

@@ -90,7 +90,7 @@ def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 Fitting = Callable[[Dataset, Sequence[str]], Sequence[int]]
 
 
-class Asked(Protocol):
+class RowKeys(Protocol):
     """The keys that say which rows a run trains on, and how they are asked."""
 
     dataset_train_split: str
@@ -99,10 +99,10 @@ class Asked(Protocol):
     adora_mixture: list[float] | None
 
 
-_Script = TypeVar("_Script", bound=Asked)
+_Script = TypeVar("_Script", bound=RowKeys)
 
 
-def load_rows(script: Asked, folders: Sequence[str], seed: int, fitting: Fitting | None = None) -> Dataset:
+def load_rows(script: RowKeys, folders: Sequence[str], seed: int, fitting: Fitting | None = None) -> Dataset:
     """The rows with a conversational `prompt` column; images are decoded when a row is read. Raises `UserError`.
 
     `fitting`: says which rows to train on, before data sets are mixed by their shares; None: on all.

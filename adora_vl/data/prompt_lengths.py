@@ -9,11 +9,13 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import math
 import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
@@ -24,7 +26,7 @@ from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, model_size, open_pictu
 from adora_vl.data.prompts import conversation, conversation_with_images
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hidden import without_login
 from adora_vl.utils.openai_client import OPENER
 
@@ -32,7 +34,12 @@ KEY = "adora_overlong_prompts"
 _SERVER_SECONDS = 5.0
 _SHOW_AFTER_S = 2.0  # a progress bar
 
-TextTokens = Callable[[str, int], int]  # a problem and its number of images -> tokens, each image one of them
+TEXT_TOKENS = 300  # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
+CHARACTERS_A_TOKEN = 2.5  # assumed where the tokenizer is not at hand; English mathematics has 3 to 4
+_TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two messages
+
+# A problem, or the prompt of a row of Python's, and its number of images -> tokens, each image one of them
+TextTokens = Callable[[Any, int], int]
 Size = tuple[int, int]  # of an image: width and height in pixels
 
 
@@ -52,6 +59,21 @@ class Measured:
     ids: list[str]
     prompt: list[int]
     image: list[int]
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The longest prompt and the most image tokens, which need not be one row's."""
+        return max(self.prompt), max(self.image)
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest prompt without its images."""
+        return max(prompt - image for prompt, image in zip(self.prompt, self.image, strict=True))
+
+    def only(self, numbers: Sequence[int]) -> Measured:
+        """The rows of these numbers."""
+        ids, prompt, image = self.ids, self.prompt, self.image
+        return Measured([ids[n] for n in numbers], [prompt[n] for n in numbers], [image[n] for n in numbers])
 
 
 @dataclass(frozen=True)
@@ -94,14 +116,15 @@ class LengthCheck:
         least = self.limit.tokens - self.limit.completion
         return [number for number, length in enumerate(self.measured.prompt) if least < length < self.limit.tokens]
 
-    def kept(self, policy: str) -> list[int]:
-        """The numbers of the prompts that are used. `policy`: the value of `adora_overlong_prompts`.
+    def kept(self, policy: str | None) -> list[int]:
+        """The numbers of the prompts that are used. `policy`: the value of `adora_overlong_prompts`; None where Python
+        gave the rows.
 
-        Raises `UserError` for prompts that are too long where it is `error`, and where no prompt is left.
+        Raises `UserError` for prompts that are too long where it is not `drop`, and where no prompt is left.
         """
         refused = set(self.refused)
         if refused and policy != "drop":
-            raise UserError(self.refusal())
+            raise UserError(self.refusal(droppable=policy is not None))
         kept = [number for number in range(len(self.measured.prompt)) if number not in refused]
         if not kept and refused:
             raise UserError(f"{KEY}: drop leaves nothing to use: {self.refusal(droppable=False)}")
@@ -155,40 +178,52 @@ class OverlongPrompts:
     """Keeps the prompts of a run that leave room for an answer, and names the others."""
 
     def __init__(
-        self, limit: ContextLimit | None, text_tokens: TextTokens, pixels: Limits, policy: str, *, speaks: bool
-    ) -> None:
-        """`limit`: None where nothing is to be checked. `policy`: the value of `adora_overlong_prompts`. `speaks`:
-        whether this process says what is found.
+        self, limit: ContextLimit | None, text_tokens: TextTokens, pixels: Limits, policy: str | None, *, speaks: bool,
+        paper: bool = False, most: int | None = None,
+    ) -> None:  # fmt: skip
+        """`limit`: None where nothing is to be checked. `policy`: as in `LengthCheck.kept`. `speaks`: whether this
+        process says what is found. `paper`: for a dry run, which wants the lengths without a limit too; `most`: of so
+        many rows.
         """
         self.left_out: list[str] = []  # ids of rows
-        self._limit, self._text_tokens, self._pixels, self._policy = limit, text_tokens, pixels, policy
-        self._speaks = speaks
+        self.checks: list[LengthCheck] = []
+        self.lengths: Measured | None = None  # of the rows that are trained on
+        self.limit, self.pixels = limit, pixels
+        self._text_tokens, self._policy, self._speaks = text_tokens, policy, speaks
+        self._paper, self._most = paper, most
 
     def fitting(self, rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         """The numbers of the rows to train on. `texts`: of their problems. Raises `UserError`."""
         table = rows.data.table
         ids = table["id"].to_pylist()
-        check = self.check(zip(ids, texts, sizes_in(table), strict=True), len(ids))
-        if check is None:
-            return range(len(ids))
-        kept = self.kept(check)
-        left_out = set(range(len(ids))) - set(kept)
-        self.left_out = [ids[number] for number in sorted(left_out)]
-        return kept
+        return self.kept_of(zip(ids, texts, sizes_in(table), strict=True), len(ids))
 
-    def check(
-        self, rows: Iterable[tuple[str, str, Sequence[Size | None]]], total: int, of: str = ""
-    ) -> LengthCheck | None:
-        """The rows, given as to `measured`, compared with the limit; None without a limit. `of` as in `LengthCheck`.
+    def kept_of(self, rows: Iterable[tuple[str, Any, Sequence[Size | None]]], total: int) -> Sequence[int]:
+        """The numbers of the rows to train on, given as to `measured`. Raises `UserError`."""
+        if self.limit is None and not self._paper:
+            return range(total)
+        count = min(total, self._most or total)
+        found = measured(islice(rows, count), self._text_tokens, self.pixels, count, show=self._speaks)
+        kept = self._kept(found)
+        left_out = set(range(count)) - set(kept)
+        self.left_out = [found.ids[number] for number in sorted(left_out)]
+        self.lengths = found.only(kept)
+        return [*kept, *range(count, total)]
 
-        Raises `UserError` for an image that the model's processor refuses.
+    def fits(self, rows: Iterable[tuple[str, str, Sequence[Size | None]]], total: int, of: str) -> Sequence[int]:
+        """The numbers of the prompts of an evaluation that are used. `of` as in `LengthCheck`. Raises `UserError`, also
+        for an image that the model's processor refuses.
         """
-        if self._limit is None:
-            return None
-        return LengthCheck(self._limit, measured(rows, self._text_tokens, self._pixels, total, show=self._speaks), of)
+        if self.limit is None:
+            return range(total)
+        return self._kept(measured(rows, self._text_tokens, self.pixels, total, show=self._speaks), of)
 
-    def kept(self, check: LengthCheck) -> list[int]:
-        """The numbers of the prompts that are used; lines about the others are printed. Raises `UserError`."""
+    def _kept(self, found: Measured, of: str = "") -> Sequence[int]:
+        """Lines about the prompts that are not used are printed."""
+        if self.limit is None:
+            return range(len(found.ids))
+        check = LengthCheck(self.limit, found, of)
+        self.checks.append(check)
         kept = check.kept(self._policy)
         if self._speaks:
             for line in check.notes():
@@ -282,8 +317,49 @@ def tokenizer_counter(
     return count
 
 
+def message_counter(processor: Any, template_options: dict[str, Any] | None = None) -> TextTokens:
+    """Counts a prompt of TRL's form, a text or messages, as TRL gives it to the processor."""
+    from trl.data_utils import prepare_multimodal_messages  # importing it takes seconds
+
+    tokenizer = getattr(processor, "tokenizer", processor)
+
+    def count(prompt: Any, images: int) -> int:
+        if isinstance(prompt, str):
+            return len(tokenizer(prompt)["input_ids"])
+        try:
+            messages = prompt if tokenizer is processor else prepare_multimodal_messages(prompt, [None] * images)
+            text = processor.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **(template_options or {})
+            )
+        except Exception as error:  # a template raises what it likes
+            raise UserError(f"train_dataset: the prompt {prompt!r:.80} is refused ({in_one_line(error)})") from error
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return count
+
+
+def character_counter(system_prompt: str | None) -> TextTokens:
+    """An estimate where the tokenizer cannot be reached."""
+
+    def count(problem: str, images: int) -> int:
+        characters = len(problem) + len(system_prompt or "")
+        return math.ceil(characters / CHARACTERS_A_TOKEN) + _TEMPLATE_TOKENS + images
+
+    return count
+
+
+def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
+    """One row of the worst kind, for data that are not here: an image of `max_pixels`, if the policy sees images. With
+    what to say of it.
+    """
+    tokens = limits.high // limits.unit**2 if sees else 0
+    picture = f"one image of {tokens} tokens and " if sees else ""
+    words = f"assumed: {picture}{TEXT_TOKENS} tokens{' of text' if sees else ''} in every prompt"
+    return Measured(["?"], [tokens + TEXT_TOKENS], [tokens]), words
+
+
 def measured(
-    rows: Iterable[tuple[str, str, Sequence[Size | None]]],
+    rows: Iterable[tuple[str, Any, Sequence[Size | None]]],
     text_tokens: TextTokens,
     limits: Limits,
     total: int,
@@ -317,11 +393,6 @@ def _image_tokens(size: Size, limits: Limits, row: str) -> int:
             f"({error}); remove the row"
         ) from error
     return width // limits.unit * (height // limits.unit)
-
-
-def size_of(image: dict[str, Any]) -> Size | None:
-    """Width and height of a stored image, from its header; None where they cannot be read."""
-    return _size(io.BytesIO(image["bytes"]) if image["bytes"] else image["path"])
 
 
 def _size(source: Any) -> Size | None:

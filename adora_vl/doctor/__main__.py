@@ -23,7 +23,7 @@ from adora_vl.utils.files import check_json, replace_file, unwritable
 from adora_vl.utils.launch import find_cpu_build, leave, prepare_engine_environment
 
 if TYPE_CHECKING:
-    from adora_vl.prepare import Run
+    from adora_vl.start.road import Checked
 
 ROWS = 8  # real prompts, of each rank
 
@@ -111,17 +111,14 @@ def environment_checks(arguments: Sequence[str]) -> list[Check]:
     return [*libraries, *parts, builds, driver, check_compilers(deepspeed=deepspeed, triton=cuda is not None)]
 
 
-def paper_checks(run: Run) -> list[Check]:
+def paper_checks(run: Checked) -> list[Check]:
     """Grader, reward and output folder: what needs the data and the config, but no weight."""
-    from trl import get_peft_config
-
     from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
-    from adora_vl.models.load import load_config
     from adora_vl.models.shape import describe
     from adora_vl.planning.memory import checkpoint_bytes, run_bytes
-    from adora_vl.planning.sharding import from_environment
 
     script, config, model = run.script, run.config, run.model
+    assert script is not None, "a doctor examines a command"
     without_images = run.dataset.remove_columns([name for name in ("images",) if name in run.dataset.column_names])
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
     checks = [check_golds(rows, rounding=script.adora_rounding)]
@@ -130,20 +127,19 @@ def paper_checks(run: Run) -> list[Check]:
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = describe(
-        load_config(str(model.model_name_or_path), model.model_revision),
-        dtype=model.dtype,
-        frozen=config.frozen_components,
-        peft_config=get_peft_config(model),
+        run.model_config, dtype=model.dtype, frozen=config.frozen_components, peft_config=run.asked.model.peft_config
     )
     mixed = bool(config.bf16 or config.fp16)
-    one = checkpoint_bytes(shape, from_environment(), mixed=mixed, reference=config.sync_ref_model)
+    one = checkpoint_bytes(shape, run.where.sharding, mixed=mixed, reference=config.sync_ref_model)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
     needed = run_bytes(one, shape.total * shape.weight_bytes, kept) if kept else shape.total * shape.weight_bytes
     return [*checks, check_room(folder, needed, one, kept)]
 
 
-def engine_checks(run: Run) -> list[Check]:
+def engine_checks(run: Checked) -> list[Check]:
     """The trainer that training would use, up to just before its first step."""
+    from trl import GRPOTrainer
+
     from adora_vl.doctor.engine import ExamineBeforeStepOne, Examined
     from adora_vl.train import build_trainer
 
@@ -165,9 +161,9 @@ def engine_checks(run: Run) -> list[Check]:
                 )
             ]
         examination = ExamineBeforeStepOne(trainer, ROWS)
-        trainer.add_callback(examination)
+        trainer.callback_handler.callbacks.insert(0, examination)  # before what would check or evaluate by itself
         try:
-            trainer.train()
+            GRPOTrainer.train(trainer)  # without a run's folder
         except Examined:
             pass
         finally:

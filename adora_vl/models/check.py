@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.models.families import family_of, has_linear_attention, known, misplaced_by_vllm, sees_images
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.hidden import masked
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
@@ -40,9 +43,12 @@ class FamilyKeys(Protocol):
 def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) -> list[str]:
     """What a user should know of this model's family before the run: at most one line. No weight is loaded.
 
-    Raises `UserError` for a model with images whose family is not in `adora_vl.models.families`, unless all of
-    `NEEDS_FAMILY` is off, and for one to which vLLM would give other positions than Transformers.
+    Raises `UserError` for weights of 4 or 8 bit, for a model with images whose family is not in
+    `adora_vl.models.families`, unless all of `NEEDS_FAMILY` is off, and for one to which vLLM would give other
+    positions than Transformers.
     """
+    if model.load_in_4bit or model.load_in_8bit:
+        raise UserError("load_in_4bit/load_in_8bit: quantised training is not supported; use LoRA on bfloat16 weights")
     name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
     if family is not None:
         if run.use_vllm:
@@ -80,39 +86,59 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
     return not model.use_peft and not deepspeed and str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
 
 
-def check_model(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
-    """Raises `UserError`. No weight is loaded; with LoRA the modules are built without memory, to look at their names.
-
-    `has_images`: whether a row of the dataset has one.
-    """
+def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
+    """Raises `UserError` for images that the model does not read. `has_images`: whether a row of the data has one."""
     if has_images and not sees_images(config):
         raise UserError(
             f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset has images; name a "
             "vision-language model, or a dataset without images"
         )
+
+
+def check_attention(model: ModelConfig) -> None:
+    """Raises `UserError` for an attention kernel that is not here."""
     attention = model.attn_implementation
     if attention in _FLASH and not _FLASH[attention]():
         raise UserError(f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa")
-    if model.use_peft:
-        _check_lora(model, config)
 
 
-def _check_lora(model: ModelConfig, config: PretrainedConfig) -> None:
-    """PEFT finds a wrong target only in the loaded model."""
-    if find_spec("peft") is None:
-        raise UserError("use_peft: true, but peft is not installed; install the extra adora-vl[lora]")
-    if model.lora_target_modules is None and model.lora_target_parameters is None:
-        raise UserError("lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj")
+def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
+    """Raises `UserError` for an argument of `from_pretrained` that nobody reads: the model would be given it."""
+    read = inspect.getsource(PreTrainedModel.from_pretrained)  # it takes most of them out of its **kwargs
+    known = {*inspect.signature(PreTrainedModel.from_pretrained).parameters, "use_auth_token", "attn_implementation"}
+    for key, value in masked(given).items():
+        if key not in known and f'"{key}"' not in read and not hasattr(config, key):
+            raise UserError(
+                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, which has no such argument"
+            )
+
+
+def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]) -> None:
+    """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not. The modules are
+    built without memory, to look at their names.
+    """
+    adapted = hasattr(peft_config, "target_modules")  # LoRA and its like
+    if not adapted and not frozen:
+        return
     from adora_vl.models.shape import describe
 
     try:
-        describe(config, dtype=model.dtype, peft_config=get_peft_config(model))
+        describe(config, dtype=model.dtype, frozen=frozen, peft_config=peft_config if adapted else None)
     except UserError:
         raise
     except (ValueError, KeyError) as error:
-        targets: Any = model.lora_target_modules or model.lora_target_parameters
+        targets: Any = peft_config.target_modules or getattr(peft_config, "target_parameters", None)
         reason = str(error).strip().splitlines()[0][:200]
         # `--lora_target_modules q_proj` comes out of TRL as a text, which PEFT matches against whole names
         one = isinstance(targets, str) and targets.isidentifier()
         remedy = f"; a single name is a regular expression over whole names: write '.*{targets}'" if one else ""
         raise UserError(f"lora_target_modules: {targets!r} does not fit this model ({reason}){remedy}") from error
+
+
+def lora_of(model: ModelConfig) -> Any:
+    """PEFT's config by a command's keys; None without LoRA. Raises `UserError` where they name no layers."""
+    if model.use_peft and model.lora_target_modules is None and model.lora_target_parameters is None:
+        raise UserError("lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj")
+    if model.use_peft and find_spec("peft") is None:
+        raise UserError("use_peft: true, but peft is not installed; install the extra adora-vl[lora]")
+    return get_peft_config(model)

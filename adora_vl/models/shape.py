@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,8 @@ def describe(
         from peft import get_peft_model
 
         _check_names(model, peft_config)
-        with torch.device("meta"):
-            model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+        with torch.device("meta"):  # PEFT writes into the config that it gets
+            model = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
         refuse_tied_adapters(model)
     freeze(model, frozen)
     counts, trained = (dict.fromkeys(COMPONENTS, 0) for _ in range(2))

@@ -12,13 +12,12 @@ from typing import Any
 
 import yaml
 
-from adora_vl.builtin.assets import data_folders, resolve_model
 from adora_vl.config.checks import ANY_LENGTH, is_curve, schedule_of
 from adora_vl.config.command_line import given_keys
+from adora_vl.config.dry_run_options import DryRunOptions, take_options
 from adora_vl.data.dataset import example_row
 from adora_vl.data.prompt_lengths import LengthCheck
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, template
-from adora_vl.models.load import load_processor
 from adora_vl.planning.memory import (
     checkpoint_bytes,
     fits,
@@ -30,13 +29,11 @@ from adora_vl.planning.memory import (
     run_bytes,
 )
 from adora_vl.planning.memory_report import memory_lines
-from adora_vl.planning.options import DryRunOptions, take_options
 from adora_vl.planning.plan import Plan, make_plan
 from adora_vl.utils.cli import amount, quantile, section, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
 from adora_vl.utils.hidden import masked
-from adora_vl.utils.launch import prepare_engine_environment
 from data_prep.survey import shown_lines
 
 
@@ -63,10 +60,10 @@ def learning_rate_line(config: Any, updates: int | None) -> str:
 
 def prompt_lines(plan: Plan) -> list[str]:
     """The prompt of a row, with choices if there is one; no line where a data set is not here."""
-    if not plan.lengths.rows:
+    if not plan.rows:
         return []
     script = plan.script
-    folders = [Path(folder) for folder in data_folders(script)]
+    folders = [Path(folder) for folder in plan.data]
     rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
     row = next((row for row in rows if row.get("choices")), rows[0])
     problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
@@ -76,10 +73,11 @@ def prompt_lines(plan: Plan) -> list[str]:
 
 def _rendered(plan: Plan, messages: list[Message]) -> str:
     """By the model's own chat template; by roles where the processor is not here."""
+    if plan.processor is None:
+        return as_text(messages)
     try:
-        processor = load_processor(resolve_model(str(plan.model.model_name_or_path)), plan.model.model_revision)
-        return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except (OSError, ValueError):
+        return str(plan.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except ValueError:  # it has no template
         return as_text(messages)
 
 
@@ -113,9 +111,9 @@ def steps_of(plan: Plan) -> tuple[int | None, int | None]:
     """Optimizer steps of an epoch and of the run; None where the number of rows is not known."""
     batches, config = plan.batches, plan.config
     fixed = config.max_steps if config.max_steps > 0 else None
-    if plan.lengths.rows is None:
+    if plan.rows is None:
         return None, fixed
-    generations = plan.lengths.rows // batches.prompts_per_generation
+    generations = plan.rows // batches.prompts_per_generation
     epoch = max(1, generations * batches.cycle_micro_batches // batches.gradient_accumulation_steps)
     return epoch, fixed or math.ceil(config.num_train_epochs * epoch)
 
@@ -134,7 +132,7 @@ def batch_lines(plan: Plan) -> list[str]:
         *([] if plan.config.use_cpu and processes == 1 else [other_processes_line(plan)]),  # such a recipe starts one
     ]
     epoch, total = steps_of(plan)
-    rows = plan.lengths.rows
+    rows = plan.rows
     if epoch is None:
         known = f"max_steps says {total}." if total else "The length of the run is not known."
         lines.append(f"The number of rows is not known, nor is the length of an epoch. {known}")
@@ -176,7 +174,7 @@ def length_lines(plan: Plan) -> list[str]:
         lines.append(
             f"{above} prompts exceed adora_vllm_max_num_batched_tokens: {budget}; raise it to {max(lengths.prompt)}."
         )
-    return section(f"Prompts ({amount(len(lengths.prompt), 'row')})" if lengths.rows else "Prompts (assumed)", lines)
+    return section(f"Prompts ({amount(len(lengths.prompt), 'row')})" if plan.rows else "Prompts (assumed)", lines)
 
 
 def limit_lines(plan: Plan) -> list[str]:
@@ -184,14 +182,12 @@ def limit_lines(plan: Plan) -> list[str]:
     limit, longest = plan.limit, plan.lengths.longest[0]
     if limit is None:
         return ["Whether they leave room for an answer is not known for this model."]
-    if plan.lengths.rows is None:
+    if plan.rows is None:
         return [f"{limit.name} leaves such a prompt {max(0, limit.tokens - longest)} tokens for its answer."]
-    return [f"{line}." for check in plan.checks for line in _check_lines(check, refusing=plan.refusing)]
+    return [f"{line}." for check in plan.checks for line in _check_lines(check)]
 
 
-def _check_lines(check: LengthCheck, *, refusing: bool) -> list[str]:
-    if refusing and check.refused:
-        return [f"The run does not start: {check.refusal()}"]
+def _check_lines(check: LengthCheck) -> list[str]:
     total = amount(len(check.measured.prompt), "prompt")
     enough = f"{check.limit.name} leaves all of {total}{check.of} room for max_completion_length: "
     return check.notes() or [f"{enough}{check.limit.completion}"]
@@ -231,7 +227,8 @@ def machine_lines(plan: Plan) -> list[str]:
 
 def report(plan: Plan, given: Collection[str]) -> str:
     """The report of the whole dry run."""
-    notes = section("Not known here", [f"- {note}" for note in plan.notes]) if plan.notes else []
+    notes = section("Notes", [f"- {note}" for note in plan.notes]) if plan.notes else []
+    notes += section("Not known here", [f"- {line}" for line in plan.unknown]) if plan.unknown else []
     sections = (
         config_lines(plan, given), machine_lines(plan), batch_lines(plan), length_lines(plan), memory_lines(plan),
         disk_lines(plan),
@@ -243,7 +240,6 @@ def dry_run(arguments: Sequence[str]) -> int:
     """Print what the command would do. Returns 0 if it would run, 1 if not; raises `UserError` as a run would."""
     options, rest = take_options(arguments)
     _check_outputs(options)
-    prepare_engine_environment()
     plan = make_plan(rest, options)
     if os.environ.get("RANK", "0") != "0":  # only the first process prints
         return 0
@@ -253,12 +249,7 @@ def dry_run(arguments: Sequence[str]) -> int:
         _write("--write-config", options.write_config, yaml.safe_dump(resolved(plan, given), sort_keys=False))
     if options.json is not None:
         _write("--json", options.json, json.dumps(figures(plan, given), indent=2, default=str) + "\n")
-    return 0 if _would_run(plan) else 1
-
-
-def _would_run(plan: Plan) -> bool:
-    """Whether the memory suffices and no prompt is too long."""
-    return fits(plan.setup, plan.card) and not plan.refusing
+    return 0 if fits(plan.setup, plan.card) else 1
 
 
 def _check_outputs(options: DryRunOptions) -> None:
@@ -309,19 +300,20 @@ def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
         "batches": asdict(plan.batches),
         "updates": {"a_generation": plan.batches.updates_per_generation, "an_epoch": epoch, "total": total},
         "learning_rate": {"schedule": schedule, **(learning_rates(plan.config, total) or {})},
-        "rows": plan.lengths.rows,
+        "rows": plan.rows,
         "prompt_tokens": _spread_of(plan.lengths.prompt),
         "image_tokens": _spread_of(plan.lengths.image),
         "overlong_prompts": sum(len(check.refused) for check in plan.checks),
         "card_bytes": plan.card,
         "phases": prediction.phases,
         "peak_bytes": prediction.peak,
-        "fits": _would_run(plan),
+        "fits": fits(plan.setup, plan.card),
         "proposed_vllm_gpu_memory_utilization": proposed_utilization(plan.setup, plan.card),
         "largest_per_device_train_batch_size": largest_batch(plan.setup, plan.card),
         "largest_max_pixels": largest_image_tokens(plan.setup, plan.card, max(0, plan.image_room))
         * plan.setup.shape.image_token_pixels,
         "notes": plan.notes,
+        "unknown": plan.unknown,
     }
 
 

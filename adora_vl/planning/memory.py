@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from adora_vl.config.batch_plan import unit_size
+from adora_vl.config.where import Sharding
 from adora_vl.dedup.shared_prompt import sharing_pays
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
 from adora_vl.planning.activations import (
@@ -18,7 +19,6 @@ from adora_vl.planning.activations import (
     saved,
     vision_layer,
 )
-from adora_vl.planning.sharding import Sharding
 from adora_vl.utils.files import GIB
 
 BUCKET = 500_000_000  # reduce_bucket_size, in parameters: allocated whole, however small the model is

@@ -128,9 +128,7 @@ def verdict_lines(plan: Plan) -> list[str]:
     good = fits(setup, card)
     peak, share = prediction.peak / GIB, prediction.peak / card
     taken = f"{peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB"
-    if good and plan.refusing:
-        lines = [f"The memory would suffice ({taken}), but the run does not start: some prompts are too long (above)."]
-    elif good:
+    if good:
         lines = [f"It fits: {taken}."]
     elif prediction.peak > card:
         parts = prediction.phases[prediction.peak_phase]

@@ -1,48 +1,30 @@
-"""From the arguments to all that is known about a run before it starts, on this machine or for another one."""
+"""All that is known about a run before it starts, on this machine or for another one: the road, and its memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl import ModelConfig, get_peft_config
+from trl import ModelConfig
 
-from adora_vl.builtin.assets import data_folders, resolve_model
-from adora_vl.checkpoint.writer import refuse_own_files
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.batch_plan import BatchPlan, check_rows, regroup_obstacle
-from adora_vl.config.checks import check_machines, check_run, rewards_of
-from adora_vl.config.command_line import parse
-from adora_vl.config.schema import NoGPUError
-from adora_vl.data.loading import require_rows
-from adora_vl.data.prompt_lengths import (
-    ContextLimit,
-    LengthCheck,
-    Limits,
-    OverlongPrompts,
-    TextTokens,
-    context_limit,
-    limits_of,
-    tokenizer_counter,
-    uncountable,
-)
-from adora_vl.data.prompts import template
-from adora_vl.models.check import check_family
+from adora_vl.config.batch_plan import BatchPlan, regroup_obstacle
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.where import Sharding
+from adora_vl.data.dataset import row_count
+from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured
 from adora_vl.models.families import family_of, sees_images
-from adora_vl.models.load import limit_pixels, load_processor
-from adora_vl.models.shape import ModelShape, config_for_planning, describe
+from adora_vl.models.shape import ModelShape, describe
 from adora_vl.planning.activations import MicroBatch
-from adora_vl.planning.lengths import Lengths, assumed, character_counter, held_against, joined, measure, only
 from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
-from adora_vl.planning.options import DryRunOptions
-from adora_vl.planning.sharding import Sharding, from_environment, from_file, spread_over
-from adora_vl.rollout.engine_settings import engine_dtype, refuse_on_cpu
-from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.files import GIB, check_folder
+from adora_vl.prepare import prepare_on_paper
+from adora_vl.rollout.engine_settings import engine_dtype
+from adora_vl.start.road import Checked
+from adora_vl.utils.cli import amount
+from adora_vl.utils.files import GIB
 
 ASSUMED_CARD_GIB = 80.0
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -56,14 +38,17 @@ class Plan:
     config: AdoraGRPOConfig
     model: ModelConfig
     batches: BatchPlan
-    lengths: Lengths
-    limits: Limits
+    lengths: Measured
+    rows: int | None  # that the run trains on; None where the data are not here
     setup: Setup
     card: int
     card_name: str
     notes: list[str]
+    unknown: list[str]
     limit: ContextLimit | None  # None where it is not known, or image tokens cannot be counted
     checks: list[LengthCheck]  # the prompts of training and evaluations, before any are left out; [] where not known
+    processor: Any  # None where it is not here
+    data: list[str]  # the folders of the data sets
 
     @property
     def image_room(self) -> int:
@@ -72,147 +57,39 @@ class Plan:
             return MOST_IMAGE_TOKENS
         return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
 
-    @property
-    def refusing(self) -> bool:
-        """Whether the run would not start for a prompt that is too long."""
-        return self.script.adora_overlong_prompts != "drop" and any(check.refused for check in self.checks)
-
 
 def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
     """Everything that a run checks before it loads weights, and its lengths and memory. Raises `UserError`."""
-    (script, config, model), elsewhere = _parse_for_any_machine(arguments)
-    sharding = _sharding(options)
-    check_machines(config, sharding.processes, sharding.machines)
-    if not model.model_name_or_path:
-        raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
-    rewards_of(arguments, script, config)
-    if not elsewhere:
-        _check_output_dir(Path(config.output_dir), config.overwrite_output_dir)
-    name = resolve_model(model.model_name_or_path)
-    model_config, note = config_for_planning(name, model.model_revision)
-    notes = [*([note] if note else []), *check_family(model, config, model_config)]
-    if family_of(model_config) is None and sees_images(model_config):
+    run = prepare_on_paper(arguments, options)
+    script, config, model, lengths = run.script, run.config, run.model, run.lengths
+    assert script is not None and lengths is not None, "a dry run has the keys of a command, and measures"
+    notes = [*run.notes, *_mixture(run)]
+    if family_of(run.model_config) is None and sees_images(run.model_config):
         notes.append(
-            f"the images of model_type {model_config.model_type} are counted as those of Qwen2.5-VL, and what its "
+            f"the images of model_type {run.model_config.model_type} are counted as those of Qwen2.5-VL, and what its "
             "vision tower keeps for the backward pass is not in the prediction"
         )
-    processor = _processor(name, model.model_revision, notes)
-    if processor is not None:
-        limit_pixels(processor, config.min_pixels, config.max_pixels)
-    limits = limits_of(processor, model_config, config.min_pixels, config.max_pixels)
-    if not elsewhere and config.use_vllm and config.vllm_mode == "colocate":
-        refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
-    batches = check_run(config, model, model_config, sharding.processes, for_this_machine=not elsewhere)
-    limit = None if uncountable(model_config) else context_limit(config, model_config)
-    counter = (
-        tokenizer_counter(processor, script.adora_system_prompt, config.chat_template_kwargs)
-        if processor is not None
-        else character_counter(script.adora_system_prompt)
-    )
-    overlong = OverlongPrompts(limit, counter, limits, script.adora_overlong_prompts, speaks=False)
-    lengths, checks = _lengths(script, config, counter, limits, limit, options, sees=sees_images(model_config))
-    if lengths.rows is not None:
-        check_rows(batches, lengths.rows)
-        checks += _evaluations(script, config, overlong, notes)
     shape = describe(
-        model_config, dtype=model.dtype, frozen=config.frozen_components, peft_config=get_peft_config(model)
+        run.model_config, dtype=model.dtype, frozen=config.frozen_components, peft_config=run.asked.model.peft_config
     )
-    card, card_name = _card(options, config, sharding.local_processes)
-    setup = make_setup(config, model, shape, sharding, lengths)
+    card, card_name = _card(options, config, run.where.sharding.local_processes)
+    setup = make_setup(config, model, shape, run.where.sharding, lengths)
+    rows = len(run.dataset) if run.dataset is not None else None
     return Plan(
-        script, config, model, batches, lengths, limits, setup, card, card_name, [*notes, *lengths.notes], limit, checks
-    )
+        script, config, model, run.plan, lengths, rows, setup, card, card_name, notes, run.unknown, run.overlong.limit,
+        run.overlong.checks if rows is not None else [], run.processor, run.data,
+    )  # fmt: skip
 
 
-def _check_output_dir(folder: Path, overwrite: bool) -> None:
-    """Raise `UserError` where the run could not write, or would write over what no run wrote."""
-    check_folder("output_dir", folder)
-    refuse_own_files(folder, overwrite)
-
-
-def _parse_for_any_machine(arguments: Sequence[str]) -> tuple[Any, bool]:
-    """The three dataclasses, and whether they are for another machine: a GPU's config is read on a laptop too.
-
-    bf16 and fp16 are refused where there is no GPU; they are put back after the check.
-    """
-    try:
-        return parse(arguments), False
-    except NoGPUError as error:
-        key = error.key
-    parsed = parse([*arguments, "--use_cpu", "true", "--bf16", "false", "--fp16", "false"])
-    parsed[1].use_cpu = False
-    setattr(parsed[1], key, True)
-    return parsed, True
-
-
-def _sharding(options: DryRunOptions) -> Sharding:
-    if options.accelerate_config is not None:
-        return from_file(options.accelerate_config, options.processes, options.machines)
-    found = from_environment()
-    machines = options.machines or found.machines
-    processes = options.processes or found.local_processes * machines
-    spread_over(processes, machines)
-    return replace(found, processes=processes, machines=machines)
-
-
-def _processor(name: str, revision: str, notes: list[str]) -> Any:
-    """The trainer's processor, or None with a note where it is not there, or cannot be read."""
-    try:
-        return load_processor(name, revision)
-    except (OSError, ValueError) as error:
-        reason = str(error) if isinstance(error, UserError) else in_one_line(error)
-        why = f"read ({reason})" if Path(name).is_dir() else "reached"
-        notes.append(
-            f"the processor of {name} cannot be {why}: text is estimated at 2.5 characters per token, images follow "
-            "the published rule"
-        )
-        return None
-
-
-def _lengths(
-    script: AdoraScriptArguments,
-    config: AdoraGRPOConfig,
-    counter: TextTokens,
-    limits: Limits,
-    limit: ContextLimit | None,
-    options: DryRunOptions,
-    *,
-    sees: bool,
-) -> tuple[Lengths, list[LengthCheck]]:
-    """The lengths of the prompts that are trained on, and those of all prompts held against the limit."""
-    folders = [Path(folder) for folder in data_folders(script)]
-    for name, folder in zip(script.dataset_name, folders, strict=True):
-        if not folder.is_dir():  # a dry run does not need the data
-            why = f"the dataset {name!r} is not here, so rows and prompts are not known"
-            return assumed(limits, why, sees=sees), []
-    made = template(script.adora_prompt) if script.adora_prompt else None
-    sets = [measure(folder, script.dataset_train_split, counter, limits, options.rows, made) for folder in folders]
-    checks = [held_against(sets, limit)] if limit is not None else []
-    if checks and script.adora_overlong_prompts == "drop":
-        sets = only(sets, checks[0].kept("drop"))
-        if script.adora_mixture is not None:
-            require_rows([one.rows or 0 for one in sets], list(map(str, folders)))
-    return joined(sets, [folder.name for folder in folders], script.adora_mixture, config.seed), checks
-
-
-def _evaluations(
-    script: AdoraScriptArguments, config: AdoraGRPOConfig, overlong: OverlongPrompts, notes: list[str]
-) -> list[LengthCheck]:
-    """The prompts of the evaluations on the way; a note where their data are not here. Raises `UserError` where none of
-    them would be left.
-    """
-    from adora_vl.evaluation import evaluation_lengths, take_evaluations
-
-    try:
-        plan = take_evaluations(copy(config), data_folders(script), script.adora_prompt)
-    except UserError as error:
-        notes.append(f"the problems of the evaluations are not known: {error}")
+def _mixture(run: Checked) -> list[str]:
+    """How several data sets are mixed."""
+    if run.dataset is None or run.script is None or len(run.data) == 1:
         return []
-    checks = evaluation_lengths(plan, overlong) if plan is not None else []
-    if script.adora_overlong_prompts == "drop":
-        for check in checks:
-            check.kept("drop")  # refuses what the run would
-    return checks
+    split, shares = run.script.dataset_train_split, run.script.adora_mixture
+    parts = [f"{Path(folder).name} {amount(row_count(Path(folder), split), 'row')}" for folder in run.data]
+    if shares is not None:
+        parts = [f"{part} at {share:.0%}" for part, share in zip(parts, shares, strict=True)]
+    return [f"{len(parts)} data sets are mixed into {len(run.dataset)} rows per epoch: {', '.join(parts)}"]
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
@@ -231,7 +108,7 @@ def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tu
 
 
 def make_setup(
-    config: AdoraGRPOConfig, model: ModelConfig, shape: ModelShape, sharding: Sharding, lengths: Lengths
+    config: AdoraGRPOConfig, model: ModelConfig, shape: ModelShape, sharding: Sharding, lengths: Measured
 ) -> Setup:
     """What memory depends on. Prompts are taken to be as long as the longest, completions as the limit allows."""
     prompt, image = lengths.longest

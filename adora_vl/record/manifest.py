@@ -24,10 +24,14 @@ from adora_vl.utils.hidden import is_secret, masked, masked_text, masked_words
 from adora_vl.utils.versions import installed
 
 
-def launch_command(arguments: Sequence[str], parent: Path | None = None) -> str:
+def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) -> str:
     """The command that started this run: `accelerate launch ...` if the parent process was started so (Linux can
-    tell), else `python -m adora_vl.train` with the same arguments. Secrets are left out.
+    tell), else `python -m adora_vl.train` with the same arguments, which are None for a script of Python's. Secrets are
+    left out.
     """
+    if arguments is None:
+        named = sys.argv and sys.argv[0] not in ("", "-c")
+        return shlex.join(masked_words([interpreter(), *sys.argv])) if named else "Python"
     words = _accelerate(Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent)
     if words is None or "-m" not in words:  # the trainer was started by another script
         words = [interpreter(), "-m", "adora_vl.train", *arguments]
@@ -136,7 +140,7 @@ Manifest = dict[str, Any]
 
 def run_manifest(
     *settings: Any,
-    arguments: Sequence[str],
+    arguments: Sequence[str] | None,
     data: Sequence[str],
     rows: int,
     fingerprint: dict[str, str],

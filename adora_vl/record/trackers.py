@@ -39,12 +39,8 @@ _PACKAGES = {
 }  # fmt: skip
 
 
-def prepare_trackers(
-    report_to: Sequence[str], output_dir: str, environment: MutableMapping[str, str] = os.environ
-) -> None:
-    """Raise `UserError` for a tracker that is not installed. wandb writes into `output_dir` without a network, unless
-    WANDB_MODE is set; tensorboard and trackio are local by themselves (trackio_space_id sends it elsewhere).
-    """
+def check_trackers(report_to: Sequence[str]) -> None:
+    """Raise `UserError` for a tracker that is not installed."""
     for name in report_to:
         packages = _PACKAGES.get(name, ())
         if packages and not any(find_spec(package) for package in packages):
@@ -52,6 +48,14 @@ def prepare_trackers(
                 f"report_to: '{name}' is not installed; pip install {packages[0]}, or leave it out (metrics.jsonl is "
                 "always written)"
             )
+
+
+def prepare_trackers(
+    report_to: Sequence[str], output_dir: str, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """wandb writes into `output_dir` without a network, unless WANDB_MODE is set; tensorboard and trackio are local by
+    themselves (trackio_space_id sends it elsewhere).
+    """
     if "wandb" in report_to:
         environment.setdefault("WANDB_MODE", "offline")
         environment.setdefault("WANDB_DIR", output_dir)

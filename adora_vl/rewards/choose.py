@@ -191,24 +191,25 @@ def _example(entry: str) -> str:
     return f"{entry.partition(':')[0] or 'my_rewards.py'}:brevity"
 
 
-_NAMES = (*PRESETS, *OTHERS, judge.NAME)
+NAMES = (*PRESETS, *OTHERS, judge.NAME)
 
 
 @dataclass(frozen=True)
 class ChosenRewards:
     """The reward functions of a run in the order of `adora_reward`, and a hash of each file that they come from, with
-    its neighbours.
+    its neighbours. `given`: the entries of functions that Python gave.
     """
 
     entries: tuple[str, ...]
     functions: tuple[Callable[..., Any], ...]
     hashes: Mapping[str, str]
+    given: frozenset[str] = frozenset()
 
     @property
     def own(self) -> list[tuple[str, Callable[..., Any]]]:
-        """The entries that name files, with their functions."""
+        """The entries of the user's own functions, with them."""
         pairs = zip(self.entries, self.functions, strict=True)
-        return [(entry, function) for entry, function in pairs if is_own(entry)]
+        return [(entry, function) for entry, function in pairs if is_own(entry) or entry in self.given]
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` for a function that needs what the data set does not have."""
@@ -234,7 +235,7 @@ def choose_rewards(
     options_by_entry = _options(options, entries)
     presets = [entry for entry in entries if not is_own(entry) and entry != judge.NAME]
     for entry in presets:
-        if entry not in _NAMES and ":" in entry:
+        if entry not in NAMES and ":" in entry:
             raise UserError(f"adora_reward: {entry!r} is neither a preset nor FILE.py:FUNCTION")
     functions = reward_functions(presets, rounding, answer_tags) if presets or not entries else []
     made: dict[str, Callable[..., Any]] = dict(zip(presets, functions, strict=True))
@@ -253,14 +254,17 @@ def choose_rewards(
     return ChosenRewards(tuple(entries), tuple(found), hashes)
 
 
-def try_rewards(chosen: ChosenRewards, rows: Sequence[Mapping[str, Any]], timeout: float | None, state: Any) -> None:
-    """Call each of the user's functions once before the run, as TRL would, and the judge with a question of ours.
+def try_rewards(
+    chosen: ChosenRewards, rows: Sequence[Mapping[str, Any]], timeout: float | None, state: Any, *, asks: bool = True
+) -> None:
+    """Call each of the user's functions once before the run, as TRL would, and the judge with a question of ours if
+    `asks`.
 
     `rows` have a `prompt`; each gets a short answer. The rewards are thrown away. Raises `UserError` for a function
     that fails or returns nonsense.
     """
     for function in chosen.functions:
-        if isinstance(function, judge.JudgeReward):
+        if asks and isinstance(function, judge.JudgeReward):
             function.try_once()
     if not rows:
         return
@@ -268,7 +272,10 @@ def try_rewards(chosen: ChosenRewards, rows: Sequence[Mapping[str, Any]], timeou
     words = [rf"The answer is \boxed{{{row.get('answer', '')}}}." for row in rows]
     arguments: dict[str, Any] = {
         "prompts": [row["prompt"] for row in rows],
-        "completions": [[{"role": "assistant", "content": text}] for text in words],
+        "completions": [
+            text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
+            for row, text in zip(rows, words, strict=True)
+        ],
         "completion_ids": [[0]] * len(rows),
         **columns,
         "trainer_state": state,

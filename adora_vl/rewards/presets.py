@@ -63,7 +63,7 @@ def reward_functions(presets: Sequence[str], rounding: bool = False, answer_tags
         raise UserError(f"adora_reward: [] names no reward preset, use one or more of {known}")
     for index, preset in enumerate(presets):
         if preset not in names:
-            raise UserError(f"reward preset '{preset}' is unknown, use one of {known}{did_you_mean(preset, names)}")
+            raise UserError(f"adora_reward: unknown preset '{preset}', use one of {known}{did_you_mean(preset, names)}")
         if preset in presets[:index]:
             raise UserError(f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead")
     grader = _Grader(rounding, answer_tags)

@@ -62,6 +62,7 @@ class HasEngine(HasModels, Protocol):
     processing_class: Any
     chat_template_kwargs: dict[str, Any]
     train_dataset: Dataset
+    control: Any
     use_vllm: bool
     vllm_mode: str
     vllm_generation: AdoraVLLMGeneration

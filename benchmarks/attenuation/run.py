@@ -192,6 +192,7 @@ def run_job(
             processing_class=AutoTokenizer.from_pretrained(start),
             callbacks=[watch],
         )
+        batches.clear()  # of the two answers that a reward is tried on
         watch.trainer, weights = trainer, SignalWeights(trainer.methods, record)
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -24,12 +24,12 @@ from transformers import AutoConfig, AutoProcessor, PretrainedConfig, TrainerCal
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.where import Sharding
+from adora_vl.data.prompt_lengths import Measured
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe
-from adora_vl.planning.lengths import Lengths
 from adora_vl.planning.memory import CONTEXT, predict
 from adora_vl.planning.plan import make_setup
-from adora_vl.planning.sharding import Sharding
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting
@@ -231,6 +231,6 @@ def prediction(setting: Setting, config: PretrainedConfig, side: int, completion
     args = arguments(setting, "ours", side, completion, Path("unused"))
     shape = describe(config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=lora(setting))
     image = (side // shape.patch // shape.merge) ** 2
-    lengths = Lengths([prompt], [image], [], 1)
+    lengths = Measured(["row"], [prompt], [image])
     setup = make_setup(args, ModelConfig(attn_implementation="sdpa"), shape, Sharding(), lengths)
     return predict(setup, 80 * GIB).peak - (CONTEXT if setting.on_gpu else 0)

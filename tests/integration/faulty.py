@@ -152,11 +152,12 @@ def several(arguments: list[str], starts: list[str]) -> int:
         else:
             made.append(build(run))
         trainer = made[0]
-        trainer.train_dataset = run.dataset
+        trainer.train_dataset, trainer.run = run.dataset, run
+        trainer.bad_steps.in_a_row, trainer.bad_steps.reason = 0, None
         trainer._step, trainer._generation, trainer._last_loaded_step = 0, None, -1  # as in a new process
         trainer.checkpoints.saved_at = trainer.checkpoints.began_at = None
-        trainer.callback_handler.callbacks = [
-            each for each in trainer.callback_handler.callbacks if not type(each).__module__.startswith("adora_vl")
+        trainer.callback_handler.callbacks = [  # without those of the command
+            each for each in trainer.callback_handler.callbacks if type(each).__name__ not in ("StopOnSignal", "Speak")
         ]
         return trainer
 

@@ -91,13 +91,15 @@ class Look(TrainerCallback):
 
 
 def main() -> int:
+    from trl import GRPOTrainer
+
     from adora_vl.prepare import prepare
     from adora_vl.train import build_trainer
 
     trainer: Any = build_trainer(prepare(sys.argv[2:], to_train=False))
-    trainer.add_callback(Look(trainer, Path(sys.argv[1])))
+    trainer.callback_handler.callbacks.insert(0, Look(trainer, Path(sys.argv[1])))
     with contextlib.suppress(LookedAt):
-        trainer.train()
+        GRPOTrainer.train(trainer)  # which notes no failure
     trainer.accelerator.end_training()
     return 0
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+
+from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
+from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,3 +62,62 @@ def test_the_documented_lines_train_and_record(tmp_path):
     assert len(rollouts) == 16 and {row["problem"] for row in rollouts} == {"Which one is darker?"}
     assert all(len(row["images"]) == 2 and row["answer"] is None for row in rollouts)
     assert all(row["reward"] == row["reward/brief"] for row in rollouts)
+
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"Which of {n}?"}], "images": [Image.new("RGB", (56, 56), (n, n, n))]}
+    for n in range(8)
+]
+
+
+def half(completions, **kwargs):
+    return [float(number % 2) for number in range(len(completions))]
+
+
+def trainer(folder, rows=ROWS, **keys):
+    given = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8,
+             "save_steps": 1, "report_to": "none", **keys}  # fmt: skip
+    args = AdoraGRPOConfig(str(folder), use_cpu=True, bf16=False, **given)
+    return AdoraGRPOTrainer("tiny", half, args, Dataset.from_list(rows))
+
+
+def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
+    folder = tmp_path / "run"
+    first = trainer(folder)
+    assert not (folder / "manifest.json").exists(), "building a trainer is no run"
+    first.train()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["status"], manifest["steps"], manifest["data"]["rows"]) == ("finished", 2, 8)
+    assert "2 steps of ADORA" in (folder / "checkpoint-2" / "README.md").read_text()
+    held = {type(each).__name__ for each in first.callback_handler.callbacks}
+    assert {"SkipBadSteps", "RefuseWrongBuffers", "SelfCheck"} <= held
+    with pytest.raises(UserError, match=r"holds checkpoint-2 of a run; train\(resume_from_checkpoint=True\) goes on"):
+        trainer(folder, learning_rate=1e-5).train()
+    for changed, line in (
+        ({"max_steps": 4}, "of another run: max_steps: 2 -> 4"),
+        (
+            {"rows": [*ROWS[:7], {**ROWS[7], "images": [Image.new("RGB", (56, 56), "red")]}]},
+            "of another run: dataset: 8",
+        ),
+    ):
+        with pytest.raises(UserError, match=line):
+            trainer(folder, **changed).train(resume_from_checkpoint=True)
+    again = trainer(folder)
+    assert again.train(resume_from_checkpoint=True).global_step == 2, "nothing is left to train"
+    new = trainer(folder, overwrite_output_dir=True, max_steps=1)
+    assert new.train().global_step == 1
+    assert not (folder / "checkpoint-2").exists(), "the run of before has gone"
+
+
+def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(tmp_path):
+    keys = {"max_steps": 3, "learning_rate": 1e-3, "save_only_model": False}
+    whole = trainer(tmp_path / "whole", **keys)
+    whole.train()
+    folder = tmp_path / "stopped"
+    trainer(folder, **keys).train()
+    shutil.rmtree(folder / "checkpoint-3")
+    resumed = trainer(folder, **keys)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 3
+    assert len(json.loads((folder / "manifest.json").read_text())["starts"]) == 2
+    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import Qwen2_5_VLConfig, TrainerState
+from transformers import TrainerState
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
-from adora_vl.config.checks import check_run
+from adora_vl.config.checks import check_config
 from adora_vl.config.command_line import parse, read_yaml
 from adora_vl.config.experimental import noise_settings
 from adora_vl.experimental.noisy_rollouts import NoisyRollouts
@@ -72,7 +72,8 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
         with subtests.test(name):
             script, config, model = parsed(name)
             processes = yaml.safe_load((CONFIGS / "accelerate" / f"{launcher}.yaml").read_text())["num_processes"]
-            plan = check_run(config, model, Qwen2_5_VLConfig(), processes)
+            check_config(config)
+            plan = batch_plan(config, processes)
             check_rows(plan, ROWS.get(name, 2101))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
             assert model.model_name_or_path and script.dataset_name

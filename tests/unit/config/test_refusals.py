@@ -28,7 +28,7 @@ from adora_vl.config.checks import (
 )
 from adora_vl.config.sampling import sampling_needs
 from adora_vl.export import main as export
-from adora_vl.models.check import check_model
+from adora_vl.models.check import check_parts, lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.manifest import run_manifest
 from adora_vl.train import main
@@ -80,7 +80,7 @@ COMMANDS: list[tuple[dict[str, object], str]] = [
         {"use_peft": "true", "lora_target_modules": "q_proj,v_proj", "lora_modules_to_save": "lm_hed"},
         "lora_modules_to_save: 'lm_hed' is no module of this model; did you mean 'lm_head'?",
     ),
-    ({"save_strategy": "best"}, "save_strategy: best needs Transformers' own evaluation"),
+    ({"save_strategy": "best"}, "save_strategy: best is not supported; keep checkpoints"),
     ({"torch_compile": "true"}, "torch_compile: true would compile again for nearly every micro-batch"),
     ({"torch_compile_mode": "default"}, "torch_compile: true would compile again"),
     ({"remove_unused_columns": "true"}, "remove_unused_columns: true takes the columns away"),
@@ -170,7 +170,8 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
 def test_what_would_sample_several_turns_is_one_line_before_the_model_is_looked_for() -> None:
     for key in ("tools", "environment_factory", "rollout_func"):
         with pytest.raises(UserError, match=f"^{key}: rollouts of several turns are not supported") as error:
-            AdoraGRPOTrainer("nowhere", args=config(), **{key: [print]})
+            given: dict[str, Any] = {key: [print]}
+            AdoraGRPOTrainer("nowhere", args=config(), **given)
         assert "\n" not in str(error.value)
 
 
@@ -436,6 +437,6 @@ def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> Non
         lists = {"lora_target_modules": ["q_proj", "v_proj"], "lora_modules_to_save": ["input_layernorm"]}
         lists[f"lora_{key}"] = [*lists[f"lora_{key}"], name]
         model = ModelConfig(use_peft=True, **lists)
-        check_model(model, untied, has_images=True)
+        check_parts(model, untied, lora_of(model), [])
         with pytest.raises(UserError, match=f"^lora_{key}: '{name}' shares its weight"):
-            check_model(model, tied, has_images=True)
+            check_parts(model, tied, lora_of(model), [])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import ExifTags, Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
@@ -18,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.data.images import UnreadableImageError, clean_image, image_tokens, png_bytes, stored_bytes
 from adora_vl.data.loading import DecodedRows, UnreadableImage
-from adora_vl.data.prompt_lengths import size_of
+from adora_vl.data.prompt_lengths import sizes_in
 
 
 def encoded_as(picture: Image.Image, form: str) -> bytes:
@@ -98,7 +99,8 @@ def test_no_program_is_started_for_a_picture(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # Pillow looks for it once
     with pytest.raises(UnreadableImageError, match="not in any known picture format"):
         clean_image(EPS)
-    assert size_of({"bytes": EPS, "path": None}) is None
+    stored = pa.table({"images": [[{"bytes": EPS, "path": None}]]})
+    assert list(sizes_in(stored)) == [[None]]
     (tmp_path / "a.png").write_bytes(EPS)
     stored = [{"bytes": EPS, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]
     found = DecodedRows()({"images": [stored]})["images"][0]

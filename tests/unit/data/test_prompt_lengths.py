@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from copy import copy
 from importlib import import_module
@@ -17,6 +16,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.command_line import parse
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import (
@@ -36,8 +36,6 @@ from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
 from adora_vl.planning.dry_run import dry_run
-from adora_vl.planning.lengths import Lengths, only
-from adora_vl.planning.options import DryRunOptions
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.record.card import model_card
@@ -258,20 +256,17 @@ def test_the_run_does_not_start(data: Path, tmp_path: Path, no_weights: None, ca
         "with its answer, or leave such rows out with adora_overlong_prompts: drop"
     )
     assert not (tmp_path / "out").exists()
-    assert main([*words_of(data, tmp_path / "out", *limit), "--dry-run", "--json", str(tmp_path / "d.json")]) == 1
-    said = capsys.readouterr().out
-    assert f"The run does not start: vllm_max_model_length: {length} is too short for 3 of 12 prompts" in said
-    assert "It fits" not in said and "The memory would suffice (" in said
-    assert f"No max_pixels leaves room for a whole answer: text of up to {longest - 25} tokens and " in said
-    figures = json.loads((tmp_path / "d.json").read_text())
-    assert figures["fits"] is False and figures["overlong_prompts"] == 3 and figures["largest_max_pixels"] == 0
+    assert main([*words_of(data, tmp_path / "out", *limit), "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompts"
+    )
 
 
 def test_the_length_that_is_named_holds_all(data: Path, tmp_path: Path, capsys: Any, processor: Any) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
     run = prepare(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed), to_train=False)
     assert len(run.dataset) == 12 and run.left_out == [] and capsys.readouterr().out == ""
-    assert "overlong_rows_left_out" not in run.manifest([])["data"]
+    assert "overlong_rows_left_out" not in run.manifest()["data"]
     assert dry_run(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
     said = capsys.readouterr().out
     assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said and "It fits" in said
@@ -286,14 +281,14 @@ def test_rows_are_left_out_and_recorded(data: Path, tmp_path: Path, capsys: Any,
     assert run.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
     assert [row["id"] for row in run.dataset] == [f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)]
     assert {row["problem"] for row in run.dataset} == {SHORT} and run.dataset[7]["images"][0].size == (140, 140)
-    manifest = run.manifest([])
+    manifest = run.manifest()
     assert manifest["data"]["rows"] == 9 and manifest["data"]["overlong_rows_left_out"] == 3
     assert "9 rows without 3 overlong ones" in facts_of_run(manifest)["data"]
     assert "| overlong_rows_left_out | 3 |" in model_card(manifest, [], 1)
     assert prepare(words).fingerprint["rows left out"].startswith("3 (")
     capsys.readouterr()
     plan = make_plan(words, DryRunOptions())
-    assert plan.lengths.rows == 9 and plan.lengths.longest[0] == counted(processor, SHORT) and not plan.refusing
+    assert plan.rows == 9 and plan.lengths.longest[0] == counted(processor, SHORT)
     assert dry_run([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "drop leaves out 3 of 12 rows" in said and "9 rows make" in said and "It fits" in said
@@ -333,12 +328,12 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
         load_rows(script, [str(folder) for folder in sets], 3, lambda rows, texts: range(40))
 
 
-def test_a_plan_keeps_the_rows_that_it_has_not_measured():
-    """`--rows 3` of 40: one of the three is left out, and 39 are trained on."""
-    sets = [Lengths([5, 90, 7], [0, 0, 4], [], 40, ["a", "b", "c"]), Lengths([8], [0], [], 1, ["d"])]
-    first, second = only(sets, [1, 2, 3])
-    assert (first.ids, first.prompt, first.image, first.rows) == (["b", "c"], [90, 7], [0, 4], 39)
-    assert (second.ids, second.prompt, second.rows) == (["d"], [8], 1)
+def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(data: Path, tmp_path: Path, processor: Any) -> None:
+    """`--rows 8` of 12: one of the eight is left out, and 11 are trained on."""
+    limit = ["--vllm_max_model_length", str(counted(processor, LONG)), "--adora_overlong_prompts", "drop"]
+    plan = make_plan(words_of(data, tmp_path / "out", *limit), DryRunOptions(rows=8))
+    assert len(plan.lengths.prompt) == 7 and plan.rows == 11
+    assert plan.unknown == ["measured on the first 8 of 12 rows (--rows)"]
 
 
 def test_nothing_left_is_an_error(data: Path, tmp_path: Path, capsys: Any, subtests: pytest.Subtests) -> None:
@@ -363,7 +358,7 @@ def test_without_vllm_the_models_positions_count(tmp_path: Path, no_weights: Non
     assert said.startswith(
         "error: the model's max_position_embeddings: 2048 is too short for 1 of 3 prompts: row mine/"
     )
-    assert main([*words, "--dry-run"]) == 1
+    assert main([*words, "--dry-run"]) == 2
 
 
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
@@ -419,11 +414,10 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(
     limit = str(counted(processor, LONG))
     words = [*words_of(short, tmp_path / "out", "--vllm_max_model_length", limit), "--eval_strategy", "steps"]
     words += ["--eval_steps", "1", "--adora_eval", f"geometry3k={data}"]
-    for command, code in (((), 2), (("--dry-run",), 1)):
-        assert main([*words, *command]) == code
-        printed = capsys.readouterr()
+    for command in ((), ("--dry-run",)):
+        assert main([*words, *command]) == 2
         expected = f"vllm_max_model_length: {limit} is too short for 1 of 3 prompts of the evaluation geometry3k: row "
-        assert expected + "mine/test/1 has" in (printed.out if command else printed.err)
+        assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
     run = prepare(words, to_train=False)
     assert run.evaluations is not None

@@ -32,7 +32,8 @@ from adora_vl.checkpoint.store import facts_of, publish
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.checks import check_machines
 from adora_vl.config.command_line import parse
-from adora_vl.planning.sharding import Sharding, from_environment, from_file
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.where import Sharding, Where, from_environment, from_file
 from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step
 from adora_vl.utils.errors import RunError, UserError, lost_contact
@@ -96,11 +97,12 @@ def test_what_several_machines_could_not_start_from_is_refused(case):
         from_file(NODES, processes=16, machines=3)
 
 
-def test_machines_are_known_from_what_the_launcher_tells():
+def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
     environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true"}
     assert from_environment(environment) == Sharding(16, 2, machines=4)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="FSDP"):
-        from_environment({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"})
+        Where.of_dry_run(DryRunOptions(), here=True)
 
 
 ONE_MACHINE = ["--num_machines", "2", "--num_processes", "16", "--main_process_port", "29500"]

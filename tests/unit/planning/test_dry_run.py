@@ -14,13 +14,12 @@ from adora_vl.builtin.processor import processor_around
 from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.command_line import parse
+from adora_vl.config.dry_run_options import DryRunOptions, take_options, wanted
 from adora_vl.data.dataset import load_split
-from adora_vl.data.prompt_lengths import limits_of, tokenizer_counter
+from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of, tokenizer_counter
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
 from adora_vl.planning.dry_run import batch_lines, dry_run, learning_rate_line, length_lines, steps_of
-from adora_vl.planning.lengths import Lengths, measure
-from adora_vl.planning.options import DryRunOptions, take_options, wanted
 from adora_vl.planning.plan import make_plan
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
@@ -79,7 +78,7 @@ def _check_config(name, tmp_path, capsys, data):
     elif name != "smoke_text_cpu":  # whose puzzles are made on the spot, or were
         assert figures["rows"] is None and "The number of rows is not known" in text
         assert "no GPU has confirmed them" in text
-        assert len(figures["notes"]) == 3  # config, processor, dataset
+        assert len(figures["unknown"]) == 4  # the machine, config, processor, dataset
     assert not list(tmp_path.glob("runs*")), "nothing is written"
 
 
@@ -91,7 +90,7 @@ def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine():
 def _check_recipe(processes, generation, update):
     words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
     plan = make_plan(words, DryRunOptions(80.0, CONFIGS / "accelerate" / "zero3_offload.yaml", processes))
-    plan = replace(plan, lengths=replace(plan.lengths, rows=2101))  # Geometry3K's
+    plan = replace(plan, rows=2101)  # Geometry3K's
     text = " ".join(batch_lines(plan))
     assert f"8 rollouts of each: {generation} rollouts per generation" in text
     assert f"which are {update} sequences. Optimizer steps a generation: 8." in text
@@ -170,9 +169,8 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data)
     model = shutil.copytree(PRETRAINED, tmp_path / "model")
     (model / "processor_config.json").write_text("{")
     words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
-    plan = make_plan([*words, "--model_name_or_path", str(model)], DryRunOptions())
-    (note,) = (note for note in plan.notes if "processor" in note)
-    assert "cannot be read (" in note and "processor_config.json" in note and "2.5 characters" in note
+    with pytest.raises(UserError, match=r"^model_name_or_path: the processor of .* cannot be loaded \(.*_config.json"):
+        make_plan([*words, "--model_name_or_path", str(model)], DryRunOptions())
 
 
 @pytest.mark.core
@@ -198,9 +196,11 @@ def _check_lengths(data, family):
     limit_pixels(processor, None, 9000)  # some images are made smaller
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
     limits = limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
-    found = measure(data, "train", counter, limits)
     rows = load_split(data, "train")
-    assert found.rows == len(found.prompt) == len(rows)
+    overlong = OverlongPrompts(None, counter, limits, "error", speaks=False, paper=True)
+    assert len(overlong.fitting(rows, rows["problem"])) == len(rows)
+    found = overlong.lengths
+    assert found is not None
     for number in range(0, len(rows), 5):
         row = rows[number]
         text = processor.apply_chat_template(
@@ -209,13 +209,12 @@ def _check_lengths(data, family):
         ids = processor(text=[text], images=row["images"])["input_ids"][0]
         assert found.prompt[number] == len(ids)
         assert found.image[number] == list(ids).count(processor.image_token_id)
-    assert measure(data, "train", counter, limits, most=7).notes == ["measured on the first 7 of 40 rows (--rows)"]
 
 
 def test_rows_above_the_prefill_budget_are_counted(data):
     words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
     plan = make_plan([*words, "--adora_vllm_max_num_batched_tokens", "90"], DryRunOptions())
-    plan = replace(plan, lengths=Lengths([50, 90, 91, 130], [4] * 4, [], 4))
+    plan = replace(plan, lengths=Measured(["a", "b", "c", "d"], [50, 90, 91, 130], [4] * 4))
     assert length_lines(plan)[-1] == "2 prompts exceed adora_vllm_max_num_batched_tokens: 90; raise it to 130."
 
 

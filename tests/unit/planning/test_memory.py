@@ -18,6 +18,7 @@ from trl import ModelConfig, get_peft_config
 
 from adora_vl.checkpoint.library_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
+from adora_vl.config.where import Sharding, from_environment, from_file
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, describe
 from adora_vl.planning.activations import MicroBatch
@@ -38,7 +39,6 @@ from adora_vl.planning.memory import (
     run_bytes,
     states,
 )
-from adora_vl.planning.sharding import Sharding, from_environment, from_file
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import Setting

@@ -11,20 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import datasets
 import pytest
+from datasets import Dataset
 from huggingface_hub import constants, get_session
 
 from adora_vl.config.command_line import parse
-from adora_vl.data.prompts import conversation_with_images
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.models import load
 from adora_vl.models.load import PRETRAINED
-from adora_vl.planning.dry_run import _rendered, dry_run
-from adora_vl.planning.plan import _processor
-from adora_vl.prepare import _overlong_prompts, prepare
+from adora_vl.planning.dry_run import dry_run
+from adora_vl.planning.plan import make_plan
+from adora_vl.prepare import prepare
 from adora_vl.train import build_trainer
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import hub
@@ -168,26 +167,29 @@ def test_the_revision_that_is_named_is_the_one_that_is_loaded(cached_model: str)
     assert load.load_processor(cached_model).chat_template != "older"
 
 
-def test_everyone_who_loads_a_processor_asks_for_the_revision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer, the check of the prompts' lengths before a run, and the dry run."""
+def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[str | None] = []
 
     def asks(name: str, revision: str | None = None) -> None:
         asked.append(revision)
-        raise OSError("not loaded here")
+        raise UserError("not loaded here")
 
-    for module in ("models.load", "trainer", "planning.plan", "planning.dry_run"):
-        monkeypatch.setattr(f"adora_vl.{module}.load_processor", asks)
-    words = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", str(PRETRAINED), "--model_revision", "v1"]
-    script, config, model = parse(words)
+    monkeypatch.setattr("adora_vl.start.road.load_processor", asks)
+    words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED, model_revision="v1")
+    config = parse(words)[1]
     config.model_init_kwargs = {"revision": "v1"}
-    with pytest.raises(OSError, match="not loaded here"):
-        AdoraGRPOTrainer(str(PRETRAINED), args=config)
-    with pytest.raises(OSError, match="not loaded here"):
-        _overlong_prompts(script, config, model, load.load_config(str(PRETRAINED)))
-    plan: Any = SimpleNamespace(model=model)
-    assert _processor("tiny", "v1", []) is None and "Say so." in _rendered(plan, conversation_with_images("Say so.", 0))
-    assert asked == ["v1"] * 4
+    rows = Dataset.from_list([{"prompt": "Say so."}] * 4)
+    ways: list[Callable[[], object]] = [
+        lambda: prepare(words),
+        lambda: make_plan(words, DryRunOptions()),
+        lambda: AdoraGRPOTrainer(str(PRETRAINED), "accuracy", config, rows),
+    ]
+    for way in ways:
+        with pytest.raises(UserError, match="not loaded here"):
+            way()
+    assert asked == ["v1"] * 3
 
 
 @pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)

@@ -30,6 +30,7 @@ from adora_vl.utils.launch import prepare_engine_environment
 prepare_engine_environment()
 
 SIGNATURES = {
+    GRPOTrainer.train: ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     GRPOTrainer._calculate_rewards: ["self", "inputs", "prompts", "completions", "completion_ids_list"],
     GRPOTrainer._generate_and_score_completions: ["self", "inputs"],
     GRPOTrainer._compute_loss: ["self", "model", "inputs"],

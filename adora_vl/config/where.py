@@ -1,13 +1,16 @@
-"""How a run is spread over GPUs: from an accelerate config, or from the environment of `accelerate launch`."""
+"""Where a run takes place, or would: how it is spread over GPUs, by an accelerate config or by the environment of
+`accelerate launch`, and what of this machine counts for it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.utils.cli import read_mapping
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import SEVERAL
@@ -34,6 +37,11 @@ class Sharding:
     def local_processes(self) -> int:
         """The processes of one machine."""
         return self.processes // self.machines
+
+    @property
+    def name(self) -> str:
+        """As a run's fingerprint has it: `zero1` to `zero3`, or `none`."""
+        return f"zero{self.stage}" if self.stage else "none"
 
     def describe(self) -> str:
         """The sharding in words, for a report."""
@@ -96,12 +104,46 @@ def _whole(key: str, value: object, least: int, path: str | Path) -> int:
     return int(str(value))
 
 
+@dataclass(frozen=True)
+class Where:
+    """What the checks before a run may look at.
+
+    `here`: this machine will run it, so its packages, device, servers and folders count. `sharding`: of the run.
+    `folder`: what becomes of `output_dir`. `paper`: nothing will run, so what is not here is not known, and not wrong.
+    """
+
+    here: bool
+    sharding: Sharding
+    folder: Literal["take", "look", "leave"]
+    paper: bool = False
+
+    @classmethod
+    def of_launch(cls, folder: Literal["take", "look", "leave"]) -> Where:
+        """A run of this process, as it was started."""
+        return cls(True, from_environment(), folder)
+
+    @classmethod
+    def of_dry_run(cls, options: DryRunOptions, *, here: bool) -> Where:
+        """A run on paper. Raises `UserError` for a launch whose memory is not predicted."""
+        return cls(here, _planned(options), "look" if here else "leave", paper=True)
+
+
+def _planned(options: DryRunOptions) -> Sharding:
+    if options.accelerate_config is not None:
+        return from_file(options.accelerate_config, options.processes, options.machines)
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise UserError(f"--dry-run: accelerate's config asks for FSDP; {_FSDP}")
+    found = from_environment()
+    machines = options.machines or found.machines
+    processes = options.processes or found.local_processes * machines
+    spread_over(processes, machines)
+    return replace(found, processes=processes, machines=machines)
+
+
 def from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
-    """The sharding that `accelerate launch` has told its children. Raises `UserError` for FSDP."""
+    """The sharding that `accelerate launch` has told its children."""
     processes = int(environment.get("WORLD_SIZE", "1"))
     machines = machines_of(environment)
-    if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise UserError(f"--dry-run: accelerate's config asks for FSDP; {_FSDP}")
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return Sharding(processes, machines=machines)
     names = ("zero_stage", "offload_optimizer_device", "offload_param_device")

@@ -1,0 +1,226 @@
+"""What Python gives as objects: a model, data sets, functions; what is refused, and how a run knows them again."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # pyarrow ships no types
+import torch
+from datasets import Dataset, IterableDataset
+from trl import ModelConfig
+from trl.trainer.utils import get_config_model_id
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.checks import refuse_turns
+from adora_vl.data.prompt_lengths import Size, sizes_in
+from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards, is_own
+from adora_vl.utils.errors import UserError
+
+_TENSORS, _NUMBERS = 16, 16  # of a model object, by which it is known again
+_ROWS = 1000  # that are read at once
+_COLUMNS = ("images", "image")
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The rows to train on, and those that TRL evaluates on."""
+
+    train: Dataset | IterableDataset
+    evaluate: Any = None
+
+
+def config_of(args: Any, model: Any) -> AdoraGRPOConfig:
+    """The trainer's `args`; None is TRL's default. Raises `UserError` for another config than ours."""
+    if args is None:
+        return AdoraGRPOConfig(f"{_name_of(model).split('/')[-1]}-GRPO")
+    if not isinstance(args, AdoraGRPOConfig):
+        kind = f"{type(args).__module__.partition('.')[0]}.{type(args).__name__}"
+        raise UserError(
+            f"args: a {kind} has other defaults, and steps and batches worked out of them; give its arguments to an "
+            "AdoraGRPOConfig (from adora_vl import AdoraGRPOConfig)"
+        )
+    return args
+
+
+def refuse_objects(train_dataset: Any, reward_funcs: Any, further: Mapping[str, Any]) -> None:
+    """Raises `UserError` for an argument of the trainer that would be ignored, or fail after the weights are loaded."""
+    refuse_turns(further)
+    if further.get("quantization_config") is not None:
+        raise UserError("quantization_config: quantised training is not supported; use LoRA on bfloat16 weights")
+    if not isinstance(train_dataset, Dataset | IterableDataset):
+        kind = "None" if train_dataset is None else f"a {type(train_dataset).__name__}"
+        raise UserError(f"train_dataset: {kind} is no data set; make one, such as datasets.Dataset.from_list(rows)")
+    if reward_funcs is None or reward_funcs == []:
+        raise UserError(f"reward_funcs: {reward_funcs} would train on nothing; give a function, a preset or a list")
+
+
+def _name_of(model: Any) -> str:
+    return model if isinstance(model, str) else str(get_config_model_id(model.config) or "")
+
+
+def model_keys(model: Any, config: AdoraGRPOConfig, peft_config: Any) -> ModelConfig:
+    """What a command's keys would say of the model."""
+    init = dict(config.model_init_kwargs or {})
+    if not isinstance(model, str):
+        attention = getattr(model.config, "_attn_implementation", None)
+        init = {"dtype": model.dtype, "attn_implementation": attention, "revision": None}
+    return ModelConfig(
+        model_name_or_path=_name_of(model),
+        model_revision=init.get("revision"),
+        dtype=str(init.get("dtype", "float32")).removeprefix("torch."),
+        attn_implementation=init.get("attn_implementation"),
+        use_peft=peft_config is not None or (not isinstance(model, str) and hasattr(model, "peft_config")),
+    )
+
+
+def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
+    """The trainer's `reward_funcs`: functions and models as in TRL; a text is a preset, `judge`, or FILE.py:FUNCTION,
+    or with a slash TRL's reward model. Raises `UserError`.
+    """
+    entries: list[str] = []
+    functions: list[Any] = []
+    hashes: dict[str, str] = {}
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(one, str) and (is_own(one) or not ("/" in one or Path(one).is_dir())):
+            chosen = choose_rewards([one], output_dir=output_dir)
+            entries += chosen.entries
+            functions += chosen.functions
+            hashes |= chosen.hashes
+            continue
+        if not isinstance(one, str) and not callable(one):
+            raise UserError(f"reward_funcs: {one!r:.80} is no function; give a function, a preset or a list of them")
+        name = one if isinstance(one, str) else _function_name(one)
+        entries.append(f"{name} of Python" if name in NAMES else name)
+        functions.append(one)
+        if not isinstance(one, str | torch.nn.Module):
+            hashes[entries[-1]] = _source_hash(one)
+    tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
+    return ChosenRewards(tuple(entries), tuple(functions), hashes, frozenset(tried))
+
+
+def _function_name(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _can_be_tried(function: Any) -> bool:
+    """Whether it is a function of the user's: a reward model is loaded later, and ours are known."""
+    ours = (getattr(function, "__module__", None) or type(function).__module__).startswith("adora_vl.")
+    return callable(function) and not isinstance(function, torch.nn.Module) and not ours
+
+
+def _source_hash(function: Any) -> str:
+    """Of the function's own text, since the file around it may be the script that says how long to train. Of what has
+    no text, such as a builtin, its name.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    text = _function_name(function)
+    with suppress(OSError, TypeError):
+        text = inspect.getsource(function if inspect.isroutine(function) else type(function))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_prompts(dataset: Dataset) -> bool:
+    """Whether a row of a data set of Python's has an image. Raises `UserError` for a row that cannot be asked."""
+    if "prompt" not in dataset.column_names:
+        raise UserError(f"train_dataset: lacks the column 'prompt' (it has {', '.join(dataset.column_names)})")
+    pictured = False
+    for name, prompt, sizes in prompts_of(dataset):
+        pictured = pictured or bool(sizes)
+        if not sizes:
+            continue
+        if isinstance(prompt, str):
+            raise UserError(
+                f"train_dataset: row {name} has images and a text as its prompt; write the prompt as messages, such as "
+                '[{"role": "user", "content": "..."}]'
+            )
+    return pictured
+
+
+def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | None]]]:
+    """The id, the prompt and the sizes of the images of each row; no image is decoded."""
+    number = 0
+    for table in _tables(dataset, ["id", "prompt", *_COLUMNS]):
+        names = table["id"].to_pylist() if "id" in table.column_names else range(number, number + table.num_rows)
+        prompts = table["prompt"].to_pylist()
+        number += table.num_rows
+        yield from zip(map(str, names), prompts, _sizes(table), strict=True)
+
+
+def _sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
+    if "images" in table.column_names and pa.types.is_list(table.schema.field("images").type):
+        return sizes_in(table)
+    if "image" in table.column_names:
+        one = table["image"].combine_chunks()
+        lists = pa.ListArray.from_arrays(pa.array(range(len(one) + 1), pa.int32()), one)
+        return sizes_in(pa.table({"images": lists}))
+    return iter([()] * table.num_rows)
+
+
+def _tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """The rows in their order, as they are stored."""
+    kept = [name for name in dataset.column_names if columns is None or name in columns]
+    plain = dataset.select_columns(kept).with_format("arrow")
+    for first in range(0, len(plain), _ROWS):
+        yield plain[first : first + _ROWS]
+
+
+def is_stored(dataset: Any) -> bool:
+    """Whether its rows can be looked at beforehand: not those of a stream, and not what a transform makes of them."""
+    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+
+
+def identity_of_rows(dataset: Any) -> str:
+    """By what a run knows its data set again: the number of rows and a hash of all, of images by their bytes. A stream
+    is known by its columns.
+    """
+    if not isinstance(dataset, Dataset):
+        return f"a stream of {dataset.column_names}"
+    digest = hashlib.sha256(str(sorted(dataset.features.items())).encode())
+    for table in _tables(dataset):
+        stored = pa.BufferOutputStream()
+        with pa.ipc.new_stream(stored, table.schema.remove_metadata()) as stream:
+            stream.write_table(table.combine_chunks().replace_schema_metadata(None))
+        digest.update(stored.getvalue())
+        for path in _paths(table):
+            with suppress(OSError):
+                digest.update(Path(path).read_bytes())
+    return f"{len(dataset)} rows {digest.hexdigest()[:16]}"
+
+
+def _paths(table: pa.Table) -> Iterator[str]:
+    """Of the images whose bytes lie elsewhere."""
+    for name in (name for name in _COLUMNS if name in table.column_names):
+        for value in table[name].to_pylist() if pa.types.is_nested(table.schema.field(name).type) else ():
+            for image in value if isinstance(value, list) else [value]:
+                if isinstance(image, Mapping) and image.get("path") and not image.get("bytes"):
+                    yield str(image["path"])
+
+
+def identity_of_model(model: Any) -> str:
+    """By what a run knows a model object again: its config, and some numbers of some of its tensors."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    tensors = [(name, value) for name, value in model.named_parameters() if value.numel()]  # none of them under ZeRO-3
+    for name, value in tensors[:: max(1, len(tensors) // _TENSORS)]:
+        numbers = value.detach().flatten()[:: max(1, value.numel() // _NUMBERS)]
+        digest.update(f"{name} {numbers.float().tolist()}".encode())
+    return f"{type(model).__name__} {digest.hexdigest()[:16]}"
+
+
+def adapter_text(peft_config: Any) -> str:
+    """PEFT's config for a fingerprint."""
+
+    def plain(value: Any) -> Any:
+        return sorted(value) if isinstance(value, set) else str(value)
+
+    return json.dumps(peft_config.to_dict(), default=plain, sort_keys=True)

@@ -1,0 +1,481 @@
+"""Every check before a weight is loaded, once and in one order: command, dry run, doctor and Python walk it.
+
+The cheapest come first. A user's own code is run by the stops `rewards` and `tries` alone, after all keys are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset, IterableDataset
+from transformers import PretrainedConfig, TrainerState
+from trl import ModelConfig
+
+from adora_vl.builtin.assets import data_folders, resolve_model
+from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
+from adora_vl.checkpoint.resume import StartPoint
+from adora_vl.checkpoint.store import facts_of
+from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
+from adora_vl.config.checks import (
+    check_config,
+    check_machines,
+    check_optimizer,
+    check_tensor_parallel,
+    costs_of,
+    rewards_of,
+)
+from adora_vl.config.early_check import check_output_dir
+from adora_vl.config.experimental import check_visual
+from adora_vl.config.where import Where
+from adora_vl.data.loading import as_asked, load_rows
+from adora_vl.data.prompt_lengths import (
+    CHARACTERS_A_TOKEN,
+    ContextLimit,
+    Measured,
+    OverlongPrompts,
+    assumed,
+    character_counter,
+    context_limit,
+    limits_of,
+    message_counter,
+    served_length,
+    tokenizer_counter,
+    uncountable,
+)
+from adora_vl.data.rows import has_images
+from adora_vl.evaluation import DataMissingError, EvaluationPlan, fitting_evaluations, take_evaluations
+from adora_vl.models.check import (
+    LOST_UPDATES,
+    check_arguments,
+    check_attention,
+    check_family,
+    check_parts,
+    check_sees,
+    loses_updates,
+)
+from adora_vl.models.families import sees_images
+from adora_vl.models.load import check_weights, limit_pixels, load_config, load_processor
+from adora_vl.models.shape import config_for_planning
+from adora_vl.record.manifest import run_manifest
+from adora_vl.record.trackers import check_trackers
+from adora_vl.rewards import ChosenRewards, try_rewards
+from adora_vl.rewards.choose import check_sums
+from adora_vl.rollout.engine_settings import refuse_on_cpu
+from adora_vl.rollout.prompt_tokens import refuse_prefill
+from adora_vl.start.folder import RunFolder
+from adora_vl.start.objects import (
+    Datasets,
+    adapter_text,
+    check_prompts,
+    identity_of_model,
+    identity_of_rows,
+    is_stored,
+    prompts_of,
+    rewards_given,
+)
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.hub import no_hub, notes_on
+from adora_vl.utils.launch import fewer_than_asked
+from adora_vl.utils.versions import check_versions
+
+_ELSEWHERE = (
+    "the run is for another machine, so packages, trackers, servers, attention kernel, weights and output_dir were not "
+    "looked at"
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The policy. `keys`: its name and how it is loaded. `loaded`: an object of Python's, `processor` too."""
+
+    keys: ModelConfig
+    peft_config: Any = None
+    loaded: Any = None
+    processor: Any = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user wants, whichever way it came.
+
+    `rows`: a command's keys, or data sets of Python's. `rewards`: what Python gave. `words`: of the command; None from
+    Python. `most`: so many prompts are measured; None: all.
+    """
+
+    config: AdoraGRPOConfig
+    model: ModelSource
+    rows: AdoraScriptArguments | Datasets
+    rewards: Any = None
+    words: Sequence[str] | None = None
+    most: int | None = None
+
+
+@dataclass(repr=False)
+class Checked:
+    """A run on the road: what was asked, and what each stop has found; that is there from its turn on."""
+
+    asked: Asked
+    where: Where
+    notes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # what could not be looked at; empty for all but a dry run
+    plan: BatchPlan = field(init=False)
+    rewards: ChosenRewards = field(init=False)
+    name: str = field(init=False)  # the folder of the model, or its hub id
+    model_config: PretrainedConfig = field(init=False)
+    processor: Any = field(init=False)  # None where it is not here
+    overlong: OverlongPrompts = field(init=False)
+    data: list[str] = field(init=False)  # the folders of a command's data sets
+    dataset: Any = field(init=False)  # None where it is not here
+    lengths: Measured | None = field(init=False)
+    evaluations: EvaluationPlan | None = field(init=False)  # of the evaluations on the way
+    folder: RunFolder = field(init=False)
+    start: StartPoint = field(init=False)
+
+    @property
+    def config(self) -> AdoraGRPOConfig:
+        return self.asked.config
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.asked.model.keys
+
+    @property
+    def script(self) -> AdoraScriptArguments | None:
+        """The keys of a command's data and rewards; None from Python."""
+        return self.asked.rows if isinstance(self.asked.rows, AdoraScriptArguments) else None
+
+    @property
+    def system_prompt(self) -> str | None:
+        """What the model is told before each problem: the command's key, or the first message of Python's first row."""
+        if self.script is not None:
+            return self.script.adora_system_prompt
+        prompt = next(iter(self.dataset))["prompt"]
+        told = prompt[0] if prompt and not isinstance(prompt, str) else {}
+        return str(told["content"]) if told.get("role") == "system" else None
+
+    @property
+    def left_out(self) -> list[str]:
+        """Ids of the rows that adora_overlong_prompts: drop leaves out."""
+        return self.overlong.left_out
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self.folder.now
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first rank."""
+        return bool(self.config.process_index == 0)
+
+    def take(self, wanted: object) -> None:
+        """Hold `output_dir` for a run of Python's. `wanted`: what its `train` was told. Raises `UserError`."""
+        self.start = self.folder.take(wanted, from_python=True)
+
+    def manifest(self) -> dict[str, Any]:
+        """What `manifest.json` says of it at its start."""
+        return run_manifest(
+            *filter(None, (self.script, self.config, self.model)),
+            arguments=self.asked.words,
+            data=self.data or ["Python"],
+            rows=_count(self.dataset) or 0,
+            fingerprint=self.fingerprint,
+            plan=self.plan.describe(),
+            processes=self.where.sharding.processes,
+            checkpoint=self.start.checkpoint,
+            rewards=self.rewards.hashes,
+            left_out=len(self.left_out),
+        )
+
+    @property
+    def finished(self) -> Path | None:
+        """The checkpoint of the last step, if the run has reached it: Transformers would take one step more."""
+        checkpoint = Path(self.start.checkpoint) if self.start.checkpoint else None
+        over = checkpoint is not None and 0 < self.config.max_steps <= facts_of(checkpoint)["step"]
+        return checkpoint if over else None
+
+    def first_lines(self) -> list[str]:
+        """What is said of a run before it starts."""
+        rows = _count(self.dataset)
+        facts = (
+            f"{'a stream of problems' if rows is None else amount(rows, 'training problem')}; {self.plan.describe()}"
+        )
+        return [facts, *filter(None, [fewer_than_asked()]), *self.notes, *costs_of(self.config), *self.start.notes]
+
+
+def walk(asked: Asked, where: Where) -> Checked:
+    """Make every stop. Raises `UserError` at the first thing that cannot work."""
+    run = Checked(asked, where)
+    if not where.here:
+        run.unknown.append(_ELSEWHERE)
+    for stop in STOPS:
+        stop(run)
+    return run
+
+
+def versions(run: Checked) -> None:
+    """The libraries, and vLLM where it is used."""
+    check_versions(run.config.use_vllm and run.where.here)
+
+
+def keys(run: Checked) -> None:
+    """What the keys alone say."""
+    given = run.asked.rows
+    check_config(run.config, trl_evaluates=isinstance(given, Datasets) and given.evaluate is not None)
+
+
+def batches(run: Checked) -> None:
+    """Micro-batches, groups and machines."""
+    sharding = run.where.sharding
+    check_machines(run.config, sharding.processes, sharding.machines)
+    run.plan = batch_plan(run.config, sharding.processes)
+
+
+def machine(run: Checked) -> None:
+    """Optimizer, trackers and the hub, where this is the machine."""
+    if not run.where.here:
+        return
+    check_optimizer(run.config)
+    check_trackers(run.config.report_to)
+    if run.config.push_to_hub and no_hub():  # Transformers makes the repository when the weights are loaded
+        raise UserError(f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards")
+
+
+def rewards(run: Checked) -> None:
+    """Presets, files, functions and options, and which sums they can reach."""
+    if run.script is not None:
+        run.rewards = rewards_of(run.asked.words or (), run.script, run.config)
+    else:
+        run.rewards = rewards_given(run.asked.rewards, Path(run.config.output_dir))
+    check_sums(run.rewards.entries, run.config.reward_weights, run.config.adora_correct_above)
+
+
+def model(run: Checked) -> None:
+    """The model's config and family, and what the engine can do with it."""
+    keys, config, here = run.model, run.config, run.where.here
+    run.name = str(keys.model_name_or_path or "")
+    if run.asked.model.loaded is not None:
+        run.model_config = run.asked.model.loaded.config
+    else:
+        if not run.name:
+            raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
+        with config.main_process_first(desc="building the tiny model where it is missing"):
+            run.name = resolve_model(run.name)
+        if run.where.paper:  # whose report, and the config that it writes, name the model as the user does
+            run.model_config, note = config_for_planning(run.name, keys.model_revision)
+            run.unknown += [note] if note else []
+        else:
+            keys.model_name_or_path = run.name
+            run.model_config = load_config(run.name, keys.model_revision)
+        run.notes += notes_on(run.name)
+    run.notes += check_family(keys, config, run.model_config)
+    check_visual(config, run.model_config)
+    check_tensor_parallel(config, run.model_config, run.where.sharding.processes)
+    if here and config.use_vllm and config.vllm_mode == "colocate":
+        refuse_on_cpu(run.model_config, config.vllm_enable_sleep_mode)
+    sharded = config.deepspeed_plugin is not None
+    if loses_updates(keys, run.model_config, deepspeed=sharded) and not run.where.paper:  # a dry run says it by itself
+        run.notes.append(LOST_UPDATES)
+
+
+def parts(run: Checked) -> None:
+    """Frozen parts, layers with an adapter, attention, and what `from_pretrained` is given."""
+    if run.where.here:
+        check_attention(run.model)
+    loaded = run.asked.model.loaded
+    if loaded is None:
+        check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
+    if loaded is None or not hasattr(loaded, "peft_config"):
+        check_parts(run.model, run.model_config, run.asked.model.peft_config, run.config.frozen_components)
+
+
+def processor(run: Checked) -> None:
+    """The processor, its limits in pixels, and how long a prompt may be."""
+    config, keys = run.config, run.model
+    run.processor = run.asked.model.processor
+    if run.processor is None:
+        run.processor = _load_processor(run, run.name, keys.model_revision)
+    if run.processor is not None:
+        limit_pixels(run.processor, config.min_pixels, config.max_pixels)
+    unknown = uncountable(run.model_config)
+    run.overlong = OverlongPrompts(
+        None if unknown else _limit(run),
+        _counter(run),
+        limits_of(run.processor, run.model_config, config.min_pixels, config.max_pixels),
+        run.script.adora_overlong_prompts if run.script is not None else None,
+        speaks=run.first and not run.where.paper,
+        paper=run.where.paper,
+        most=run.asked.most,
+    )
+    if run.overlong.limit is None and run.first and not run.where.paper:
+        print(f"the lengths of the prompts are not checked: {unknown or 'neither a key nor the model has a limit'}")
+
+
+def _load_processor(run: Checked, name: str, revision: str) -> Any:
+    """Where a dry run cannot reach the hub, None with a line about it."""
+    try:
+        return load_processor(name, revision)
+    except UserError:
+        if not run.where.paper or Path(name).is_dir():
+            raise
+        run.unknown.append(
+            f"the processor of {name} cannot be reached: text is estimated at {CHARACTERS_A_TOKEN} characters per "
+            "token, images follow the published rule"
+        )
+        return None
+
+
+def _counter(run: Checked) -> Any:
+    if run.script is None:
+        return message_counter(run.processor, run.config.chat_template_kwargs)
+    if run.processor is None:
+        return character_counter(run.script.adora_system_prompt)
+    return tokenizer_counter(run.processor, run.script.adora_system_prompt, run.config.chat_template_kwargs)
+
+
+def _limit(run: Checked) -> ContextLimit | None:
+    """The limit of prompts and answers. The first rank alone asks a server for its own."""
+    config, on_server = run.config, run.config.use_vllm and run.config.vllm_mode == "server"
+    served = [served_length(config) if on_server and run.where.here and run.first else None]
+    if on_server and run.where.here and config.world_size > 1:
+        broadcast_object_list(served)
+    limit = context_limit(config, run.model_config, served[0])
+    if on_server and served[0] is None and run.first and not run.where.paper:
+        print(f"the vLLM server does not answer yet, so prompts are held against {limit.name if limit else None}")
+    return limit
+
+
+def rows(run: Checked) -> None:
+    """The rows to train on: those that the model can read, and whose prompts leave room for an answer."""
+    asked = run.asked.rows
+    run.data, run.dataset = [], None
+    if isinstance(asked, Datasets):
+        run.dataset = asked.train
+        for one in (asked.train, asked.evaluate):
+            refuse_prefill(one)
+        if is_stored(run.dataset):
+            check_sees(run.model, run.model_config, has_images=check_prompts(run.dataset))
+            run.overlong.kept_of(prompts_of(run.dataset), len(run.dataset))
+    else:
+        with run.config.main_process_first(desc="making the dataset where it is missing"):
+            run.data = data_folders(asked)
+        missing = next((name for name in run.data if not Path(name).is_dir()), None) if run.where.paper else None
+        if missing is not None:
+            guess, words = assumed(run.overlong.pixels, sees=sees_images(run.model_config))
+            run.unknown.append(f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}")
+            run.lengths = guess
+            return
+        run.dataset = load_rows(asked, run.data, run.config.seed, lambda *rows: _fitting(run, *rows))
+    run.lengths = run.overlong.lengths
+    count = _count(run.dataset)
+    if count is not None:
+        check_rows(run.plan, count)
+
+
+def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
+    """A tokenizer alone counts no images, so it is asked first whether the model reads them."""
+    check_sees(run.model, run.model_config, has_images=has_images(dataset.data.table))
+    if run.asked.most is not None and run.asked.most < len(dataset):
+        run.unknown.append(f"measured on the first {run.asked.most} of {len(dataset)} rows (--rows)")
+    return run.overlong.fitting(dataset, texts)
+
+
+def _count(dataset: Any) -> int | None:
+    return None if dataset is None or isinstance(dataset, IterableDataset) else len(dataset)
+
+
+def tries(run: Checked) -> None:
+    """The user's own reward functions on the groups of two rows, and the judge with a question."""
+    rows: list[Any] = []
+    if run.dataset is not None and run.rewards.own:
+        if isinstance(run.dataset, Dataset):
+            run.rewards.check_columns([name for name in run.dataset.column_names if name != "prompt"])
+        try:
+            rows = list(islice(iter(run.dataset), 2))
+        except Exception as error:  # a decoder raises what it likes
+            raise UserError(
+                f"train_dataset: its first rows cannot be read ({in_one_line(error)}); mend them"
+            ) from error
+    groups = [row for row in rows for _ in range(run.config.num_generations)]
+    try_rewards(run.rewards, groups, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here)
+
+
+def evaluations(run: Checked) -> None:
+    """The problems of the evaluations on the way; whole groups where TRL evaluates."""
+    config, asked = run.config, run.asked.rows
+    run.evaluations = None
+    if isinstance(asked, Datasets) and asked.evaluate is not None:
+        batch, group = config.per_device_eval_batch_size, config.num_generations_eval or config.num_generations
+        if batch * run.where.sharding.processes % group:
+            key = "num_generations_eval" if config.num_generations_eval else "num_generations"
+            raise UserError(
+                f"per_device_eval_batch_size: {batch} x {run.where.sharding.processes} processes is no whole number of "
+                f"groups of {key}: {group}; set it to {group}"
+            )
+        return
+    prompt = run.script.adora_prompt if run.script is not None else None
+    try:  # the report of a dry run reads the config again
+        plan = take_evaluations(copy(config) if run.where.paper else config, run.data, prompt)
+    except DataMissingError as error:
+        if not run.where.paper:
+            raise
+        run.unknown.append(f"the problems of the evaluations are not known: {error}")
+        return
+    run.evaluations = fitting_evaluations(plan, run.overlong) if plan is not None else None
+
+
+def weights(run: Checked) -> None:
+    """Whether a model folder's files are there and whole."""
+    if run.asked.model.loaded is None:
+        check_weights("model_name_or_path", run.name)
+
+
+def folder(run: Checked) -> None:
+    """`output_dir`, and where in it the run starts."""
+    run.start = StartPoint(None, [])
+    if not run.where.here:
+        return
+    config = run.config
+    check_output_dir(config.output_dir)
+    inputs = [("model_name_or_path", run.name), *(("dataset_name", one) for one in run.data)]
+    now = partial(_fingerprint, run)
+    run.folder = RunFolder(config, now if run.where.folder == "look" else now(), inputs)
+    if run.where.folder == "take":
+        run.start = run.folder.take(config.resume_from_checkpoint)
+    elif run.where.folder == "look":
+        run.start = run.folder.look(config.resume_from_checkpoint, data_known=run.dataset is not None)
+
+
+def _fingerprint(run: Checked) -> Fingerprint:
+    """By which a checkpoint's run is known again."""
+    source, script, further = run.asked.model, run.script, {}
+    settings: list[Any] = [run.config]
+    if script is not None and run.dataset is not None:
+        settings = [as_asked(script, run.dataset.data.table), run.config, run.model]
+    if script is None and source.peft_config is not None:
+        further = {"peft_config": adapter_text(source.peft_config)}
+    name = run.name if source.loaded is None else identity_of_model(source.loaded)
+    found = fingerprint(
+        *settings,
+        data=run.data if script is not None else [identity_of_rows(run.dataset)],
+        model=name,
+        revision=run.model.model_revision,
+        processes=run.where.sharding.processes,
+        sharding=run.where.sharding.name if run.where.paper else sharding_of(run.config),
+        rewards=run.rewards.hashes,
+        left_out=run.left_out,
+    )
+    return {**found, **further}
+
+
+STOPS: tuple[Callable[[Checked], None], ...] = (
+    versions, keys, batches, machine, rewards, model, parts, processor, rows, tries, evaluations, weights, folder,
+)  # fmt: skip

