@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from adora_vl.rollout.servers import Answer, GroupRequest, PlaceFeatures, Servers
+from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, Servers
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SharedUserError, UserError
 from adora_vl.utils.seeding import rollout_seed
@@ -100,7 +100,7 @@ class Served:
         """Ask now. Returns what `VLLMGeneration.generate` does of this rank's `rows`, without the prompts."""
         return self.shared(self.first_rank(lambda servers: servers.sample(asks, self.place)), rows)
 
-    def shared(self, answers: list[Answer], rows: int) -> tuple[Any, ...]:
+    def shared(self, answers: list[Sampled], rows: int) -> tuple[Any, ...]:
         """The part of this rank, which has `rows`, in the answers to all."""
         mine = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         names = ("tokens", "logps")

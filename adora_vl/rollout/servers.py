@@ -60,7 +60,7 @@ class GroupRequest:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Sampled:
     """The rollouts of one request, as TRL takes them."""
 
     tokens: list[list[int]]  # one list per rollout
@@ -132,7 +132,7 @@ class Server:
         if self.life != self.synced_life:
             raise UnusableServerError("it was started again, and has not the policy's weights until the next sync")
 
-    def answer(self, ask: GroupRequest, place: PlaceFeatures) -> Answer:
+    def answer(self, ask: GroupRequest, place: PlaceFeatures) -> Sampled:
         """Sample. `place` points image features at the image tokens of the prompt."""
         features = None
         try:
@@ -149,7 +149,7 @@ class Server:
             )
         if given["prompt_ids"] != [ask.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
-        return Answer(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]))
+        return Sampled(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]))
 
     def read_weights(self, folder: Path) -> None:
         """Have it read the tensors in `folder`, and forget what it computed with the old ones."""
@@ -232,13 +232,13 @@ class Servers:
         """Empty the caches that new weights make stale. Raises `NoServerError` where none does."""
         self._all_do(Server.forget)
 
-    def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Answer]:
+    def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Sampled]:
         """An answer to each request. What a server does not answer is asked of the others, and so is what it answered
         if it turns out afterwards that it has lost the weights.
 
         Raises `NoServerError` where none is left, and `RolloutError` for what no server would answer.
         """
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Sampled] = {}
         last: Exception | None = None
         while left := [number for number in range(len(asks)) if number not in answers]:
             servers = list(self.living)
@@ -247,7 +247,7 @@ class Servers:
             turns = {number: servers[turn % len(servers)] for turn, number in enumerate(left)}
             failed = set[Server]()
             work = [partial(_answer, turns[number], asks[number], place, failed) for number in left]
-            found: dict[int, Answer] = {}
+            found: dict[int, Sampled] = {}
             for number, future in zip(left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True):
                 problem = future.exception()
                 if problem is None:
@@ -281,7 +281,7 @@ class Servers:
         tqdm.write(f"Server {server.address} is left out ({others}): {reason}. {more}".rstrip())
 
 
-def _answer(server: Server, ask: GroupRequest, place: PlaceFeatures, failed: set[Server]) -> Answer:
+def _answer(server: Server, ask: GroupRequest, place: PlaceFeatures, failed: set[Server]) -> Sampled:
     """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs passes once."""
     if server in failed:
         raise UnusableServerError("it did not answer another request")

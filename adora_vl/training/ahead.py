@@ -28,14 +28,14 @@ from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.rollout.agreement import DriftProbe
 from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest
-from adora_vl.rollout.servers import Answer, GroupRequest
+from adora_vl.rollout.servers import GroupRequest, Sampled
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
 FILE = "rollouts-ahead.json"  # in a checkpoint
-_Found = tuple[list[Answer], float]  # and when they were there
+_Found = tuple[list[Sampled], float]  # and when they were there
 
 Tokenized = tuple[list[list[int]], list[list[Any] | None] | None, Any]
 NextRows = Callable[[list[int]], list[Row]]
@@ -164,7 +164,7 @@ class RolloutsAhead(Extension):
         threading.Thread(target=work, name="rollouts-ahead", daemon=True).start()
         return [*futures]
 
-    def _joined(self, asked: Future[_Found] | None) -> tuple[list[Answer], float]:
+    def _joined(self, asked: Future[_Found] | None) -> tuple[list[Sampled], float]:
         """The answers, and how long the servers have waited since. Raises what asking raised, on all ranks."""
         found: _Found = self.engine.served.first_rank(lambda _: asked.result() if asked else None)
         return found[0], max(0.0, time.perf_counter() - found[1]) if asked else 0.0
@@ -197,7 +197,7 @@ class RolloutsAhead(Extension):
         if len(said["numbers"]) != self.accelerator.num_processes:
             return  # asked again
         future = Future[_Found]()
-        answers = [Answer(one["tokens"], one["logps"]) for one in said["answers"]]  # an older one has ids as well
+        answers = [Sampled(one["tokens"], one["logps"]) for one in said["answers"]]  # an older one has ids as well
         future.set_result((answers, time.perf_counter()))
         first = self.accelerator.is_main_process
         numbers: Sequence[int] = said["numbers"][self.accelerator.process_index]
