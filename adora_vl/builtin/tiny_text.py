@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import check_place, fit, fresh_text_model, save_built
-from adora_vl.builtin.tiny_vl import HEAD_SIZE, LAYERS, WIDTH
+from adora_vl.builtin.tiny_vl import language_settings
 from adora_vl.data.prompts import conversation
 from data_prep.knights import generate
 
@@ -38,21 +38,8 @@ class TextStart:
 
 
 def build_text_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
-    """Three layers, untied embeddings: the CPU engine refreshes only one use of a tied one."""
-    return Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=WIDTH // HEAD_SIZE,
-        num_key_value_heads=1,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=2048,
-        bos_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
-    )
+    """As small as the language of the tiny vision-language model."""
+    return Qwen2Config(**language_settings(tokenizer))
 
 
 def _warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, plan: TextStart) -> float:

@@ -63,16 +63,12 @@ _OWN: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = { 
 }
 
 
-def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMILY) -> Any:
-    """Three layers for the eye, three for the language, untied embeddings.
+def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Of the language model in a config: three layers, untied embeddings.
 
     Untied, because the CPU engine refreshes only one use of a tied embedding when weights are synced.
     """
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
-    known = FAMILIES[family].vision
-    assert known is not None
-    config, own_text, own_rotary, own_vision = _OWN[family]
-    text = {
+    return {
         "vocab_size": len(tokenizer),
         "hidden_size": WIDTH,
         "intermediate_size": 2 * WIDTH,
@@ -81,13 +77,21 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
         "num_key_value_heads": 1,
         "head_dim": HEAD_SIZE,
         "max_position_embeddings": 2048,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **own_rotary},
         "bos_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "tie_word_embeddings": False,
-        **own_text,
     }
+
+
+def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMILY) -> Any:
+    """Three layers for the eye, three for the language."""
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
+    known = FAMILIES[family].vision
+    assert known is not None
+    config, own_text, own_rotary, own_vision = _OWN[family]
+    rotary = {"rope_type": "default", "rope_theta": 1e4, **own_rotary}
+    text = {**language_settings(tokenizer), "rope_parameters": rotary, **own_text}
     vision = {
         "depth": LAYERS,
         "hidden_size": WIDTH,
