@@ -109,46 +109,29 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--split", type=_split, default=split, help=f"default {split}")
     add("--engine", choices=ENGINES, default=default_engine(), help="default: vllm where it is installed")
     add(
-        "--base-url",
-        type=optional(text),
-        metavar="URL",
+        "--base-url", type=optional(text), metavar="URL",
         help="of the server for --engine openai; --model is its name there",
-    )
+    )  # fmt: skip
     add("--concurrency", type=whole(1, 1024), default=16, metavar="N", help="calls at once, with openai; default 16")
-    add(
-        "--timeout",
-        type=number(0.001, 86400),
-        default=600.0,
-        metavar="SECONDS",
-        help="of a call, with openai; default 600",
-    )
+    seconds = number(0.001, 86400)
+    add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help="of a call, with openai; default 600")
     add("--limit", type=optional(whole(1)), metavar="N", help="use only the first N problems")
     add("--max-tokens", type=whole(1, MAX_TOKENS), default=2048, metavar="N", help="limit per answer; default 2048")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
     add("--min-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
     add("--max-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
     add(
-        "--system-prompt",
-        type=optional(text),
-        default=OF_THE_RUN,
-        metavar="TEXT",
+        "--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT",
         help="or none; default: that of the model's own training, as its folder says, else the paper's",
-    )
+    )  # fmt: skip
     add("--temperature", type=number(0.01, 100, also=0.0), default=0.0, help="0: greedy, the default")
     add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers per problem, for avg@k, pass@k")
     add("--seed", type=whole(0, MAX_SEED), default=0)
     add(
-        "--blank-image",
-        action=argparse.BooleanOptionalAction,
-        default=False,
+        "--blank-image", action=argparse.BooleanOptionalAction, default=False,
         help="ask with grey pictures of the same size; eval.compare says how much of the accuracy remains",
-    )
-    add(
-        "--batch-size",
-        type=optional(whole(1, MAX_BATCH)),
-        metavar="N",
-        help="default: 256 for vllm, else 64",
-    )
+    )  # fmt: skip
+    add("--batch-size", type=optional(whole(1, MAX_BATCH)), metavar="N", help="default: 256 for vllm, else 64")
 
 
 def score_defaults(benchmark: Benchmark) -> Namespace:
@@ -191,18 +174,9 @@ def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]
 
 # The options that an answer can depend on. The limit is not one, because a run may be extended, nor is the batch size.
 _FINGERPRINT = (
-    "engine",
-    "split",
-    "revision",
-    "dtype",
-    "max_tokens",
-    "temperature",
-    "samples",
-    "seed",
-    "min_pixels",
-    "max_pixels",
+    "engine", "split", "revision", "dtype", "max_tokens", "temperature", "samples", "seed", "min_pixels", "max_pixels",
     "system_prompt",
-)
+)  # fmt: skip
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:

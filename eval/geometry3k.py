@@ -38,11 +38,7 @@ _FORMS = (
     ("integer", re.compile(r"^-?\d+$")),
     ("decimal", re.compile(r"^-?\d*\.\d+$")),
 )
-_METADATA_GROUPS = (
-    "goal",
-    "shapes",
-    "family",
-)  # of `meta`; `family`: of a drawn problem
+_METADATA_GROUPS = ("goal", "shapes", "family")  # of `meta`; `family`: of a drawn problem
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
@@ -209,16 +205,8 @@ _PUBLISHED = Published(
     _caution,
 )
 BENCHMARK = Benchmark(
-    "geometry3k",
-    "test",
-    load,
-    grade,
-    _rules,
-    _score_options,
-    _data_options,
-    fingerprint=("prompt",),
-    summary=_summary,
-    published=_PUBLISHED,
-)
+    "geometry3k", "test", load, grade, _rules, _score_options, _data_options,
+    fingerprint=("prompt",), summary=_summary, published=_PUBLISHED,
+)  # fmt: skip
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

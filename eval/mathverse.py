@@ -272,18 +272,8 @@ def _data_options(parser: ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    "mathverse",
-    "testmini",
-    load,
-    grade,
-    _rules,
-    add_extraction_options,
-    _data_options,
-    check,
-    ("data_revision", "query"),
-    id_column="sample_index",
-    prepare=_prepare,
-    summary=_summary,
-)
+    "mathverse", "testmini", load, grade, _rules, add_extraction_options, _data_options, check,
+    ("data_revision", "query"), id_column="sample_index", prepare=_prepare, summary=_summary,
+)  # fmt: skip
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

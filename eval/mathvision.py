@@ -18,7 +18,7 @@ with imports():
     from adora_vl.utils.errors import UserError
     from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_rows, unaskable
+    from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
     from eval.inference.predictions import Prediction, missing_fields
     from eval.scoring.judge import Question, add_extraction_options, extractions
     from eval.scoring.latex_value import latex_value
@@ -261,17 +261,12 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, and a hash of the data."""
     data = (options.data, options.split, options.data_revision)
     loaded = load_rows(*data, _NEEDED, ("decoded_image", "image"), _fault, id_column="id")
-    return loaded.problems(_fields, build_query), loaded.hash
+    return loaded.problems(kept("id", _NEEDED[1:]), build_query), loaded.hash
 
 
 def _fault(row: dict[str, Any]) -> str | None:
     """What is wrong with a row of the data, or None."""
     return check({**row, "pid": "", "response": ""}) or unaskable(build_query(row), row["options"])
-
-
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """What a prediction keeps of a row of the data."""
-    return {"pid": str(row["id"]), **{name: row[name] for name in _NEEDED[1:]}}
 
 
 def _score_options(parser: ArgumentParser) -> None:
@@ -292,20 +287,8 @@ _PUBLISHED = Published(
     lambda score: None if score["rules"].get("rules") == "official" else "the quoted rows are by the rules `official`",
 )
 BENCHMARK = Benchmark(
-    "mathvision",
-    "test",
-    load,
-    grade,
-    _rules,
-    _score_options,
-    add_revision_option,
-    check,
-    ("data_revision",),
-    id_column="id",
-    prepare=_prepare,
-    summary=_summary,
-    item=extraction_item,
-    published=_PUBLISHED,
-)
+    "mathvision", "test", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
+    id_column="id", prepare=_prepare, summary=_summary, item=extraction_item, published=_PUBLISHED,
+)  # fmt: skip
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

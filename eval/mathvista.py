@@ -14,7 +14,7 @@ with imports():
     from adora_vl.data.prompts import lettered
     from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_rows, unaskable
+    from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
     from eval.inference.predictions import Prediction, missing_fields
     from eval.scoring.judge import Kind, Question, add_extraction_options, extractions
     from eval.scoring.number import JUDGE_FAILED
@@ -267,7 +267,7 @@ _KEPT = (*_NEEDED[1:4], "precision", "unit", "choices", "answer", "metadata")
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split (testmini), and a hash of the data."""
     loaded = load_rows(options.data, options.split, options.data_revision, _NEEDED, ("decoded_image", "image"), _fault)
-    return loaded.problems(_fields, _prompt), loaded.hash
+    return loaded.problems(kept("pid", _KEPT), _prompt), loaded.hash
 
 
 def _prompt(row: dict[str, Any]) -> str:
@@ -281,21 +281,14 @@ def _fault(row: dict[str, Any]) -> str | None:
     return fault or unaskable(_prompt(row), row["choices"])
 
 
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """What a prediction keeps of a row of the data."""
-    return {"pid": str(row["pid"]), **{name: row.get(name) for name in _KEPT}}
-
-
 def _score_options(parser: ArgumentParser) -> None:
     add_extraction_options(parser)
     add = parser.add_argument
     add("--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold")
     add(
-        "--ignore-empty-extractions",
-        action=BooleanOptionalAction,
-        default=False,
+        "--ignore-empty-extractions", action=BooleanOptionalAction, default=False,
         help="an empty extraction is wrong, not the nearest choice",
-    )
+    )  # fmt: skip
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
@@ -318,19 +311,8 @@ _PUBLISHED = Published(
     _caution,
 )
 BENCHMARK = Benchmark(
-    "mathvista",
-    "testmini",
-    load,
-    grade,
-    _rules,
-    _score_options,
-    add_revision_option,
-    check,
-    ("data_revision",),
-    prepare=_prepare,
-    summary=_summary,
-    item=_item,
-    published=_PUBLISHED,
-)
+    "mathvista", "testmini", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
+    prepare=_prepare, summary=_summary, item=_item, published=_PUBLISHED,
+)  # fmt: skip
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

@@ -19,19 +19,10 @@ with imports():
     from adora_vl.utils.errors import UserError
     from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_rows, unaskable
+    from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
     from eval.inference.predictions import Prediction, key, missing_fields, read_predictions
     from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import (
-        CORRECT,
-        WRONG,
-        Graded,
-        OwnFigures,
-        RowGrade,
-        by_problem,
-        extraction_item,
-        grade_row,
-    )
+    from eval.scoring.score import CORRECT, WRONG, Graded, OwnFigures, RowGrade, by_problem, extraction_item, grade_row
     from eval.scoring.statistics import bootstrap
     from eval.scoring.table import percent
 
@@ -153,7 +144,7 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
     data = (options.data, options.split, options.data_revision)
     fault = partial(_fault, blind=options.no_image)
     loaded = load_rows(*data, _NEEDED, ("image",), fault, id_column=BENCHMARK.id_column)
-    problems = loaded.problems(_fields, itemgetter("question"))
+    problems = loaded.problems(kept(BENCHMARK.id_column, _KEPT), itemgetter("question"))
     if options.no_image:
         problems = [replace(problem, n_images=0, images=list, sizes=None) for problem in problems]
     return problems, loaded.hash
@@ -162,11 +153,6 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 def _fault(row: dict[str, Any], *, blind: bool) -> str | None:
     """What is wrong with a row of the data, or None."""
     return check({**row, "pid": "", "response": ""}) or unaskable(row["question"], has_image=not blind)
-
-
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """What a prediction keeps of a row of the data."""
-    return {"pid": str(row["index"]), **{name: row.get(name) for name in _KEPT}}
 
 
 def _data_options(parser: ArgumentParser) -> None:
@@ -197,19 +183,8 @@ _PUBLISHED = Published(
     },
 )
 BENCHMARK = Benchmark(
-    "mmstar",
-    "val",
-    load,
-    grade,
-    _rules,
-    _score_options,
-    _data_options,
-    check,
-    ("data_revision", "no_image"),
-    id_column="index",
-    summary=_summary,
-    item=extraction_item,
-    published=_PUBLISHED,
-)
+    "mmstar", "val", load, grade, _rules, _score_options, _data_options, check, ("data_revision", "no_image"),
+    id_column="index", summary=_summary, item=extraction_item, published=_PUBLISHED,
+)  # fmt: skip
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

@@ -15,7 +15,7 @@ with imports():
     from adora_vl.utils.cli import amount
     from eval.benchmark import Benchmark, Problem
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_rows, unaskable
+    from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
     from eval.inference.predictions import Prediction, missing_fields
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.score import CORRECT, WRONG, Graded, OwnFigures, RowGrade, by_problem, counted, mean_with_interval
@@ -146,17 +146,12 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split (testmini): every step of a composite problem, and the whole; and a hash of the data."""
     data = (options.data, options.split, options.data_revision)
     loaded = load_rows(*data, _NEEDED, ("image_path",), _fault, id_column=BENCHMARK.id_column)
-    return loaded.problems(_fields, prompt), loaded.hash
+    return loaded.problems(kept(BENCHMARK.id_column, _NEEDED[1:]), prompt), loaded.hash
 
 
 def _fault(row: dict[str, Any]) -> str | None:
     """What is wrong with a row of the data, or None."""
     return check({**row, "pid": "", "response": ""}) or unaskable(row["question"])
-
-
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """What a prediction keeps of a row of the data."""
-    return {"pid": str(row["question number"]), **{name: row[name] for name in _NEEDED[1:]}}
 
 
 def _score_options(parser: ArgumentParser) -> None:
@@ -169,17 +164,8 @@ def _rules(options: Namespace) -> dict[str, Any]:
 
 
 BENCHMARK = Benchmark(
-    "wemath",
-    "testmini",
-    load,
-    grade,
-    _rules,
-    _score_options,
-    add_revision_option,
-    check,
-    ("data_revision",),
-    id_column="question number",
-    summary=_summary,
-)
+    "wemath", "testmini", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
+    id_column="question number", summary=_summary,
+)  # fmt: skip
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

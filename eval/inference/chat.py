@@ -88,10 +88,7 @@ class ChatProcessor:
         size = self._image_processor.size
         if not (min_pixels or max_pixels):
             return {}, size["longest_edge"]
-        limits = {
-            "min_pixels": min_pixels or size["shortest_edge"],
-            "max_pixels": max_pixels or size["longest_edge"],
-        }
+        limits = {"min_pixels": min_pixels or size["shortest_edge"], "max_pixels": max_pixels or size["longest_edge"]}
         if limits["min_pixels"] > limits["max_pixels"]:
             raise UserError(
                 f"min_pixels: {limits['min_pixels']} is over max_pixels, {limits['max_pixels']} "

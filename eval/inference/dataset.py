@@ -54,6 +54,11 @@ class LoadedRows:
         ]
 
 
+def kept(id_column: str, columns: Sequence[str]) -> Callable[[Row], Row]:
+    """What a prediction keeps of a row of the data: its id as `pid`, and these columns."""
+    return lambda row: {"pid": str(row[id_column]), **{name: row.get(name) for name in columns}}
+
+
 def add_revision_option(parser: ArgumentParser) -> None:
     """The option with the `revision` of `load_rows`."""
     parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")

@@ -43,10 +43,7 @@ def endpoint_of(options: Namespace) -> Endpoint | None:
     if options.dtype != "auto":
         raise UserError("dtype: the server of --engine openai decides; leave --dtype out and set it there")
     return Endpoint(
-        check_url("base_url", options.base_url),
-        options.model,
-        timeout_s=options.timeout,
-        workers=options.concurrency,
+        check_url("base_url", options.base_url), options.model, timeout_s=options.timeout, workers=options.concurrency
     )
 
 
