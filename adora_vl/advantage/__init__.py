@@ -21,14 +21,6 @@ from adora_vl.advantage.grpo import group_advantages, is_constant
 from adora_vl.advantage.methods import METHODS, AdvantagePipeline, Method
 
 __all__ = [
-    "METHODS",
-    "AdoraOptions",
-    "AdoraWeighting",
-    "AdvantagePipeline",
-    "Groups",
-    "Method",
-    "Schedule",
-    "group_advantages",
-    "is_constant",
-    "weigh_groups",
-]
+    "METHODS", "AdoraOptions", "AdoraWeighting", "AdvantagePipeline", "Groups", "Method", "Schedule",
+    "group_advantages", "is_constant", "weigh_groups",
+]  # fmt: skip

@@ -20,15 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from adora_vl.utils.cli import Parser, amount, exit_code_of, text
 from adora_vl.utils.errors import UserError
-from eval.compare import (
-    Difference,
-    ScoreFile,
-    between_problems,
-    cautions,
-    check_one_benchmark,
-    read_run,
-    shortened,
-)
+from eval.compare import Difference, ScoreFile, between_problems, cautions, check_one_benchmark, read_run, shortened
 from eval.inference.predictions import SCORE
 from eval.scoring.score import missing_answers
 from eval.scoring.statistics import paired_t, welch

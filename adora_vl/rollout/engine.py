@@ -102,13 +102,7 @@ def _biases(asked: Any) -> dict[int, float]:
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
 
-    def __init__(
-        self,
-        *args: Any,
-        settings: EngineSettings,
-        timed: Timed = nullcontext,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any) -> None:
         """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its seconds.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.

