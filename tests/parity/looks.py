@@ -1,5 +1,5 @@
-"""What a parity run looks at: the gradients of each step, and, since its engine is there anyway, the doctor's table,
-answers of both engines of the evaluators, and a LoRA adapter.
+"""What parity runs have in common, and look at: the gradients of each step, and, since an engine is there anyway, the
+doctor's table, answers of both engines of the evaluators, and a LoRA adapter.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
-from adora_vl.data.prompts import conversation_with_images
+from adora_vl.data.dataset import schema
+from adora_vl.data.prompts import SYSTEM_PROMPT, conversation, conversation_with_images
 from adora_vl.doctor.engine import Examination, examine
 from adora_vl.rollout.agreement import difference, read_prompts, score
 from adora_vl.utils.checks import as_json
@@ -19,6 +21,27 @@ from eval.inference.engines import AnswerEngineSettings, AnswerRequest, Transfor
 
 Rows = Sequence[dict[str, Any]]
 TOKENS = 8  # of an answer
+WITH_ENGINE: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.25,
+    "vllm_max_model_length": 512,
+    "max_completion_length": 24,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
+def data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
+    """With the prompts of a training."""
+    prompts = [conversation(row["problem"], system_prompt) for row in rows]
+    return Dataset.from_list(list(rows), features=schema()).add_column("prompt", prompts)
 
 
 class Gradients(TrainerCallback):

@@ -20,39 +20,25 @@ prepare_engine_environment()
 import pandas as pd  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
-from datasets import Dataset  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
-from adora_vl.data.dataset import schema  # noqa: E402
-from adora_vl.data.prompts import SYSTEM_PROMPT, conversation  # noqa: E402
+from adora_vl.data.prompts import SYSTEM_PROMPT  # noqa: E402
 from adora_vl.models.families import component_of  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
-from tests.parity.looks import AFTER, BEFORE  # noqa: E402
+from tests.parity.looks import AFTER, BEFORE, WITH_ENGINE, data_set  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "vllm_gpu_memory_utilization": 0.25,
-    "vllm_max_model_length": 512,
+    **WITH_ENGINE,
     "num_generations": 4,
-    "max_completion_length": 24,
     "max_steps": 6,
     "learning_rate": 3e-4,  # moves log-probabilities by about 10 nats in five steps of Adam
     "lr_scheduler_type": "constant",
     "max_grad_norm": 10.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
     "log_completions": True,
     "num_completions_to_print": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "seed": 3,
 }
 
 
@@ -153,9 +139,7 @@ def main() -> None:
     rows = list(generate(4, seed=5))
     if options.mixed:
         rows = [{**row, "images": row["images"] * count} for row, count in zip(rows, (1, 0, 2, 0), strict=True)]
-    dataset = Dataset.from_list(rows, features=schema())
-    prompts = [conversation(row["problem"], " ".join([SYSTEM_PROMPT] * options.prompt_repeats)) for row in rows]
-    dataset = dataset.add_column("prompt", prompts)
+    dataset = data_set(rows, " ".join([SYSTEM_PROMPT] * options.prompt_repeats))
     trainer = Recorder(model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset)
     vision = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if component_of(n) == "vision_tower"}
     looks = {name: look(trainer, list(dataset)) for name, look in BEFORE.items() if name in options.look}

@@ -25,15 +25,12 @@ prepare_engine_environment()
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
-from datasets import Dataset  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from transformers import AutoModelForImageTextToText, TrainerCallback  # noqa: E402
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.config.keys import SWITCHES  # noqa: E402
-from adora_vl.data.dataset import schema  # noqa: E402
-from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.dedup import policy_pass as packed_module  # noqa: E402
 from adora_vl.dedup.shared_prompt import pack, sharing_pays  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
@@ -42,7 +39,7 @@ from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training import micro_batches as batcher_module  # noqa: E402
 from adora_vl.training.generation import Generation  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
-from tests.parity.looks import Gradients  # noqa: E402
+from tests.parity.looks import WITH_ENGINE, Gradients, data_set  # noqa: E402
 
 # What each step has on. Sharing vision and prompts needs the references that the image cache gives.
 STEPS: dict[str, list[str]] = {
@@ -186,36 +183,22 @@ def main() -> None:
     steps = options.only.split(",")
     own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
     settings: dict[str, Any] = {
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": 0.25,
-        "vllm_max_model_length": 512,
+        **WITH_ENGINE,
         "adora_vllm_dtype": "float32",
         "vllm_importance_sampling_mode": "token_truncate",
         "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 2,
         "num_generations": 8,
         "loss_type": "grpo",
-        "max_completion_length": 24,
         "max_steps": len(steps),
         "learning_rate": 0.0,
         "weight_decay": 0.0,
         "shuffle_dataset": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 3,
         **own,
     }
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
     groups = args.generation_batch_size // args.num_generations
     rows = list(generate(groups, seed=5))
-    dataset = Dataset.from_list(rows, features=schema())
-    dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
     gradients, switches = Gradients(), Switches(steps)
     model: Any = str(PRETRAINED)
     if not options.float32:
@@ -224,7 +207,7 @@ def main() -> None:
         model=model,
         reward_funcs=reward_without_signal({row["id"] for row in rows[: len(rows) // 2]}),
         args=args,
-        train_dataset=dataset,
+        train_dataset=data_set(rows),
         callbacks=[switches, gradients],
     )
     trainer.work, trainer.sampled, trainer.begun, trainer.packed, trainer.losses = [], [], [], [], []

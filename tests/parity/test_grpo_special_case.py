@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from trl import GRPOTrainer
 
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages
@@ -14,14 +13,12 @@ from adora_vl.advantage.adora import AdoraOptions
 from adora_vl.advantage.daro import DaroOptions
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import SWITCHES
-from adora_vl.data.dataset import schema
-from adora_vl.data.prompts import conversation
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.trainer import AdoraGRPOTrainer
 from data_prep.synthetic.generate import generate
-from tests.parity.looks import Gradients
+from tests.parity.looks import Gradients, data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 
@@ -60,9 +57,6 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         **dict.fromkeys(SWITCHES, False),
     }
     args = AdoraGRPOConfig(**{**own, **settings})
-    rows = list(generate(16, seed=6))
-    dataset = Dataset.from_list(rows, features=schema())
-    dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
     batches: list[dict[str, Any]] = []
 
     class Recorded(trainer_class):
@@ -82,14 +76,13 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         model=str(PRETRAINED),
         reward_funcs=reward_with_a_constant_group,
         args=args,
-        train_dataset=dataset,
+        train_dataset=data_set(list(generate(16, seed=6))),
         processing_class=processor,
         callbacks=[gradients],
     )
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
-        "losses": losses,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "gradients": gradients.steps,
         "batches": batches,
         "log": trainer.state.log_history,

@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.data.dataset import schema
-from adora_vl.data.prompts import conversation
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.batch_rows import take_rows
 from data_prep.synthetic.generate import generate
+from tests.parity.looks import data_set
 
 pytestmark = pytest.mark.slow
 GROUP, ROWS, ACCUMULATED, UPDATES = 4, 8, 2, 4  # 4 updates of 2 x 8 sequences per generation: 16 groups of 4
@@ -85,9 +83,6 @@ class Compare(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory) -> list[dict[str, Any]]:
-    rows = list(generate(16, seed=6))
-    dataset = Dataset.from_list(rows, features=schema())
-    dataset = dataset.add_column("prompt", [conversation(row["problem"]) for row in rows])
     args = AdoraGRPOConfig(
         output_dir=str(tmp_path_factory.mktemp("steps") / "run"), use_cpu=True, bf16=False,
         gradient_checkpointing=False, per_device_train_batch_size=ROWS, gradient_accumulation_steps=ACCUMULATED,
@@ -97,7 +92,7 @@ def updates(tmp_path_factory) -> list[dict[str, Any]]:
     )  # fmt: skip
     compare = Compare()
     trainer = Watched(
-        model=str(PRETRAINED), reward_funcs=reward, args=args, train_dataset=dataset,
+        model=str(PRETRAINED), reward_funcs=reward, args=args, train_dataset=data_set(list(generate(16, seed=6))),
         processing_class=load_processor(str(PRETRAINED)), callbacks=[compare],
     )  # fmt: skip
     compare.trainer = trainer
