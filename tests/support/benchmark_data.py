@@ -1,4 +1,4 @@
-"""Synthetic problems in each benchmark's exact published format, for whole runs of the evaluators."""
+"""Synthetic problems in each benchmark's exact published format, for whole runs of the evaluators, and their scores."""
 
 from __future__ import annotations
 
@@ -12,35 +12,46 @@ from datasets import Dataset, Features, Image, List, Value
 from adora_vl.data.dataset import write_split
 from adora_vl.data.images import png_bytes
 from data_prep.synthetic.generate import generate
+from eval.benchmark import Benchmark
+from eval.command import main
 from eval.mathverse import TEXT_ONLY, VERSIONS
 from eval.mathvista import build_query
+
+
+def _texts(*names: str) -> dict[str, Value]:
+    return {name: Value("string") for name in names}
+
 
 # The columns of AI4Math/MathVista.
 MATHVISTA = Features(
     {
-        "pid": Value("string"),
-        "question": Value("string"),
-        "image": Value("string"),
+        **_texts("pid", "question", "image"),
         "decoded_image": Image(),
         "choices": List(Value("string")),
         "unit": Value("string"),
         "precision": Value("float64"),
-        "answer": Value("string"),
-        "question_type": Value("string"),
-        "answer_type": Value("string"),
+        **_texts("answer", "question_type", "answer_type"),
         "metadata": {
-            "category": Value("string"),
-            "context": Value("string"),
-            "grade": Value("string"),
+            **_texts("category", "context", "grade"),
             "img_height": Value("int64"),
             "img_width": Value("int64"),
             "language": Value("string"),
             "skills": List(Value("string")),
-            "source": Value("string"),
-            "split": Value("string"),
-            "task": Value("string"),
+            **_texts("source", "split", "task"),
         },
         "query": Value("string"),
+    }
+)
+# Those of MathLLMs/MathVision.
+MATHVISION = Features(
+    {
+        **_texts("id", "question"),
+        "options": List(Value("string")),
+        "image": Value("string"),
+        "decoded_image": Image(),
+        **_texts("answer", "solution"),
+        "level": Value("int64"),
+        "subject": Value("string"),
     }
 )
 # Those of Lin-Chen/MMStar; the image is plain bytes there.
@@ -49,61 +60,47 @@ MMSTAR = Features(
         "index": Value("int64"),
         "question": Value("string"),
         "image": Value("binary"),
-        "answer": Value("string"),
-        "category": Value("string"),
-        "l2_category": Value("string"),
-        "meta_info": {"source": Value("string"), "split": Value("string"), "image_path": Value("string")},
+        **_texts("answer", "category", "l2_category"),
+        "meta_info": _texts("source", "split", "image_path"),
     }
 )
-
 # Those of We-Math/We-Math.
 WEMATH = Features(
     {
-        "ID": Value("string"),
-        "split": Value("string"),
-        "knowledge concept": Value("string"),
-        "question": Value("string"),
-        "option": Value("string"),
-        "answer": Value("string"),
+        **_texts("ID", "split", "knowledge concept", "question", "option", "answer"),
         "image_path": Image(),
         "key": Value("string"),
         "question number": Value("int64"),
         "knowledge concept description": Value("string"),
     }
 )
-
 # Those of AI4Math/MathVerse, testmini; the version without images has a text for its image, which is empty.
 MATHVERSE = Features(
     {
-        "sample_index": Value("string"),
-        "problem_index": Value("string"),
-        "problem_version": Value("string"),
-        "question": Value("string"),
+        **_texts("sample_index", "problem_index", "problem_version", "question"),
         "image": Image(),
-        "answer": Value("string"),
-        "question_type": Value("string"),
-        "metadata": {name: Value("string") for name in ("split", "source", "subject", "subfield")},
-        "query_wo": Value("string"),
-        "query_cot": Value("string"),
-        "question_for_eval": Value("string"),
+        **_texts("answer", "question_type"),
+        "metadata": _texts("split", "source", "subject", "subfield"),
+        **_texts("query_wo", "query_cot", "question_for_eval"),
     }
 )
+SIZE = 56  # of every picture, in pixels
 
 
-def _problems(count: int, size: int) -> list[dict[str, Any]]:
+def _problems(count: int) -> list[dict[str, Any]]:
     return [
         {"question": row["problem"], "answer": row["answer"], "png": png_bytes(row["images"][0]), "index": index}
-        for index, row in enumerate(generate(count, split="test", seed=3, size=size))
+        for index, row in enumerate(generate(count, split="test", seed=3, size=SIZE))
     ]
 
 
-def mathvista_rows(count: int = 6, size: int = 56) -> list[dict[str, Any]]:
+def mathvista_rows(count: int = 6) -> list[dict[str, Any]]:
     """Rows of every kind in turn: multiple choice, integer, float (precision 1.0), list."""
     kinds = ("text", "integer", "float", "list")
-    return [_mathvista_row(problem, kinds[problem["index"] % 4], size) for problem in _problems(count, size)]
+    return [_mathvista_row(problem, kinds[problem["index"] % 4]) for problem in _problems(count)]
 
 
-def _mathvista_row(problem: dict[str, Any], kind: str, size: int) -> dict[str, Any]:
+def _mathvista_row(problem: dict[str, Any], kind: str) -> dict[str, Any]:
     value = problem["answer"]
     answers = {"text": f"{value}°", "integer": value, "float": f"{value}.0", "list": f"[{value}, 1]"}
     row: dict[str, Any] = {
@@ -121,8 +118,8 @@ def _mathvista_row(problem: dict[str, Any], kind: str, size: int) -> dict[str, A
             "category": "math-targeted-vqa",
             "context": "geometry diagram",
             "grade": "high school",
-            "img_height": size,
-            "img_width": size,
+            "img_height": SIZE,
+            "img_width": SIZE,
             "language": "english",
             "skills": ["geometry reasoning", "algebraic reasoning"],
             "source": "synthetic",
@@ -133,6 +130,12 @@ def _mathvista_row(problem: dict[str, Any], kind: str, size: int) -> dict[str, A
     return row | {"query": build_query(row)}
 
 
+def _write_images(folder: Path, rows: list[dict[str, Any]]) -> None:
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        (folder / row["image"]).write_bytes(row["decoded_image"]["bytes"])
+
+
 def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parquet") -> Path:
     """`parquet`: as on the hub. `json`: the repository's object of rows by pid beside a folder of images."""
     if form == "parquet":
@@ -140,33 +143,15 @@ def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parqu
         path = folder / "data" / "testmini-00000-of-00001.parquet"
         Dataset.from_list(rows, features=MATHVISTA).to_parquet(str(path))
         return folder
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    for row in rows:
-        (folder / row["image"]).write_bytes(row["decoded_image"]["bytes"])
+    _write_images(folder, rows)
     kept = {row["pid"]: {k: v for k, v in row.items() if k not in ("decoded_image", "query")} for row in rows}
     (folder / "testmini.json").write_text(json.dumps(kept))
     return folder
 
 
-# Those of MathLLMs/MathVision.
-MATHVISION = Features(
-    {
-        "id": Value("string"),
-        "question": Value("string"),
-        "options": List(Value("string")),
-        "image": Value("string"),
-        "decoded_image": Image(),
-        "answer": Value("string"),
-        "solution": Value("string"),
-        "level": Value("int64"),
-        "subject": Value("string"),
-    }
-)
-
-
-def mathvision_rows(count: int = 6, size: int = 56) -> list[dict[str, Any]]:
+def mathvision_rows(count: int = 6) -> list[dict[str, Any]]:
     """Rows in turn: free form, five options, five options that are drawn in the picture, and two parts of a picture."""
-    return [_mathvision_row(problem) for problem in _problems(count, size)]
+    return [_mathvision_row(problem) for problem in _problems(count)]
 
 
 def _mathvision_row(problem: dict[str, Any]) -> dict[str, Any]:
@@ -191,15 +176,13 @@ def write_mathvision(folder: Path, rows: list[dict[str, Any]], form: str = "parq
         (folder / "data").mkdir(parents=True, exist_ok=True)
         Dataset.from_list(rows, features=MATHVISION).to_parquet(str(folder / "data" / "test-00000-of-00001.parquet"))
         return folder
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    for row in rows:
-        (folder / row["image"]).write_bytes(row["decoded_image"]["bytes"])
+    _write_images(folder, rows)
     lines = [{key: value for key, value in row.items() if key != "decoded_image"} for row in rows]
     (folder / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
-def mmstar_rows(count: int = 6, size: int = 56) -> list[dict[str, Any]]:
+def mmstar_rows(count: int = 6) -> list[dict[str, Any]]:
     """Rows whose options stand in the question, two categories of two sub-axes in turn."""
     return [
         {
@@ -211,7 +194,7 @@ def mmstar_rows(count: int = 6, size: int = 56) -> list[dict[str, Any]]:
             "l2_category": ("geometry", "diagram reasoning")[problem["index"] % 2],
             "meta_info": {"source": "synthetic", "split": "val", "image_path": f"images/{problem['index']}.png"},
         }
-        for problem in _problems(count, size)
+        for problem in _problems(count)
     ]
 
 
@@ -222,7 +205,7 @@ def write_mmstar(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def wemath_rows(count: int = 7, size: int = 56) -> list[dict[str, Any]]:
+def wemath_rows(count: int = 7) -> list[dict[str, Any]]:
     """Composite problems of two and of three steps in turn: a row for each step, then one for the whole."""
     places = [
         (f"{steps}steps_{number}", f"{steps}steps_{step}")
@@ -243,7 +226,7 @@ def wemath_rows(count: int = 7, size: int = 56) -> list[dict[str, Any]]:
             "question number": problem["index"] + 1,
             "knowledge concept description": "Angles of a triangle add up to 180 degrees.",
         }
-        for problem, (name, key) in zip(_problems(count, size), places, strict=False)
+        for problem, (name, key) in zip(_problems(count), places, strict=False)
     ]
 
 
@@ -261,10 +244,10 @@ def write_wemath(folder: Path, rows: list[dict[str, Any]], form: str = "parquet"
     return folder
 
 
-def mathverse_rows(count: int = 5, size: int = 56, versions: Sequence[str] = VERSIONS[:5]) -> list[dict[str, Any]]:
+def mathverse_rows(count: int = 5, versions: Sequence[str] = VERSIONS[:5]) -> list[dict[str, Any]]:
     """Problems in turn multiple choice and free form, each in the next of `versions`."""
     rows = []
-    for problem in _problems(count, size):
+    for problem in _problems(count):
         index, choice = problem["index"], problem["index"] % 2 == 0
         version = versions[index % len(versions)]
         whole = problem["question"] + (f"\nChoices:\nA:1\nB:{problem['answer']}\nC:3\nD:4" if choice else "")
@@ -300,7 +283,16 @@ def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def write_geometry3k(folder: Path, count: int = 6, size: int = 56) -> Path:
+def scored(benchmark: Benchmark, folder: Path, rows: Sequence[dict[str, Any]], *words: str) -> dict[str, Any]:
+    """What the command `score` writes for these rows of predictions."""
+    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["score", "--predictions", str(folder / "p.jsonl"), "--output", str(folder / "s.json")]
+    assert main(benchmark, [*command, *words]) == 0
+    result: dict[str, Any] = json.loads((folder / "s.json").read_text())
+    return result
+
+
+def write_geometry3k(folder: Path, count: int = 6) -> Path:
     """A prepared dataset with a test split."""
-    write_split(generate(count, split="test", seed=3, size=size), folder, "test")
+    write_split(generate(count, split="test", seed=3, size=SIZE), folder, "test")
     return folder

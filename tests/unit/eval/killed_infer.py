@@ -47,13 +47,7 @@ def main(output: Path, seconds: float) -> None:
     ]
     settings = AnswerEngineSettings("m", "transformers", temperature=1.0)
     infer(
-        problems,
-        output,
-        settings,
-        {"model": "m"},
-        system_prompt=None,
-        build=lambda _: Stub(seconds),
-        samples=SAMPLES,
+        problems, output, settings, {"model": "m"}, system_prompt=None, build=lambda _: Stub(seconds), samples=SAMPLES
     )
 
 

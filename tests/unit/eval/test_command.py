@@ -29,7 +29,6 @@ from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.inference.chat import ChatProcessor
 from eval.inference.predictions import PredictionLog, read_predictions
 from eval.mmstar import BENCHMARK as MMSTAR
-from tests.conftest import Case
 
 NEEDED = ["--model", "M", "--data", "D", "--output", "O"]
 
@@ -38,7 +37,7 @@ def options_of(words: list[str], benchmark: Benchmark = GEOMETRY3K) -> Namespace
     return parse(words, benchmark)
 
 
-def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text("model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n")
     options = options_of(["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"])
@@ -49,16 +48,14 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     assert not hasattr(options_of(["infer", "--config", str(config), *NEEDED]), "rounding"), "one file serves both"
 
 
-def test_defaults_are_greedy_and_the_trainings_prompt() -> None:
+def test_defaults_are_greedy_and_the_trainings_prompt():
     options = options_of(["infer", *NEEDED])
     assert (options.temperature, options.system_prompt, options.dtype) == (0.0, SYSTEM_PROMPT, "auto")
     assert (options.limit, options.min_pixels, options.max_pixels) == (None, None, None)
     assert options_of(["infer", *NEEDED, "--system-prompt", "none"]).system_prompt is None
 
 
-def test_the_users_mistakes_are_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: Case
-) -> None:
+def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, case):
     cases = [
         ([], "required"),
         (["run", "--model", "M", "--data", "D"], "--output is missing"),
@@ -85,7 +82,7 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(
             assert stderr.count("\n") == 1
 
 
-def test_a_split_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_that_is_not_there_is_named(tmp_path, capsys):
     write_split(generate(1, split="test"), tmp_path / "data", "test")
     assert (
         main(GEOMETRY3K, ["infer", *NEEDED, "--model", "a/b", "--data", str(tmp_path / "data"), "--split", "val"]) == 2
@@ -93,13 +90,13 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Captu
     assert "has no split 'val'" in capsys.readouterr().err
 
 
-def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_key_names_the_nearest(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("max_token: 5\n")
     assert main(GEOMETRY3K, ["run", *NEEDED, "--config", str(tmp_path / "c.yaml")]) == 2
     assert "unknown key 'max_token'; did you mean 'max_tokens'?" in capsys.readouterr().err
 
 
-def test_score_writes_the_file_and_shows_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_writes_the_file_and_shows_the_table(tmp_path, capsys):
     row = {"pid": "1", "answer": "5", "response": r"\boxed{5}"}
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     output = tmp_path / "new" / "s.json"
@@ -109,7 +106,7 @@ def test_score_writes_the_file_and_shows_the_table(tmp_path: Path, capsys: pytes
     assert "1/1" in capsys.readouterr().out
 
 
-def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case: Case) -> None:
+def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case):
     for value, blind in [("true", True), ("false", False)]:
         with case(value) as folder:
             (folder / "c.yaml").write_text(f"no_image: {value}\n")
@@ -133,9 +130,7 @@ def refusal(
     return capsys.readouterr().err
 
 
-def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(
-    data: Path, case: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, capsys):
     """Libraries raise errors of many kinds for it. What they take in spite of it is none of ours."""
     files = ("config.json", "tokenizer.json", "model.safetensors")
     cases: list[tuple[str, int | tuple[str, Any] | None]] = [(file, size) for file in files for size in (None, 0, 700)]
@@ -161,7 +156,7 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(
             assert not (folder / "out").exists()
 
 
-def test_a_model_that_vllm_would_run_otherwise(data: Path, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
     """Without the key vLLM places images otherwise than Transformers, and nothing else would show it."""
     for kind, why in (
         ("qwen3_vl", "has no mrope_interleaved in the rope_parameters"),
@@ -179,9 +174,7 @@ def test_a_model_that_vllm_would_run_otherwise(data: Path, case: Case, capsys: p
             assert not (folder / "out").exists()
 
 
-def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(data, tmp_path, monkeypatch, capsys):
     def refuse(settings: object) -> None:
         raise UserError("model: 'a/b' cannot be loaded")
 
@@ -195,9 +188,7 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     assert not empty.exists() and (used / "notes.txt").read_text() == "mine"
 
 
-def test_the_loser_of_two_that_start_together_leaves_the_files_alone(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_path, capsys):
     """The first one has its file, still empty, and its fingerprint; it may be loading its model for minutes."""
     output = tmp_path / "out"
     output.mkdir()
@@ -213,9 +204,7 @@ def test_the_loser_of_two_that_start_together_leaves_the_files_alone(
     assert [row["pid"] for row in read_predictions(output / "predictions.jsonl")] == ["1"]
 
 
-def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answered(tmp_path, capsys):
     rows = list(generate(3, split="test", seed=1))
     rows[1]["problem"] = "Find x. " * 2000
     write_split(rows, tmp_path / "data", "test")
@@ -234,7 +223,7 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
     assert "3 there already, 0 to do" in capsys.readouterr().err, "it would not fit the next time either"
 
 
-def test_what_is_too_long_says_whether_fewer_pixels_would_help() -> None:
+def test_what_is_too_long_says_whether_fewer_pixels_would_help():
     chat = ChatProcessor(str(PRETRAINED), max_pixels=560 * 560)
     large = Image.new("RGB", (560, 560))  # 400 image tokens
 

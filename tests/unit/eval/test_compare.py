@@ -11,7 +11,6 @@ import pytest
 from adora_vl.report.compare import main as gain
 from eval.compare import main
 from eval.scoring.score import Graded, aggregate
-from tests.conftest import Case
 
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:
@@ -31,7 +30,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_difference_and_its_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_difference_and_its_tests(tmp_path, capsys):
     one = score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
     score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
     text = shown(capsys, one, str(tmp_path / "two"))
@@ -41,7 +40,7 @@ def test_the_difference_and_its_tests(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "50.0 [29.9, 70.1] of 20" in text
 
 
-def test_published_rows_are_there_and_marked_as_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     path = score_file(tmp_path / "one.json", "01")
     lines = shown(capsys, path).splitlines()
     adora = next(line for line in lines if line.startswith("ADORA (quoted)"))
@@ -53,7 +52,7 @@ def test_published_rows_are_there_and_marked_as_quoted(tmp_path: Path, capsys: p
     assert "GRPO (quoted)" in mmstar
 
 
-def test_groups_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_are_shown_on_request(tmp_path, capsys):
     paths = [score_file(tmp_path / f"{name}.json", right) for name, right in (("a", "0101"), ("b", "0111"))]
     text = shown(capsys, *paths, "--by", "task")
     assert text.index("task = a") < text.index("task = b")
@@ -61,7 +60,7 @@ def test_groups_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no run has the group 'tsk'; they have task" in capsys.readouterr().err
 
 
-def test_what_makes_a_comparison_unfair_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     one = score_file(tmp_path / "one.json", "0110")
     other = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
     text = shown(capsys, one, other)
@@ -71,9 +70,7 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path: Path, capsys: pytest.C
     assert "score with --rules vlmevalkit to compare" in text
 
 
-def test_several_answers_a_problem_are_compared_by_their_share(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_answers_a_problem_are_compared_by_their_share(tmp_path, capsys):
     items = [{"pid": pid, "sample": s, "verdict": v} for pid in "ab" for s, v in ((0, "correct"), (1, "wrong"))]
     one = score_file(tmp_path / "one.json", "0101", items=items)
     two = score_file(tmp_path / "two.json", "0101", items=[item | {"verdict": "correct"} for item in items])
@@ -82,7 +79,7 @@ def test_several_answers_a_problem_are_compared_by_their_share(
     assert "no McNemar" in text
 
 
-def test_what_is_no_score_is_named(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_score_is_named(case, tmp_path, capsys):
     for content, message in [
         (None, "is not a readable score file"),
         ("{", "is not a readable"),
@@ -107,9 +104,7 @@ def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str
     return {"fingerprint": {"fields": {**FIELDS, **fields}, "resolved": {**RESOLVED, **(resolved or {})}}}
 
 
-def test_every_setting_that_differs_is_a_warning_here_and_in_the_gain_report(
-    case: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_setting_that_differs_is_a_warning_here_and_in_the_gain_report(case, capsys):
     for name in [*FIELDS, "a setting of the future"]:
         with case(name) as folder:
             one = score_file(folder / "one.json", "0110", **made_with())
@@ -121,9 +116,7 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gain_report(
                 assert len(warnings) == 1 and f"differ in {name}" in warnings[0] and '"different"' in warnings[0]
 
 
-def test_what_remains_with_grey_images_is_a_share_of_the_accuracy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_remains_with_grey_images_is_a_share_of_the_accuracy(tmp_path, capsys):
     seen = score_file(tmp_path / "seen.json", "01111", **made_with(model="m"))
     grey = score_file(tmp_path / "grey.json", "10100", **made_with(model="m", blank_image=True, seed=1))
     for words in ((seen, grey), (grey, seen)):
@@ -138,13 +131,13 @@ def test_what_remains_with_grey_images_is_a_share_of_the_accuracy(
     assert "of the accuracy" not in shown(capsys, grey, grey)
 
 
-def test_several_answers_have_columns_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_answers_have_columns_of_their_own(tmp_path, capsys):
     samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
     head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[1:3]
     assert head.split() == ["all", "avg@4", "pass@4"] and line.split()[-2:] == ["50.0", "75.0"]
 
 
-def test_what_two_models_leave_to_themselves_is_compared_too(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_two_models_leave_to_themselves_is_compared_too(case, capsys):
     for name in RESOLVED:
         with case(name) as folder:
             one = score_file(folder / "one.json", "0110", **made_with())
@@ -152,9 +145,7 @@ def test_what_two_models_leave_to_themselves_is_compared_too(case: Case, capsys:
             assert f"warning: the runs differ in {name}" in shown(capsys, one, other)
 
 
-def test_the_score_of_a_part_is_a_warning_wherever_it_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_score_of_a_part_is_a_warning_wherever_it_is_read(tmp_path, capsys):
     part: dict[str, Any] = {"coverage": {"answers": 7, "asked": 40, "in_data": 40}}
     one = score_file(tmp_path / "one.json", "0110111", **made_with(), **part)
     other = score_file(tmp_path / "other.json", "0111111", **made_with())

@@ -26,27 +26,15 @@ from eval.in_training import figures
 from eval.inference.dataset import load_rows, unaskable
 from eval.scoring.score import CORRECT, WRONG, OwnFigures, RowGrade, cell, score
 from tests.conftest import REPOSITORY
-from tests.support.benchmark_data import (
-    mathverse_rows,
-    mathvision_rows,
-    mathvista_rows,
-    mmstar_rows,
-    wemath_rows,
-    write_geometry3k,
-    write_mathverse,
-    write_mathvision,
-    write_mathvista,
-    write_mmstar,
-    write_wemath,
-)
+from tests.support import benchmark_data as support
 
 DATA: dict[str, Callable[[Path], Path]] = {
-    "geometry3k": lambda folder: write_geometry3k(folder / "geometry3k", 4),
-    "mathvista": lambda folder: write_mathvista(folder / "mathvista", mathvista_rows(4)),
-    "mathvision": lambda folder: write_mathvision(folder / "mathvision", mathvision_rows(4)),
-    "mmstar": lambda folder: write_mmstar(folder / "mmstar", mmstar_rows(4)),
-    "wemath": lambda folder: write_wemath(folder / "wemath", wemath_rows(4)),
-    "mathverse": lambda folder: write_mathverse(folder / "mathverse", mathverse_rows(4)),
+    "geometry3k": lambda folder: support.write_geometry3k(folder / "geometry3k", 4),
+    "mathvista": lambda folder: support.write_mathvista(folder / "mathvista", support.mathvista_rows(4)),
+    "mathvision": lambda folder: support.write_mathvision(folder / "mathvision", support.mathvision_rows(4)),
+    "mmstar": lambda folder: support.write_mmstar(folder / "mmstar", support.mmstar_rows(4)),
+    "wemath": lambda folder: support.write_wemath(folder / "wemath", support.wemath_rows(4)),
+    "mathverse": lambda folder: support.write_mathverse(folder / "mathverse", support.mathverse_rows(4)),
     "knights": lambda folder: knights(folder / "knights"),
 }
 
@@ -66,9 +54,7 @@ def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_keeps_the_promises_of_the_seam(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     benchmark = named(name)
     assert benchmark.name == name
     problems = problems_of(benchmark, DATA[name](tmp_path))
@@ -98,21 +84,21 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(
     assert ("(quoted)" in capsys.readouterr().out) is (benchmark.published is not None)
 
 
-def test_the_list_stands_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_stands_once(capsys):
     files = Path(list_of_benchmarks.__file__).parent.glob("*.py")
     assert {path.stem for path in files if "BENCHMARK = Benchmark(" in path.read_text()} == set(NAMES) == DATA.keys()
     assert evaluate.main(["--help"]) == 0 and ",".join(NAMES) in capsys.readouterr().out
     assert evaluate.main(["mathvist"]) == 2 and "did you mean 'mathvista'?" in capsys.readouterr().err
 
 
-def test_a_data_set_says_which_benchmark_scores_it(tmp_path: Path) -> None:
+def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
     assert for_data(tmp_path) == "geometry3k", "rows of the user's own"
     for source, name in (("knights", "knights"), ("geometry3k", "geometry3k"), ("own/csv", "geometry3k")):
         (tmp_path / MANIFEST_NAME).write_text(json.dumps({"made_by": MADE_BY, "source": source}))
         assert for_data(tmp_path) == name
 
 
-def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages() -> None:
+def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
     help_of = {field.name: field.metadata.get("help", "") for field in fields(AdoraKeys)}
     named_there = re.findall(r"\w+", help_of["adora_eval"])
     pages = {name: (REPOSITORY / "docs" / name).read_text() for name in ("configuration.md", "evaluation.md")}
@@ -142,9 +128,7 @@ def _summary(rows: Sequence[Any], graded: Sequence[Any], options: Namespace) -> 
     )
 
 
-def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(tmp_path, capsys):
     new = Benchmark("new", "test", _load, _grade, lambda options: {"rules": "equal"}, id_column="ID", summary=_summary)
     rows = [{"ID": index, "text": "", "answer": "5", "image": "none.png"} for index in range(4)]
     (tmp_path / "test.json").write_text(json.dumps(rows))  # every question stands in its picture
@@ -166,9 +150,7 @@ def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(
     assert (logged["new_accuracy"], logged["new_accuracy_first"], logged["new_accuracy_mean"]) == (0.75, 0.5, 0.25)
 
 
-def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypatch, capsys):
     new = Benchmark("new", "test", _load, _grade, lambda options: {"rules": "equal"}, summary=_summary)
     rows = [{"pid": str(index), "answer": "5", "response": "5" if index else "6"} for index in range(4)]
     asked = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]

@@ -15,7 +15,6 @@ from adora_vl.data.images import UnreadableImageError
 from adora_vl.utils.errors import UserError
 from eval import mathvista, mmstar
 from eval.benchmark import Problem
-from tests.conftest import Case
 from tests.support.benchmark_data import MATHVISTA, mathvista_rows, mmstar_rows, write_mathvista, write_mmstar
 
 
@@ -27,9 +26,7 @@ def shown(problems: list[Problem]) -> list[tuple[Any, ...]]:
     return [(p.fields, p.prompt, p.n_images, [image.tobytes() for image in p.images()]) for p in problems]
 
 
-def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, monkeypatch):
     rows = mathvista_rows()
     parquet = write_mathvista(tmp_path / "p", rows)
     from_parquet = shown(mathvista.load(options(parquet, "testmini"))[0])
@@ -53,14 +50,14 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(
     }  # fmt: skip
 
 
-def test_the_datas_own_query_goes_before_a_built_one(tmp_path: Path) -> None:
+def test_the_datas_own_query_goes_before_a_built_one(tmp_path):
     rows = mathvista_rows(1)
     rows[0]["query"] = "As published."
     problems, _ = mathvista.load(options(write_mathvista(tmp_path, rows), "testmini"))
     assert problems[0].prompt == "As published."
 
 
-def test_mmstar_with_and_without_its_images(tmp_path: Path) -> None:
+def test_mmstar_with_and_without_its_images(tmp_path):
     rows = mmstar_rows()
     folder = write_mmstar(tmp_path, rows)
     seen, hash_ = mmstar.load(options(folder, "val", no_image=False))
@@ -72,7 +69,7 @@ def test_mmstar_with_and_without_its_images(tmp_path: Path) -> None:
     assert seen[3].fields == {"pid": "3", **{k: v for k, v in rows[3].items() if k != "image"}}
 
 
-def test_other_data_has_another_hash(tmp_path: Path) -> None:
+def test_other_data_has_another_hash(tmp_path):
     rows = mathvista_rows()
     hashes = {mathvista.load(options(write_mathvista(tmp_path / "a", rows), "testmini"))[1]}
     rows[2]["answer"] = "77"
@@ -83,7 +80,7 @@ def test_other_data_has_another_hash(tmp_path: Path) -> None:
     assert len(hashes) == 4
 
 
-def test_each_row_that_lacks_a_field_has_a_line(tmp_path: Path) -> None:
+def test_each_row_that_lacks_a_field_has_a_line(tmp_path):
     rows = mathvista_rows(4)
     write_mathvista(tmp_path, rows, "json")
     content = json.loads((tmp_path / "testmini.json").read_text())
@@ -97,7 +94,7 @@ def test_each_row_that_lacks_a_field_has_a_line(tmp_path: Path) -> None:
     assert "row 4 lacks the fields 'choices', 'metadata'" in lines[1]
 
 
-def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_path: Path) -> None:
+def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_path):
     rows = mathvista_rows(4)
     rows[0]["choices"], rows[2]["precision"] = None, None
     with pytest.raises(UserError) as error:
@@ -110,7 +107,7 @@ def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_p
         mmstar.load(options(write_mmstar(tmp_path / "s", stars), "val", no_image=False))
 
 
-def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path: Path) -> None:
+def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
     rows = mathvista_rows(2)
     write_mathvista(tmp_path, rows, "json")
     (tmp_path / "images" / "1.jpg").write_bytes(b"no picture")
@@ -122,7 +119,7 @@ def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path: Path) 
         problems[1].images()
 
 
-def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path):
     """A data set from elsewhere must not show a model any file of this machine."""
     data = tmp_path / "data"
     write_mathvista(data, mathvista_rows(4), "json")
@@ -140,7 +137,7 @@ def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path: Path) ->
     assert all("leads out of the data's folder; put the picture into it" in line for line in lines)
 
 
-def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path: Path) -> None:
+def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path):
     rows = mathvista_rows(3)
     folder = write_mathvista(tmp_path, rows, "json")
     drawn = Image.new("RGBA", (40, 20), (0, 0, 0, 0))
@@ -157,7 +154,7 @@ def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path:
     assert [image.getpixel((1, 1)) for image in images] == [(255, 255, 255), (0, 0, 0), (255, 0, 0)]
 
 
-def test_a_question_may_stand_in_its_picture(tmp_path: Path) -> None:
+def test_a_question_may_stand_in_its_picture(tmp_path):
     rows = mmstar_rows(2)
     rows[1]["question"] = ""
     folder = write_mmstar(tmp_path, rows)
@@ -167,7 +164,7 @@ def test_a_question_may_stand_in_its_picture(tmp_path: Path) -> None:
         mmstar.load(options(folder, "val", no_image=True))
 
 
-def test_a_split_is_not_taken_from_the_file_of_another(tmp_path: Path) -> None:
+def test_a_split_is_not_taken_from_the_file_of_another(tmp_path):
     folder = write_mathvista(tmp_path, mathvista_rows())
     (table,) = folder.rglob("*.parquet")
     table.rename(folder / "mathvista.parquet")
@@ -180,7 +177,7 @@ def test_a_split_is_not_taken_from_the_file_of_another(tmp_path: Path) -> None:
         mathvista.load(options(folder, "testmini"))
 
 
-def test_wrong_data_is_said_in_a_line(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_data_is_said_in_a_line(case, monkeypatch):
     cases = [
         ("nothing", "'nothing' is neither a file or folder here nor a hub id"),
         ("folder/nothing", "'folder/nothing' is neither"),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import datasets
-import pytest
 
 from eval.command import main, parse
 from eval.mathverse import BENCHMARK, TEXT_ONLY, VERSIONS, by_rules, choices_of, reference_letter, same_answer
+from tests.support import benchmark_data
 from tests.support.benchmark_data import MATHVERSE, mathverse_rows, write_mathverse
-from tests.support.endpoint_server import Answer, Reply, Server, completion
+from tests.support.endpoint_server import Reply, completion
 
+scored = partial(benchmark_data.scored, BENCHMARK)
 QUESTION = "Find CED ()\nChoices:\nA:40°\nB:60°\nC:120°\nD:140°"
 
 
@@ -26,15 +25,7 @@ def row(number: int, response: str, answer: str, version: str = "Text Lite", **f
     return known | fields
 
 
-def scored(tmp_path: Path, rows: list[dict[str, Any]], *words: str) -> dict[str, Any]:
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(BENCHMARK, ["score", "--predictions", str(path), "--output", str(tmp_path / "s.json"), *words]) == 0
-    result: dict[str, Any] = json.loads((tmp_path / "s.json").read_text())
-    return result
-
-
-def test_free_answers_are_compared_by_their_values() -> None:
+def test_free_answers_are_compared_by_their_values():
     """The reference answers are as the data write them."""
     same = [
         ("113.1", r"Area $=113.1 \mathrm{~cm}^{2}$"),
@@ -63,7 +54,7 @@ def test_free_answers_are_compared_by_their_values() -> None:
         assert [pair for pair in pairs if same_answer(*pair)[0] is not expected] == []
 
 
-def test_an_answer_is_found_in_a_response() -> None:
+def test_an_answer_is_found_in_a_response():
     found = {
         r"So the area is 4 and hence \boxed{9\pi}.": (r"9\pi", "box"),
         "The radius is 3.\nThe answer is 28.3 cm. Done.": ("28.3 cm", "stated"),
@@ -74,7 +65,7 @@ def test_an_answer_is_found_in_a_response() -> None:
         assert tuple(by_rules(row(1, response, "5.0"))) == expected
 
 
-def test_options_and_the_right_one_are_read_as_the_data_write_them() -> None:
+def test_options_and_the_right_one_are_read_as_the_data_write_them():
     one = row(1, "", "D")
     assert choices_of(one) == ["40°", "60°", "120°", "140°"]
     assert choices_of({**one, "question": "Is it?\nChoice:\nA. True\nB. False"}) == ["True", "False"]
@@ -84,9 +75,7 @@ def test_options_and_the_right_one_are_read_as_the_data_write_them() -> None:
         assert reference_letter({**one, "answer": answer}, choices_of(one)) == letter
 
 
-def test_scores_by_version_type_and_subject_and_overall_without_text_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_path, capsys):
     rows = [
         row(1, r"\boxed{D}", "D", "Text Dominant"),
         row(2, "The answer is 140°.", "D", "Text Lite"),
@@ -109,7 +98,7 @@ def test_scores_by_version_type_and_subject_and_overall_without_text_only(
     assert "warning: 1 reference answer with several letters" in shown
 
 
-def test_a_judge_reads_the_answer_where_it_is_given(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
+def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
     def reads(body: dict[str, Any], _: int) -> Reply:
         asked = body["messages"][1]["content"]
         return completion("<answer>D</answer>" if "140°" in asked else "<answer>113.1 cm²</answer>")
@@ -127,9 +116,7 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path: Path, serve: Calla
     assert scored(tmp_path, rows)["correct"] < 3
 
 
-def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(
-    tmp_path: Path, serve: Callable[[Answer], Server], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_path, serve, capsys):
     asked: list[str] = []
 
     def judges(body: dict[str, Any], _: int) -> Reply:
@@ -161,7 +148,7 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(
     assert scored(tmp_path, rows)["correct"] == 1
 
 
-def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path: Path) -> None:
+def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):
     rows = mathverse_rows(5) + mathverse_rows(2, versions=[TEXT_ONLY])
     folder = write_mathverse(tmp_path / "d", rows)
 
@@ -181,7 +168,7 @@ def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path: Path) ->
     assert load()[0].prompt.startswith("Please first conduct reasoning")
 
 
-def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
     asked: list[tuple[str, str | None, str]] = []
 
     def hub(name: str, config: str | None, split: str, revision: str | None) -> datasets.Dataset:
@@ -195,7 +182,7 @@ def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch: pytest.MonkeyP
     assert asked == [("AI4Math/MathVerse", split, split) for split in ("testmini", "testmini_text_only")]
 
 
-def test_a_row_of_another_form_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_of_another_form_is_named(tmp_path, capsys):
     rows = mathverse_rows(3)
     rows[1]["problem_version"] = "Text Heavy"
     folder = write_mathverse(tmp_path / "d", rows)

@@ -3,6 +3,7 @@ r"""MathVision's prompt and score: the published verdicts, the official score's 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from eval.in_training import figures
 from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
 from eval.scoring.latex_value import latex_value
 from tests.conftest import SHARED
+from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, write_mathvision
 
+scored = partial(benchmark_data.scored, BENCHMARK)
 DATA = SHARED / "data" / "mathvision"
 real = pytest.mark.skipif(not DATA.is_dir(), reason="MathVision's published outputs are not beside this checkout")
 SAMPLE = Path(__file__).parent / "mathvision_sample.jsonl"
@@ -39,7 +42,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_sample_of_published_verdicts_is_reproduced() -> None:
+def test_a_sample_of_published_verdicts_is_reproduced():
     sample = lines(SAMPLE)
     assert len(sample) > 50 and {row["model"] for row in sample} == TOTALS.keys()
     wrong = [
@@ -51,17 +54,8 @@ def test_a_sample_of_published_verdicts_is_reproduced() -> None:
     assert wrong == []
 
 
-def scored(tmp_path: Path, rows: list[dict[str, Any]], *words: str) -> dict[str, Any]:
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output = tmp_path / "s.json"
-    command = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(output)]
-    assert main(BENCHMARK, [*command, *words]) == 0
-    made: dict[str, Any] = json.loads(output.read_text())
-    return made
-
-
 @real
-def test_every_published_verdict_is_reproduced(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_every_published_verdict_is_reproduced(tmp_path, subtests):
     problems, _ = BENCHMARK.load(parse(["infer", "--model=m", f"--data={DATA}", "--output=o"], BENCHMARK))
     asked = {problem.pid: problem.fields for problem in problems}
     assert len(asked) == 3040
@@ -83,7 +77,7 @@ def test_every_published_verdict_is_reproduced(tmp_path: Path, subtests: pytest.
                     assert f"{cell['correct']}/{cell['total']}" == count.split("=")[0], key
 
 
-def test_the_official_score_reads_answers_with_its_faults(subtests: pytest.Subtests) -> None:
+def test_the_official_score_reads_answers_with_its_faults(subtests):
     cases = {
         "B": "b",
         "The answer is 4/3.": "4/3",
@@ -107,7 +101,7 @@ def test_the_official_score_reads_answers_with_its_faults(subtests: pytest.Subte
             assert official_answer(response) == answer
 
 
-def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests: pytest.Subtests) -> None:
+def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
     cases = [
         ("b", "B", True),
         ("8", "8.0", True),
@@ -131,7 +125,7 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests: 
     assert not official_hit("1", "B", ["1", "2"])
 
 
-def test_latex_has_the_value_that_the_official_score_computes(subtests: pytest.Subtests) -> None:
+def test_latex_has_the_value_that_the_official_score_computes(subtests):
     # As `latex2sympy2` 1.9.1 and Python's `math` give them.
     cases: dict[str, float | None] = {
         "1,000.5": 1000.5, "2^3^2": 64, "-2^2": -4, r"12\frac{1}{2}": 6, r"1/2\pi": 0.16, "2/3*3": 2, "1:2:3": 0.17,
@@ -147,7 +141,7 @@ def test_latex_has_the_value_that_the_official_score_computes(subtests: pytest.S
             assert (None if found is None else round(found, 2)) == value
 
 
-def test_the_prompt_has_the_picture_at_its_first_place() -> None:
+def test_the_prompt_has_the_picture_at_its_first_place():
     row = {"question": "Left <image1> or right <image2>?", "options": ["1", "2", "3", "4", "5"]}
     query = build_query(row)
     assert query.startswith('Please solve the problem step by step and put your answer in one "\\boxed{}".')
@@ -160,14 +154,14 @@ def test_the_prompt_has_the_picture_at_its_first_place() -> None:
 
 
 @pytest.mark.parametrize("form", ["parquet", "json"])
-def test_rows_of_the_hub_and_of_the_repository_are_loaded(tmp_path: Path, form: str) -> None:
+def test_rows_of_the_hub_and_of_the_repository_are_loaded(tmp_path, form):
     data = write_mathvision(tmp_path, mathvision_rows(4), form)
     problems, _ = BENCHMARK.load(parse(["infer", "--model=m", f"--data={data}", "--output=o"], BENCHMARK))
     assert [problem.pid for problem in problems] == ["1", "2", "3", "4"]
     assert all(problem.prompt.count("<image>") == 1 == len(problem.images()) for problem in problems)
 
 
-def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path: Path) -> None:
+def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
     data = write_mathvision(tmp_path, mathvision_rows(4), "json")
     (data / "testmini.jsonl").write_text((data / "test.jsonl").read_text().splitlines()[1])
     assert [problem.pid for problem in task(f"mathvision={data}", 3, None).problems] == ["1", "2", "3"]
@@ -176,7 +170,7 @@ def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path: Path) -> N
     assert [row["pid"] for row in rows] == ["2"] and figures(mini.benchmark, rows)["mathvision_accuracy"] == 1.0
 
 
-def test_a_row_that_cannot_be_scored_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_cannot_be_scored_is_named(tmp_path, capsys):
     rows = mathvision_rows(2)
     rows[1]["answer"] = "F"
     data = write_mathvision(tmp_path, rows, "json")
@@ -190,7 +184,7 @@ def answered(response: str, answer: str, options: list[str] | None = None, **fie
     return {"pid": "1", **known, "answer": answer, "response": response, **fields}
 
 
-def test_strict_is_our_grader_behind_our_extraction(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
     cases = [
         (answered(r"\boxed{0.33}", r"$\frac{1}{3}$"), True, False),  # official rounds, strict does not
         (answered("It takes 12 of them, so the length is 12 cm in all.", "12"), False, True),
@@ -205,9 +199,7 @@ def test_strict_is_our_grader_behind_our_extraction(tmp_path: Path, subtests: py
             assert scored(tmp_path, [row], "--rules", "strict")["correct"] == strict
 
 
-def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, capsys):
     parts = answered("12", "12", pid="2", level=5, question="<image1> and <image2>", subject="logic")
     made = scored(tmp_path, [answered("12", "12"), parts])
     assert {key: made["groups"][key].keys() for key in ("level", "subject", "form")} == {
@@ -219,7 +211,7 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(
     assert "1 question with several numbered images" in capsys.readouterr().out
 
 
-def test_the_official_rule_takes_no_other_extraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_official_rule_takes_no_other_extraction(tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text(json.dumps(answered("12", "12", extraction="12")))
     words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
     assert main(BENCHMARK, [*words, "--extraction", "stored"]) == 2

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from adora_vl.models.load import PRETRAINED
 from eval.command import main
 from eval.mmstar import BENCHMARK, official_hit, options_of
-from tests.conftest import SHARED, Case
+from tests.conftest import SHARED
 from tests.support.benchmark_data import mmstar_rows, write_mmstar
 
 DATA = SHARED / "data" / "mmstar"
@@ -38,7 +38,7 @@ def scored(predictions: Path, output: Path, *words: str) -> dict[str, Any]:
 
 
 @real
-def test_the_published_half_has_404_hits_and_its_categories(case: Case) -> None:
+def test_the_published_half_has_404_hits_and_its_categories(case):
     for rules in ["official", "letter"]:
         with case(rules) as folder:
             expected = json.loads((DATA / "expected.json").read_text())
@@ -51,7 +51,7 @@ def test_the_published_half_has_404_hits_and_its_categories(case: Case) -> None:
             assert len(result["groups"]["l2_category"]) == 18
 
 
-def test_the_official_rule_looks_at_four_places(subtests: pytest.Subtests) -> None:
+def test_the_official_rule_looks_at_four_places(subtests):
     cases = [
         ("B", True),
         ("b.", True),
@@ -68,13 +68,13 @@ def test_the_official_rule_looks_at_four_places(subtests: pytest.Subtests) -> No
             assert official_hit(response, "B") is hit
 
 
-def test_options_are_read_out_of_the_question() -> None:
+def test_options_are_read_out_of_the_question():
     assert options_of(QUESTION) == ["a park, with trees", "a dam", "note A: twice", "none"]
     assert options_of("Which?\nA: 1, B: 2") == ["1", "2"]
     assert options_of("Which one?") == [""] * 4
 
 
-def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path: Path) -> None:
+def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path):
     rows = [row("1", r"A park? Based on the water it is a dam: \boxed{B}"), row("2", r"By the water: \boxed{A}")]
     path = write(tmp_path / "p.jsonl", rows)
     by_letter = scored(path, tmp_path / "s.json", "--rules", "letter")
@@ -84,7 +84,7 @@ def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tm
     assert [item["correct"] for item in official["items"]] == [False, True]
 
 
-def test_gain_and_leakage_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gain_and_leakage_by_hand(tmp_path, capsys):
     def run(name: str, right: str) -> Path:
         return write(tmp_path / name, [row(str(i), "B" if hit == "1" else "C") for i, hit in enumerate(right)])
 
@@ -101,7 +101,7 @@ def test_gain_and_leakage_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
 
 
-def test_another_runs_items_must_be_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_runs_items_must_be_the_same(tmp_path, capsys):
     one, other = write(tmp_path / "a.jsonl", [row("1", "B")]), write(tmp_path / "b.jsonl", [row("2", "B")])
     words = ["score", "--predictions", str(one), "--output", str(tmp_path / "s.json")]
     assert main(BENCHMARK, [*words, "--without-image", str(other)]) == 2
@@ -111,7 +111,7 @@ def test_another_runs_items_must_be_the_same(tmp_path: Path, capsys: pytest.Capt
     assert "needs --without-image too" in capsys.readouterr().err
 
 
-def test_rows_without_a_category_or_letter_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_without_a_category_or_letter_are_named(tmp_path, capsys):
     rows = [{k: v for k, v in row("1", "B").items() if k != "category"}, row("2", "B", answer="dam")]
     path = write(tmp_path / "p.jsonl", rows)
     assert main(BENCHMARK, ["score", "--predictions", str(path), "--output", str(tmp_path / "s.json")]) == 2
@@ -143,9 +143,7 @@ def command(tmp_path: Path, model: Path, *more: str) -> list[str]:
     return [*words, "--engine", "transformers", "--max-tokens", "8", *more]
 
 
-def test_a_backbone_answers_without_the_image_and_refuses_one(
-    tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone, capsys):
     assert main(BENCHMARK, command(tmp_path, backbone, "--no-image")) == 0
     assert json.loads((tmp_path / "out" / "score.json").read_text())["total"] == 3
     for more, message in (

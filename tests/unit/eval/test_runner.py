@@ -26,7 +26,7 @@ from eval.inference.engines import AnswerEngine, AnswerEngineSettings, AnswerReq
 from eval.inference.predictions import IMAGE_FAILED, Prediction, PredictionLog, key, part_path, read_predictions
 from eval.inference.provenance import Fields, data_hash, model_hash
 from eval.inference.runner import Alone, Ranks, Summary, infer, ranks, take_gpu
-from tests.conftest import REPOSITORY, Case
+from tests.conftest import REPOSITORY
 from tests.unit.eval import killed_infer
 
 SETTINGS = AnswerEngineSettings(model="m", engine="transformers")
@@ -71,7 +71,7 @@ def pids(output: Path) -> list[str]:
     return [row["pid"] for row in read_predictions(output / "predictions.jsonl")]
 
 
-def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path: Path) -> None:
+def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path):
     engine = Recorder()
     assert ask(tmp_path, engine).asked == 5
     rows = read_predictions(tmp_path / "predictions.jsonl")
@@ -88,7 +88,7 @@ def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path: Path)
     assert [part["type"] for part in user["content"]] == ["image", "text"]
 
 
-def test_a_killed_run_keeps_its_batches_and_the_next_asks_only_the_rest(tmp_path: Path) -> None:
+def test_a_killed_run_keeps_its_batches_and_the_next_asks_only_the_rest(tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
         ask(tmp_path, Recorder(dies_after=2))
     assert pids(tmp_path) == ["p/0", "p/1"]
@@ -97,7 +97,7 @@ def test_a_killed_run_keeps_its_batches_and_the_next_asks_only_the_rest(tmp_path
     assert pids(tmp_path) == ["p/0", "p/1", "p/2", "p/3", "p/4"]
 
 
-def test_a_finished_run_does_not_even_build_the_engine(tmp_path: Path) -> None:
+def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
     ask(tmp_path, Recorder())
     before = (tmp_path / "predictions.jsonl").read_bytes()
     engine = Recorder()
@@ -106,7 +106,7 @@ def test_a_finished_run_does_not_even_build_the_engine(tmp_path: Path) -> None:
     assert (tmp_path / "predictions.jsonl").read_bytes() == before
 
 
-def test_a_resumed_run_samples_with_the_seeds_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_resumed_run_samples_with_the_seeds_of_an_uninterrupted_one(tmp_path):
     whole, rest = Recorder(), Recorder()
     ask(tmp_path / "whole", whole)
     ask(tmp_path / "parts", Recorder(), PROBLEMS[:3])
@@ -116,7 +116,7 @@ def test_a_resumed_run_samples_with_the_seeds_of_an_uninterrupted_one(tmp_path: 
     assert len(set(seeds)) == 5
 
 
-def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     def ask_for(output: Path, samples: int) -> Summary:
         fields, engine = {"model": "m", "samples": samples}, Recorder()
         return infer(PROBLEMS, output, SETTINGS, fields, system_prompt=None, build=engine.build, samples=samples)
@@ -133,7 +133,7 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path: P
     assert ask_for(tmp_path / "grown", 3).asked == 0
 
 
-def test_a_torn_last_line_is_asked_again(case: Case) -> None:
+def test_a_torn_last_line_is_asked_again(case):
     for torn in ['{"pid": "p/4", "answer": "5", "resp', '{"pid": "p/4", "answer": "5", "response": "x"}']:
         with case(torn) as folder:
             ask(folder, Recorder(), PROBLEMS[:2])
@@ -144,7 +144,7 @@ def test_a_torn_last_line_is_asked_again(case: Case) -> None:
             assert [row["response"] for row in rows] == ["q0", "q1", "q2", "q3", "q4"]
 
 
-def test_another_setting_is_refused_and_named(case: Case) -> None:
+def test_another_setting_is_refused_and_named(case):
     for name in ["model", "temperature", "min_pixels"]:
         with case(name) as folder:
             fields: Fields = {"model": "m", "temperature": 0.0, "min_pixels": None}
@@ -157,14 +157,14 @@ def test_another_setting_is_refused_and_named(case: Case) -> None:
             assert (folder / "predictions.jsonl").read_bytes() == before
 
 
-def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_path: Path) -> None:
+def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
         ask(tmp_path, Recorder(dies_after=0), fingerprint={"max_pixels": 500})
     ask(tmp_path, Recorder(), fingerprint={"max_pixels": 784})
     assert json.loads((tmp_path / "fingerprint.json").read_text())["fields"] == {"max_pixels": 784}
 
 
-def test_what_would_mix_or_lose_answers_is_refused(tmp_path: Path) -> None:
+def test_what_would_mix_or_lose_answers_is_refused(tmp_path):
     ask(tmp_path, Recorder())
     with pytest.raises(UserError, match=r"limit: .* already has 5 predictions and this run asks for 2"):
         ask(tmp_path, Recorder(), PROBLEMS[:2])
@@ -180,7 +180,7 @@ def test_what_would_mix_or_lose_answers_is_refused(tmp_path: Path) -> None:
         ask(tmp_path, Recorder())
 
 
-def test_broken_images_are_recorded_and_the_others_answered(tmp_path: Path) -> None:
+def test_broken_images_are_recorded_and_the_others_answered(tmp_path):
     rows = list(generate(3, split="test", seed=1))
     rows[1]["images"] = [{"bytes": b"no picture", "path": None}]
     write_split(rows, tmp_path / "data", "test")
@@ -200,7 +200,7 @@ def test_broken_images_are_recorded_and_the_others_answered(tmp_path: Path) -> N
     assert "solution" not in predictions[0]["metadata"]
 
 
-def test_new_weights_or_other_data_in_the_same_folder_are_another_run(tmp_path: Path) -> None:
+def test_new_weights_or_other_data_in_the_same_folder_are_another_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     weights = bytearray(9 * 1024 * 1024)
     (tmp_path / "model.safetensors").write_bytes(weights)
@@ -277,7 +277,7 @@ def together(output: Path, world: int) -> tuple[Summary, list[Echo]]:
     return summary, engines
 
 
-def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case: Case) -> None:
+def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
     for world in [2, 3]:
         with case(world) as folder:
             ask_as(folder / "one", Echo(), Alone())
@@ -292,7 +292,7 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case: 
             assert not list((folder / "many").glob("*rank*"))
 
 
-def test_more_processes_go_on_where_one_was_stopped(tmp_path: Path) -> None:
+def test_more_processes_go_on_where_one_was_stopped(tmp_path):
     ask_as(tmp_path / "whole", Echo(), Alone())
     ask_as(tmp_path / "parts", Echo(), Alone(), count=3)
     summary, engines = together(tmp_path / "parts", 2)
@@ -301,7 +301,7 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path: Path) -> None:
     assert parts.read_bytes() == whole.read_bytes()
 
 
-def test_parts_that_killed_processes_left_are_taken_in(tmp_path: Path) -> None:
+def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
     ask_as(tmp_path / "whole", Echo(), Alone())
     rows = read_predictions(tmp_path / "whole" / "predictions.jsonl")
     output = tmp_path / "parts"
@@ -318,9 +318,7 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path: Path) -> None:
     assert not list(output.glob("*rank*"))
 
 
-def test_each_process_takes_one_of_the_gpus_that_it_sees(
-    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
     for visible, local_rank, taken in [("4,5", 1, "5"), ("4,5", 0, "4"), ("GPU-a,GPU-b", 1, "GPU-b"), ("4", 1, "4")]:
         with subtests.test(f"{visible} {local_rank} {taken}"), monkeypatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -356,7 +354,7 @@ def killed_beyond(output: Path, rows: int, extra_s: float) -> bool:
 
 
 @pytest.mark.slow
-def test_three_kills_leave_the_file_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_three_kills_leave_the_file_of_an_uninterrupted_run(tmp_path):
     killed_infer.main(tmp_path / "whole", 0.0)
     whole = (tmp_path / "whole" / "predictions.jsonl").read_bytes()
     draw = random.Random()  # another moment each time

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eval.command import main, parse
 from eval.wemath import BENCHMARK, diagnosis, official_letter
+from tests.support import benchmark_data
 from tests.support.benchmark_data import wemath_rows, write_wemath
 
+scored = partial(benchmark_data.scored, BENCHMARK)
 OPTION = "A. 300, 400;B．②;C. 3000; D. Cannot be determined; E. No correct answer"
 
 
 def row(number: int, ID: str, key: str, response: str, **fields: Any) -> dict[str, Any]:
     known = {"question number": number, "ID": ID, "key": key, "knowledge concept": "Angles", "question": "Which?"}
     return {**known, "option": OPTION, "answer": "B", "response": response, **fields}
-
-
-def scored(tmp_path: Path, rows: list[dict[str, Any]], *words: str) -> dict[str, Any]:
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["score", "--predictions", str(path), "--output", str(tmp_path / "s.json"), *words]
-    assert main(BENCHMARK, command) == 0
-    result: dict[str, Any] = json.loads((tmp_path / "s.json").read_text())
-    return result
 
 
 def composite(ID: str, pattern: str, first: int) -> list[dict[str, Any]]:
@@ -40,7 +32,7 @@ def composite(ID: str, pattern: str, first: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_every_pattern_of_steps_has_its_place() -> None:
+def test_every_pattern_of_steps_has_its_place():
     expected = {  # two steps: strict, loose
         "111": ("CM", "CM"), "101": ("RM", "CM"), "011": ("RM", "CM"), "001": ("RM", "RM"),
         "110": ("IG", "IG"), "100": ("IK", "IK"), "010": ("IK", "IK"), "000": ("IK", "IK"),
@@ -54,7 +46,7 @@ def test_every_pattern_of_steps_has_its_place() -> None:
     assert diagnosis([False] * 3, True, strict=False) == "RM" and diagnosis([True] * 3, False, strict=True) == "IG"
 
 
-def test_the_scores_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scores_by_hand(tmp_path, capsys):
     patterns = ["111", "101", "001", "110", "100", "1111", "1001", "0001", "1110", "0000"]
     rows = [each for i, pattern in enumerate(patterns) for each in composite(f"p{i}", pattern, 10 * i)]
     result = scored(tmp_path, rows)
@@ -72,14 +64,12 @@ def test_the_scores_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "We-Math's score, strict: 30.0 % (95 %: " in shown and "loose: 50.0 %" in shown
 
 
-def test_a_score_without_a_right_answer_has_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
     scored(tmp_path, composite("p0", "000", 0) + composite("p1", "0000", 10))
     assert "We-Math's score, strict: 0.0 % (95 %: 0.0 to 65.8)" in capsys.readouterr().out
 
 
-def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_path, capsys):
     rows = composite("p0", "111", 0) + composite("p1", "0000", 10)[:3]
     result = scored(tmp_path, rows)
     assert result["diagnosis"]["IK"]["total"] == 1 and result["score"]["strict"]["accuracy"] == 1
@@ -88,7 +78,7 @@ def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(
     assert result["score"]["strict"] is None and "diagnosis" not in result
 
 
-def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path: Path) -> None:
+def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
     cases = {
         "<Thought process>: <<A is 3 < 5>> <Answer>: <<B>>": (True, True),
         "<Answer>: <B. ②>": (True, True),
@@ -107,7 +97,7 @@ def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path: P
     assert official_letter("By the Answer key: I say so") is None, "its first character is no letter from A to H"
 
 
-def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path: Path) -> None:
+def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path):
     rows = wemath_rows(7)
     for form in ("parquet", "json"):
         folder = write_wemath(tmp_path / form, rows, form)
@@ -119,9 +109,7 @@ def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path: Pat
         assert problems[6].images()[0].size == (56, 56)
 
 
-def test_a_row_that_could_not_be_scored_is_named_before_the_model_is_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_that_could_not_be_scored_is_named_before_the_model_is_asked(tmp_path, capsys):
     rows = wemath_rows(4)
     rows[1] |= {"key": "2steps_3"}
     rows[2] |= {"answer": "H2"}

@@ -28,38 +28,12 @@ from adora_vl.report.compare import main as gain
 from adora_vl.rewards.grade import grade
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from benchmarks import methods
+from benchmarks.attenuation import report, task
 from benchmarks.attenuation.__main__ import main as attenuation
-from benchmarks.attenuation.report import (
-    HELD_OUT,
-    area,
-    by_model,
-    by_recipe,
-    comparisons,
-    end,
-    engines,
-    interval,
-    levels,
-    paired,
-    summary,
-    thinned,
-    write_report,
-)
+from benchmarks.attenuation.report import end
 from benchmarks.attenuation.run import YOKED_TO, SignalWeights
 from benchmarks.attenuation.start import build_arithmetic, build_start, fingerprint
-from benchmarks.attenuation.task import (
-    OPTIONS,
-    SLIP,
-    Regime,
-    Teaching,
-    chain_text,
-    draw,
-    is_chain,
-    is_right,
-    problems,
-    read_form,
-    read_settings,
-    teacher,
-)
+from benchmarks.attenuation.task import draw
 from benchmarks.grpo_vs_adora import accuracy_table, attenuated, store
 from benchmarks.kill_and_resume import PHASES, compare, place_of
 from benchmarks.methods import (
@@ -86,16 +60,16 @@ from eval.scoring.statistics import half_width
 
 
 def test_a_chain_is_what_its_form_asks_for():
-    for problem in problems(200, Regime(5), "x"):
-        text, digit = chain_text(*read_form(problem.prompt), [False] * 5)
+    for problem in task.problems(200, task.Regime(5), "x"):
+        text, digit = task.chain_text(*task.read_form(problem.prompt), [False] * 5)
         assert (text, digit) == (problem.chain, problem.answer)
-        assert is_right(problem.chain, problem.chain, problem.answer)
+        assert task.is_right(problem.chain, problem.chain, problem.answer)
 
 
 def test_families_differ_in_the_answer_alone():
     """In front of the last operand the prompts of both families are drawn from one distribution."""
-    drawn = {family: problems(4000, Regime(2), family, family) for family in "AB"}
-    assert {p.answer for p in drawn["A"]} == set(OPTIONS)
+    drawn = {family: task.problems(4000, task.Regime(2), family, family) for family in "AB"}
+    assert {p.answer for p in drawn["A"]} == set(task.OPTIONS)
     assert set(Counter(p.answer for p in drawn["B"])) == set(range(10))
     for place in (5, 6, 7, 12, 13):  # every sign and operand, the last one too
         seen = {family: Counter(p.prompt[place] for p in drawn[family]) for family in "AB"}
@@ -104,37 +78,37 @@ def test_families_differ_in_the_answer_alone():
 
 
 def test_a_label_tells_the_family_where_the_regime_says_so():
-    for problem in problems(50, Regime(3, labelled=True), "x"):
+    for problem in task.problems(50, task.Regime(3, labelled=True), "x"):
         assert problem.prompt.startswith({"A": "two: ", "B": "ten: "}[problem.family])
-    assert all(p.prompt.startswith("any: ") for p in problems(50, Regime(3), "x"))
+    assert all(p.prompt.startswith("any: ") for p in task.problems(50, task.Regime(3), "x"))
 
 
 def test_the_teacher_guesses_half_of_the_time_and_slips_as_often_as_it_should():
-    rng, regime = random.Random(0), Regime(5)
-    told = [(problem := draw(rng, regime), teacher(rng, problem)) for _ in range(6000)]
-    chains = [(problem, text) for problem, text in told if is_chain(text)]
+    rng, regime = random.Random(0), task.Regime(5)
+    told = [(problem := draw(rng, regime), task.teacher(rng, problem)) for _ in range(6000)]
+    chains = [(problem, text) for problem, text in told if task.is_chain(text)]
     right: dict[bool, list[tuple[str, bool]]] = {True: [], False: []}
     for problem, text in told:
-        right[is_chain(text)].append((problem.family, is_right(text, problem.chain, problem.answer)))
+        right[task.is_chain(text)].append((problem.family, task.is_right(text, problem.chain, problem.answer)))
     assert len(chains) / 6000 == pytest.approx(0.5, abs=0.03)
-    assert statistics.fmean(ok for _, ok in right[True]) == pytest.approx((1 - SLIP) ** 5, abs=0.02)
+    assert statistics.fmean(ok for _, ok in right[True]) == pytest.approx((1 - task.SLIP) ** 5, abs=0.02)
     assert statistics.fmean(ok for family, ok in right[False] if family == "A") == pytest.approx(0.5, abs=0.04)
     assert statistics.fmean(ok for family, ok in right[False] if family == "B") == pytest.approx(0.1, abs=0.04)
 
 
 def test_where_short_is_right_chains_cannot_be_relied_on():
-    hidden = problems(2000, Regime(5, first_option=0.8, hidden_slips=True), "x", "A")
-    assert statistics.fmean(p.answer == OPTIONS[0] for p in hidden) == pytest.approx(0.8, abs=0.03)
-    honest = [chain_text(*read_form(p.prompt), [False] * 5)[0] == p.chain for p in hidden]
-    assert statistics.fmean(honest) == pytest.approx((1 - SLIP) ** 5, abs=0.03)
+    hidden = task.problems(2000, task.Regime(5, first_option=0.8, hidden_slips=True), "x", "A")
+    assert statistics.fmean(p.answer == task.OPTIONS[0] for p in hidden) == pytest.approx(0.8, abs=0.03)
+    honest = [task.chain_text(*task.read_form(p.prompt), [False] * 5)[0] == p.chain for p in hidden]
+    assert statistics.fmean(honest) == pytest.approx((1 - task.SLIP) ** 5, abs=0.03)
 
 
 def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
-    problem = problems(1, Regime(2), "x")[0]
+    problem = task.problems(1, task.Regime(2), "x")[0]
     broken = problem.chain.replace("=", "=0", 1)
-    assert not is_right(broken, problem.chain, problem.answer)
-    assert is_right(f"guess: {problem.answer}", problem.chain, problem.answer)
-    assert not is_right(f"guess: {problem.answer} ", problem.chain, problem.answer)
+    assert not task.is_right(broken, problem.chain, problem.answer)
+    assert task.is_right(f"guess: {problem.answer}", problem.chain, problem.answer)
+    assert not task.is_right(f"guess: {problem.answer} ", problem.chain, problem.answer)
 
 
 def run(arm, seed, accuracy, engine=False):
@@ -147,13 +121,13 @@ def run(arm, seed, accuracy, engine=False):
 def test_the_tables_pair_runs_by_their_seed():
     runs = [run("grpo", seed, (0.2, 0.3 + seed / 10, 0.4 + seed / 10)) for seed in (0, 1, 2)]
     runs += [run("adora", seed, (0.2, 0.3, 0.5 + seed / 10)) for seed in (2, 1, 0)]
-    assert end("accuracy")(runs[1]) == 0.5 and area("accuracy")(runs[0]) == pytest.approx(0.3)
-    row = next(line for line in comparisons(runs, "R2", "grpo") if line.startswith("| ADORA 0.1 - GRPO "))
+    assert end("accuracy")(runs[1]) == 0.5 and report.area("accuracy")(runs[0]) == pytest.approx(0.3)
+    row = next(line for line in report.comparisons(runs, "R2", "grpo") if line.startswith("| ADORA 0.1 - GRPO "))
     assert row.startswith("| ADORA 0.1 - GRPO | 3 | **+10.0 [+10.0, +10.0]** |"), "seeds differ, pairs do not"
     assert row.endswith(" | 0.250 |"), "of the eight ways to give three differences a sign, two are as far from 0"
-    assert any(line.startswith("| GRPO | 3 | 50.0 |") for line in levels(runs, "R2", "grpo", HELD_OUT))
+    assert any(line.startswith("| GRPO | 3 | 50.0 |") for line in report.levels(runs, "R2", "grpo", report.HELD_OUT))
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert interval([1.0, -1.0]).startswith("+0.0 [") and interval([1.0]) == "-"
+    assert report.interval([1.0, -1.0]).startswith("+0.0 [") and report.interval([1.0]) == "-"
 
 
 def test_one_file_of_all_runs_prints_every_table(tmp_path, capsys, monkeypatch):
@@ -165,7 +139,7 @@ def test_one_file_of_all_runs_prints_every_table(tmp_path, capsys, monkeypatch):
         one |= {"commit": "abc", "processor_seconds": 60.0}
         (tmp_path / "runs").mkdir(exist_ok=True)
         (tmp_path / "runs" / f"{one['arm']}-{one['seed']}.json").write_text(json.dumps(one))
-    write_report(tmp_path)
+    report.write_report(tmp_path)
     written = capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["attenuation", "--tables", str(tmp_path / "runs.jsonl")])
     assert attenuation() == 0
@@ -199,38 +173,38 @@ def test_runs_are_added_to_those_of_another_machine_once_and_pair_with_their_own
         assert f"{added} runs added" in capsys.readouterr().out
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
     assert lines[0] == theirs and [line["arm"] for line in lines] == ["grpo", "adora", "grpo"]
-    row = next(line for line in summary(lines, "accuracy", end("accuracy")) if line.startswith("| R2"))
+    row = next(line for line in report.summary(lines, "accuracy", end("accuracy")) if line.startswith("| R2"))
     assert row.startswith("| R2, `grpo` | 50.0 (2) | 70.0 (1) |"), row
-    assert paired(lines, "R2", "grpo", "adora", "grpo", end("accuracy")) == pytest.approx([10.0])
+    assert report.paired(lines, "R2", "grpo", "adora", "grpo", end("accuracy")) == pytest.approx([10.0])
 
 
 def test_recipes_and_arithmetic_models_have_a_row_each():
     runs = [run(arm, seed, (0.2, 0.3, last)) for seed in (0, 1) for arm, last in (("grpo", 0.4), ("adora", 0.8))]
     runs += [one | {"arithmetic": "1f", "seed": one["seed"] + 6} for one in runs]
-    assert by_recipe(runs, "R2") == [], "one recipe needs no table of recipes"
-    rows = by_recipe([*runs, run("grpo", 0, (0.2, 0.3, 0.5)) | {"recipe": "kl"}], "R2")[2:]
+    assert report.by_recipe(runs, "R2") == [], "one recipe needs no table of recipes"
+    rows = report.by_recipe([*runs, run("grpo", 0, (0.2, 0.3, 0.5)) | {"recipe": "kl"}], "R2")[2:]
     assert [row.split(" | ")[:3] for row in rows] == [
         ["| `grpo`, GRPO", "4", "40.0"],
         ["| `grpo`, ADORA 0.1", "4", "80.0"],
         ["| `kl`, GRPO", "1", "50.0"],
     ]
-    models = by_model(runs, "R2", "grpo")[2:]
+    models = report.by_model(runs, "R2", "grpo")[2:]
     figures = "2 | 40.0 | 80.0 | **+40.0 [+40.0, +40.0]** | +40.0 |"
     assert models == [f"| arithmetic model {number} | {figures}" for number in (1, 2)]
-    assert by_model(runs[:4], "R2", "grpo") == []
+    assert report.by_model(runs[:4], "R2", "grpo") == []
 
 
 def test_a_run_of_the_engine_is_compared_and_not_counted():
     runs = [run("grpo", 0, (0.2, 0.3, 0.4)), run("grpo", 0, (0.2, 0.3, 0.9), engine=True)]
-    assert any(line.startswith("| GRPO | 1 | 40.0 |") for line in levels(runs, "R2", "grpo", HELD_OUT))
-    assert engines(runs)[2:] == ["| R2, grpo, GRPO, seed 0 | 40.0 | 90.0 | 50.0 | 50.0 |"]
-    assert engines(runs[:1]) == []
+    assert any(line.startswith("| GRPO | 1 | 40.0 |") for line in report.levels(runs, "R2", "grpo", report.HELD_OUT))
+    assert report.engines(runs)[2:] == ["| R2, grpo, GRPO, seed 0 | 40.0 | 90.0 | 50.0 | 50.0 |"]
+    assert report.engines(runs[:1]) == []
 
 
 def test_a_thinned_run_keeps_the_means_of_five_steps():
     steps = [{"chains": step / 10, **({"chain_accuracy": 0.5} if step == 7 else {})} for step in range(7)]
     steps.append({"chains": 0.9, "chain_accuracy": 0.5, "loss": 3.0})
-    kept = thinned({"seed": 1, "seconds": 3.0, "held_out": [{"step": 0}], "steps": steps})
+    kept = report.thinned({"seed": 1, "seconds": 3.0, "held_out": [{"step": 0}], "steps": steps})
     blocks = [{"step": 5, "chains": 0.2}, {"step": 8, "chains": 0.6667, "chain_accuracy": 0.5}]
     assert kept == {"seed": 1, "held_out": [{"step": 0}], "steps": blocks}
 
@@ -255,7 +229,7 @@ def test_a_yoked_run_has_the_mean_weights_of_another_on_groups_of_its_own():
 
 
 def test_the_settings_name_what_there_is():
-    settings = read_settings()
+    settings = task.read_settings()
     jobs = list(settings.jobs())
     assert len({job.name for job in jobs}) == len(jobs)
     assert {job.regime for job in jobs} <= set(settings.regimes)
@@ -267,7 +241,9 @@ def test_the_settings_name_what_there_is():
 
 
 def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
-    plan = Teaching(arithmetic_steps=3, steps=3, batch_size=2, learning_rate=1e-3, operations=(3,), layers=1, width=16)
+    plan = task.Teaching(
+        arithmetic_steps=3, steps=3, batch_size=2, learning_rate=1e-3, operations=(3,), layers=1, width=16
+    )
     arithmetic, starts = tmp_path / "arithmetic", [tmp_path / str(seed) for seed in (0, 1)]
     build_arithmetic(arithmetic, plan)
     for seed, folder in enumerate(starts):
