@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adora_vl.advantage import (
-    METHODS,
-    AdoraOptions,
-    AdvantagePipeline,
-    Groups,
-    group_advantages,
-    weigh_groups,
-)
+from adora_vl.advantage import METHODS, AdoraOptions, AdvantagePipeline, Groups, group_advantages, weigh_groups
 
 
 @pytest.fixture(autouse=True)
