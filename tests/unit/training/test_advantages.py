@@ -314,8 +314,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
         # so that groups with right and wrong answers are attenuated too
         criteria = {"adora_criteria": "difficulty", "adora_tau": 0.25}
         folder: Path = train(tmp_path_factory.mktemp("recorded") / "run", save_strategy="no", **criteria)
-    parts = sorted((folder / "rollouts").glob("*.parquet"))
-    rollouts = pd.concat([pd.read_parquet(part) for part in parts]).sort_values(["step", "group", "rollout"])
+    rollouts = pd.read_parquet(folder / "rollouts").sort_values(["step", "group", "rollout"])
     yield Recorded(rollouts.reset_index(drop=True), of_the_loss)
 
 

@@ -18,12 +18,7 @@ from transformers import TrainerState
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.rollout.engine import SamplingRequest
 from adora_vl.training.generation import Generation
-from adora_vl.training.partial_rollouts import (
-    PartialRollouts,
-    automatic_budget,
-    groups_to_begin,
-    groups_to_complete,
-)
+from adora_vl.training.partial_rollouts import PartialRollouts, automatic_budget, groups_to_begin, groups_to_complete
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
 from tests.support.step_context import step_context
