@@ -69,14 +69,14 @@ def predictions(workspace: Path) -> dict[str, list[Prediction]]:
     return {engine: read_predictions(workspace / engine / "predictions.jsonl") for engine in ("vllm", "transformers")}
 
 
-def test_both_engines_give_the_same_answers(predictions: dict[str, list[Prediction]]) -> None:
+def test_both_engines_give_the_same_answers(predictions):
     assert len(predictions["vllm"]) == 8
     assert predictions["vllm"] == predictions["transformers"]
     assert all(len(row["response"]) > 20 for row in predictions["vllm"])  # special tokens decode to nothing
     assert len({row["response"] for row in predictions["vllm"]}) > 2 * len(QUESTIONS)  # so the images matter
 
 
-def test_the_pixel_limit_reaches_both_engines(workspace: Path, predictions: dict[str, list[Prediction]]) -> None:
+def test_the_pixel_limit_reaches_both_engines(workspace, predictions):
     chat = ChatProcessor(str(workspace / "model"))
     for rows in predictions.values():
         for row in rows:
@@ -86,9 +86,7 @@ def test_the_pixel_limit_reaches_both_engines(workspace: Path, predictions: dict
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_second_run_gives_the_same_score_without_an_engine(
-    engine: str, workspace: Path, predictions: dict[str, list[Prediction]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_gives_the_same_score_without_an_engine(engine, workspace, predictions, monkeypatch):
     def no_engine(settings: Any) -> Any:
         raise AssertionError("the engine was built again")
 
@@ -102,9 +100,7 @@ def test_a_second_run_gives_the_same_score_without_an_engine(
     assert score["fingerprint"]["fields"]["engine"] == engine
 
 
-def test_other_settings_do_not_touch_the_folder(
-    workspace: Path, predictions: dict[str, list[Prediction]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_settings_do_not_touch_the_folder(workspace, predictions, capsys):
     assert predictions
     assert main(BENCHMARK, [*command(workspace, "vllm"), "--seed", "1"]) == 2
     assert "error: seed: " in capsys.readouterr().err

@@ -159,9 +159,7 @@ def succeeded(done: subprocess.CompletedProcess[str], project: Project) -> None:
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12"])
-def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
-    version: str, project: Project, indexes: Indexes
-) -> None:
+def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(version, project, indexes):
     succeeded(project.install(version), project)
     assert (project.origin("torch"), project.origin("torchvision")) == ("cpu index", "cpu index")
     assert not project.shim
@@ -170,7 +168,7 @@ def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
     assert "filelock" in indexes.wheels_taken(REGISTRY)
 
 
-def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project: Project, indexes: Indexes) -> None:
+def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project, indexes):
     indexes.silent.add(CPU)
     succeeded(project.install("3.11"), project)
     assert (project.origin("torch"), project.origin("torchvision")) == ("extra", "registry")
@@ -182,9 +180,7 @@ def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project: Project, ind
 
 
 @pytest.mark.parametrize("how", ["down", "silent"])
-def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_downloaded(
-    how: str, project: Project, indexes: Indexes
-) -> None:
+def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_downloaded(how, project, indexes):
     getattr(indexes, how).add(CPU)
     done = project.install("3.12")
     assert done.returncode == 2
@@ -199,7 +195,7 @@ def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_down
         assert [host for host, _ in indexes.asked].count(CPU) == 1, "pip's own retries take minutes"
 
 
-def test_an_index_without_the_build_is_not_called_unreachable(project: Project, indexes: Indexes) -> None:
+def test_an_index_without_the_build_is_not_called_unreachable(project, indexes):
     indexes.hosts[CPU] = torch_wheels("cpu index", "+cu130", "3.11", "3.12")
     indexes.hosts[EXTRA] = []
     done = project.install("3.12")
@@ -208,7 +204,7 @@ def test_an_index_without_the_build_is_not_called_unreachable(project: Project, 
     assert f"{answers}. Set TORCH_INDEX to an index" in done.stderr
 
 
-def test_torch_index_overrides_the_cpu_index_and_the_registry(project: Project, indexes: Indexes) -> None:
+def test_torch_index_overrides_the_cpu_index_and_the_registry(project, indexes):
     indexes.hosts[OWN] = torch_wheels("own", "+cpu", "3.12")
     done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{OWN}/simple")
     succeeded(done, project)
@@ -217,7 +213,7 @@ def test_torch_index_overrides_the_cpu_index_and_the_registry(project: Project, 
     assert "secret" not in done.stdout + done.stderr + project.log
 
 
-def test_a_torch_index_without_the_build_is_refused_by_name(project: Project, indexes: Indexes) -> None:
+def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
     indexes.hosts[OWN] = torch_wheels("own", "+cpu", "3.11")
     done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{OWN}/simple")
     assert done.returncode == 2
@@ -228,9 +224,7 @@ def test_a_torch_index_without_the_build_is_refused_by_name(project: Project, in
     assert not any("/files/" in path for _, path in indexes.asked)
 
 
-def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installed(
-    project: Project, indexes: Indexes
-) -> None:
+def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installed(project, indexes):
     indexes.hosts[EXTRA] = []
     done = project.install("3.11", ADORA_DEVICE="gpu")
     # The torchvision of this test loads on no machine, so the last check fails; what matters is that it came so far.
@@ -239,7 +233,7 @@ def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installe
     assert not indexes.projects_asked(CPU)
 
 
-def test_another_python_than_that_of_the_environment_is_refused(project: Project, indexes: Indexes) -> None:
+def test_another_python_than_that_of_the_environment_is_refused(project, indexes):
     subprocess.run([interpreter("3.11"), "-m", "venv", "--without-pip", str(project.folder / ".venv")], check=True)
     done = project.install("3.12")
     assert done.returncode == 2

@@ -42,27 +42,11 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     assert convert(jsonl(tmp_path, rows), tmp_path / "own", "--name", "own", columns=columns) == 0
     done = run(
         [
-            *KILLS,
-            "--kills",
-            "backward:5",
-            "--output",
-            str(tmp_path),
-            "--",
-            "--adora_method",
-            "daro+adora",
-            "--adora_noisy_rollouts",
-            "0.5",
-            "--adora_visual_tokens",
-            "0.5",
-            "--dataset_name",
-            "synthetic",
-            str(tmp_path / "own"),
-            "--adora_mixture",
-            "0.6",
-            "0.4",
-            *MOVED,
+            *KILLS, "--kills", "backward:5", "--output", str(tmp_path), "--", "--adora_method", "daro+adora",
+            "--adora_noisy_rollouts", "0.5", "--adora_visual_tokens", "0.5", "--dataset_name", "synthetic",
+            str(tmp_path / "own"), "--adora_mixture", "0.6", "0.4", *MOVED,
         ]
-    )
+    )  # fmt: skip
     assert "checkpoint-3" in done.stdout
     assert "3 steps, 3 tables of rollouts, weights: all equal" in done.stdout
     rollouts = pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))

@@ -18,17 +18,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import choose_start
-from adora_vl.checkpoint.store import (
-    MANIFEST,
-    MARK,
-    STAGING,
-    checkpoints,
-    newest_valid,
-    problem_of,
-    publish,
-    rotate,
-    seal,
-)
 from adora_vl.checkpoint.universal import _GroupsAsBefore, expect_universal, load_shards, without_code, write_universal
 from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
 from adora_vl.config.keys import AdoraKeys
@@ -40,13 +29,13 @@ RUN = {"adora_factor": "0.1", "dataset": "abc"}
 
 
 def make(output_dir: Path, step: int, fingerprint: dict[str, str] = RUN) -> Path:
-    staged = output_dir / STAGING / f"checkpoint-{step}"
+    staged = output_dir / store.STAGING / f"checkpoint-{step}"
     (staged / "global_step").mkdir(parents=True)
     (staged / "model.safetensors").write_bytes(bytes(range(256)) * 20)
     (staged / "global_step" / "shard.pt").write_bytes(b"shard" * step)
     (staged / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     final = output_dir / f"checkpoint-{step}"
-    publish(staged, final, {"step": step, "fingerprint": fingerprint})
+    store.publish(staged, final, {"step": step, "fingerprint": fingerprint})
     return final
 
 
@@ -67,19 +56,19 @@ DAMAGES = {
         "global_step/shard.pt is damaged",
     ),
     "missing file": (lambda c: (c / "global_step" / "shard.pt").unlink(), "global_step/shard.pt is missing"),
-    "missing mark": (lambda c: (c / MARK).unlink(), "it was never finished (complete is missing)"),
-    "missing manifest": (lambda c: (c / MANIFEST).unlink(), "it was never finished (manifest.json is missing)"),
-    "edited manifest": (lambda c: flip_a_byte(c / MANIFEST), "manifest.json is not the one that was finished"),
-    "empty mark": (lambda c: (c / MARK).write_text(""), "manifest.json is not the one that was finished"),
+    "missing mark": (lambda c: (c / store.MARK).unlink(), "it was never finished (complete is missing)"),
+    "missing manifest": (lambda c: (c / store.MANIFEST).unlink(), "it was never finished (manifest.json is missing)"),
+    "edited manifest": (lambda c: flip_a_byte(c / store.MANIFEST), "manifest.json is not the one that was finished"),
+    "empty mark": (lambda c: (c / store.MARK).write_text(""), "manifest.json is not the one that was finished"),
 }
 
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
     for name, (damage, reason) in DAMAGES.items():
         older, newer = make(tmp_path / name, 10), make(tmp_path / name, 20)
-        assert problem_of(newer) is None
+        assert store.problem_of(newer) is None
         damage(newer)
-        assert reason in str(problem_of(newer)), name
+        assert reason in str(store.problem_of(newer)), name
         start = choose_start(tmp_path / name, None, False, RUN)
         assert start.checkpoint == str(older), name
         assert start.notes[0].startswith(f"skipped {newer}: ") and reason in start.notes[0], name
@@ -88,7 +77,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
 
 
 def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
-    (make(tmp_path, 10) / MARK).unlink()
+    (make(tmp_path, 10) / store.MARK).unlink()
     with pytest.raises(UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"):
         choose_start(tmp_path, "auto", False, RUN)
     start = choose_start(tmp_path, "auto", True, RUN)
@@ -151,7 +140,7 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
     for name in names:
         torch.save({"optimizer_state_dict": Code(ran)}, checkpoint / "global_step1" / f"{name}_states.pt")
     (checkpoint / "latest").write_text("global_step1")
-    seal(checkpoint, {"step": 1, "fingerprint": {}})
+    store.seal(checkpoint, {"step": 1, "fingerprint": {}})
     engine = SimpleNamespace(
         load_checkpoint=lambda *_, **__: torch.load(
             checkpoint / "global_step1" / f"{names[0]}_states.pt", weights_only=False
@@ -252,11 +241,11 @@ def test_a_reward_function_that_was_edited_is_another_run():
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
     for step in (5, 10, 15, 20):
         make(tmp_path, step)
-    (tmp_path / "checkpoint-10" / MARK).unlink()
-    rotate(tmp_path, 2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-15", "checkpoint-10"]
-    rotate(tmp_path, None)
-    assert len(checkpoints(tmp_path)) == 3
+    (tmp_path / "checkpoint-10" / store.MARK).unlink()
+    store.rotate(tmp_path, 2)
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-15", "checkpoint-10"]
+    store.rotate(tmp_path, None)
+    assert len(store.checkpoints(tmp_path)) == 3
 
 
 def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
@@ -266,7 +255,7 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     writer = CheckpointWriter(tmp_path, 1, alone)
 
     def save(folder: Path) -> dict[str, object]:
-        assert problem_of(older) is None and checkpoints(tmp_path / ASIDE)
+        assert store.problem_of(older) is None and store.checkpoints(tmp_path / ASIDE)
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half")
         return {"fingerprint": RUN}
@@ -277,16 +266,16 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
 
     with pytest.raises(RunError, match=r"checkpoint-20 could not .* \(no space left.*older checkpoints are as"):
         writer.write(20, on_a_full_disk)
-    assert problem_of(older) is None and checkpoints(tmp_path / ASIDE) and writer.saved_at is None
+    assert store.problem_of(older) is None and store.checkpoints(tmp_path / ASIDE) and writer.saved_at is None
     writer.write(20, save)
-    assert newest_valid(tmp_path).checkpoint == tmp_path / "checkpoint-20" and writer.saved_at == 20
-    assert len(checkpoints(tmp_path)) == 1 and not (tmp_path / ASIDE).exists()
+    assert store.newest_valid(tmp_path).checkpoint == tmp_path / "checkpoint-20" and writer.saved_at == 20
+    assert len(store.checkpoints(tmp_path)) == 1 and not (tmp_path / ASIDE).exists()
 
 
 def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
     flip_a_byte(make(tmp_path, 10) / "model.safetensors")
-    assert problem_of(make(tmp_path, 10)) is None
-    assert list((tmp_path / STAGING).iterdir()) == []
+    assert store.problem_of(make(tmp_path, 10)) is None
+    assert list((tmp_path / store.STAGING).iterdir()) == []
 
 
 def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkeypatch):
@@ -304,7 +293,7 @@ def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkey
         with contextlib.suppress(KeyboardInterrupt):
             make(tmp_path, 20)
         monkeypatch.setattr(store, call, real)
-        found = newest_valid(tmp_path)
+        found = store.newest_valid(tmp_path)
         assert found.checkpoint == (tmp_path / "checkpoint-20" if (tmp_path / "checkpoint-20").exists() else older)
         assert found.skipped == []
         store.clear_staging(tmp_path)
@@ -327,11 +316,7 @@ def test_an_epoch_has_its_own_order_however_the_run_came_there():
 def test_every_rollout_has_its_own_seed_and_the_same_one_again():
     where = [
         (run, f"train/{step}/{micro}", group, member)
-        for run in (0, 1)
-        for step in (0, 1)
-        for micro in (0, 1)
-        for group in (0, 9)
-        for member in (0, 7)
+        for run, step, micro, group, member in product((0, 1), (0, 1), (0, 1), (0, 9), (0, 7))
     ]
     seeds = [rollout_seed(*each) for each in where]
     assert len(set(seeds)) == len(where) and all(0 <= seed < 2**63 for seed in seeds)

@@ -20,12 +20,7 @@ from trl import GRPOTrainer
 
 from adora_vl.checkpoint.resume import choose_start, lock_output_dir
 from adora_vl.checkpoint.stop import mark_stopped
-from adora_vl.checkpoint.store import (
-    CHECKPOINT,
-    STAGING,
-    checkpoints,
-    newest_valid,
-)
+from adora_vl.checkpoint.store import CHECKPOINT, STAGING, checkpoints, newest_valid
 from adora_vl.checkpoint.writer import ASIDE, delete_aside, refuse_own_files, set_aside
 from adora_vl.checkpoint.written import WRITTEN, noted, of_a_run, own_files
 from adora_vl.export import main as export

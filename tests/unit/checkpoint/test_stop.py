@@ -234,9 +234,7 @@ WORDS = {
     "eval.compare": ["a.json", "b.json"],
     "eval": ["geometry3k", "score"],
 }
-NO_COMMAND = {
-    "adora_vl.rewards.explain": "imports nothing that takes long, and answers at once",
-}
+NO_COMMAND = {"adora_vl.rewards.explain": "imports nothing that takes long, and answers at once"}
 PRESS = f"""
 import os, runpy, signal, sys
 module, sys.argv[1:] = sys.argv[1], sys.argv[2:]
@@ -280,7 +278,7 @@ def press_ctrl_c(code: str, module: str, folder: Path) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [*commands(), *(f"{name}:main" for name in scripts())])
-def test_a_module_that_is_interrupted_says_so_in_one_line(module: str, tmp_path: Path) -> None:
+def test_a_module_that_is_interrupted_says_so_in_one_line(module, tmp_path):
     """A command by `python -m`, and an installed one by its entry point (`:main`)."""
     name = module.removesuffix(":main")
     code, said = press_ctrl_c(AS_MODULE if name == module else AS_SCRIPT, name, tmp_path)
@@ -289,9 +287,7 @@ def test_a_module_that_is_interrupted_says_so_in_one_line(module: str, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_run_that_is_interrupted_before_its_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, capsys):
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 

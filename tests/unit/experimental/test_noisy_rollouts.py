@@ -226,11 +226,7 @@ def measured(distorted_rows):
     sampling = torch.tensor([[-1.1, -2.1], [-4.0, -5.0]])
     rows = torch.tensor(distorted_rows)
     sampling[rows] = NAN  # as the engine returns them
-    micro: Batch = {
-        "completion_mask": torch.ones(2, 2),
-        "sampling_per_token_logps": sampling,
-        "distorted": rows,
-    }
+    micro: Batch = {"completion_mask": torch.ones(2, 2), "sampling_per_token_logps": sampling, "distorted": rows}
     DriftGuard(context).check(logps, sampling, compared_mask(micro), 0)
     ImportanceRatio(context).complete(micro, logps)
     return micro["importance_sampling_ratio"], logged

@@ -367,8 +367,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[pd.DataFrame
         patches.setattr(GRPOTrainer, "_compute_loss", noted)
         settings = {"adora_visual_tokens": 0.4, "adora_visual_scale_min": 0.8, "save_strategy": "no"}
         folder = train(tmp_path_factory.mktemp("visual") / "run", **settings)
-    parts = sorted((folder / "rollouts").glob("*.parquet"))
-    rollouts = pd.concat([pd.read_parquet(part) for part in parts]).sort_values(["step", "group", "rollout"])
+    rollouts = pd.read_parquet(folder / "rollouts").sort_values(["step", "group", "rollout"])
     yield rollouts.reset_index(drop=True), of_the_loss, folder
 
 

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def moved(before: Path, after: Path) -> Mapping[str, list[bool]]:
 
 
 @pytest.mark.slow
-def test_the_frozen_part_stays_and_the_others_move(trained: Trained) -> None:
+def test_the_frozen_part_stays_and_the_others_move(trained):
     parts = moved(trained.model, trained.run)
     assert not any(parts["projector"]) and len(parts["projector"]) == (18 if trained.kind == "qwen3_vl" else 6)
     assert sum(parts["vision_tower"]) > 0.8 * len(parts["vision_tower"]), "a key's bias moves nothing"
@@ -87,13 +88,13 @@ def test_the_frozen_part_stays_and_the_others_move(trained: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_family_cannot_share_is_said_in_one_line(trained: Trained) -> None:
+def test_what_a_family_cannot_share_is_said_in_one_line(trained):
     note = FAMILIES[trained.kind].note
     assert trained.printed.count(f"{trained.model}: {note}\n") == bool(note)
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_bit(trained: Trained, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_to_the_bit(trained, tmp_path):
     again = shutil.copytree(trained.run, tmp_path / "again")
     shutil.rmtree(again / f"checkpoint-{STEPS}")
     (again / "model.safetensors").unlink()
@@ -101,15 +102,15 @@ def test_a_killed_run_goes_on_to_the_bit(trained: Trained, tmp_path: Path) -> No
     assert facts(again) == facts(trained.run)
 
 
-def score(model: Path, data: Path, output: Path) -> dict[str, object]:
+def score(model: Path, data: Path, output: Path) -> dict[str, Any]:
     words = ["run", "--model", str(model), "--data", str(data), "--output", str(output), "--engine", "transformers"]
     assert evaluate(BENCHMARK, [*words, "--max-tokens", "8"]) == 0
-    found: dict[str, object] = json.loads((output / "score.json").read_text())
+    found: dict[str, Any] = json.loads((output / "score.json").read_text())
     return found
 
 
 @pytest.mark.slow
-def test_a_run_and_its_adapter_are_evaluated(trained: Trained, data: Path, tmp_path: Path) -> None:
+def test_a_run_and_its_adapter_are_evaluated(trained, data, tmp_path):
     assert score(trained.run, data, tmp_path / "whole")["total"] == 2
     settings = {**SETTINGS, "adora_freeze_projector": "false", **LORA}
     adapted = train(tmp_path / "lora", model_name_or_path=trained.model, **settings)
@@ -123,23 +124,17 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("lora") / "run", **{**LORA, "max_steps": 1})
 
 
-def test_the_evaluation_of_a_lora_run(lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, output = tmp_path / "data", tmp_path / "eval"
-    assert data_prep(["synthetic", "--output", str(data), "--rows", "1", "--test-rows", "2"]) == 0
-    words = ["run", "--model", str(lora_run), "--data", str(data), "--output", str(output), "--engine", "transformers"]
+def test_the_evaluation_of_a_lora_run(lora_run, data, tmp_path, capsys):
     capsys.readouterr()
-    assert evaluate(BENCHMARK, [*words, "--max-tokens", "8"]) == 0
+    found = score(lora_run, data, tmp_path / "eval")
     said = capsys.readouterr().err
     assert f"{lora_run} holds a LoRA adapter; its merged model is used: {lora_run / 'merged'}\n" in said
-    score = json.loads((output / "score.json").read_text())
-    assert score["total"] == 2 and score["fingerprint"]["fields"]["model"] == str(lora_run / "merged")
+    assert found["total"] == 2 and found["fingerprint"]["fields"]["model"] == str(lora_run / "merged")
     assert not [path.name for path in lora_run.iterdir() if "partial" in path.name]
     assert own_files(lora_run) == [], "the run does not know its adapter and its merged model for its own"
 
 
-def test_without_the_merged_model_one_line_says_how_to_make_it(
-    lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_merged_model_one_line_says_how_to_make_it(lora_run, tmp_path, capsys):
     run = shutil.copytree(lora_run, tmp_path / "run")
     shutil.rmtree(run / "merged")
     words = ["run", "--model", str(run), "--data", "nowhere", "--output", str(tmp_path / "eval")]
@@ -148,7 +143,7 @@ def test_without_the_merged_model_one_line_says_how_to_make_it(
     assert said.count("\n") == 1 and "adora_vl.export" in said and str(run) in said
 
 
-def test_the_adapter_of_a_language_model_is_exported_too(tmp_path: Path) -> None:
+def test_the_adapter_of_a_language_model_is_exported_too(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     base = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_key_value_heads=2, **sizes))
     base.save_pretrained(tmp_path / "base")

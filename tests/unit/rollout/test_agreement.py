@@ -14,21 +14,6 @@ from hypothesis import strategies as st
 
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout import agreement
-from adora_vl.rollout.agreement import (
-    COLD,
-    POSITION,
-    PROMPTS,
-    ROWS,
-    EngineProbe,
-    Prompts,
-    Rollouts,
-    agreement_bound,
-    check_read_prompts,
-    distant_bound,
-    far_prompts,
-    head,
-    judge,
-)
 from adora_vl.rollout.importance import Drift
 from adora_vl.utils.checks import Check, Status, failed, passed
 from adora_vl.utils.errors import RolloutError
@@ -50,7 +35,7 @@ def trainer(model: int = 10**6, engine: int = 10**6) -> Any:
     )  # fmt: skip
 
 
-def prompts(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
+def prompts(shapes: list[tuple[list[int], list[int]]]) -> agreement.Prompts:
     """Of each row its words, and for each of its images the number of image tokens, four patches a token."""
     ids = [[token for size in sizes for token in [IMAGE] * size] + words for words, sizes in shapes]
     width, grids = max(map(len, ids)), [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
@@ -62,7 +47,9 @@ def prompts(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
         "mm_token_type_ids": kinds,
     }
     names = [str(number) for number in range(len(ids))]
-    return Prompts(names, ids, [[None] * len(sizes) for _, sizes in shapes], fields, [len(s) for _, s in shapes])
+    return agreement.Prompts(
+        names, ids, [[None] * len(sizes) for _, sizes in shapes], fields, [len(s) for _, s in shapes]
+    )
 
 
 ROW = st.tuples(
@@ -74,10 +61,10 @@ ROW = st.tuples(
 @given(shapes=st.lists(ROW, min_size=1, max_size=5), tokens=st.integers(1, 40), longest=st.integers(130, 4000))
 def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
     near = prompts(shapes)
-    far = far_prompts(trainer(engine=longest), near, tokens)
+    far = agreement.far_prompts(trainer(engine=longest), near, tokens)
     assert far is not None and far.num_images is not None
-    rows = len(shapes[:ROWS])
-    assert max(map(len, far.ids)) == min(POSITION, longest - tokens)
+    rows = len(shapes[: agreement.ROWS])
+    assert max(map(len, far.ids)) == min(agreement.POSITION, longest - tokens)
     assert len({len(there) - len(here) for there, here in zip(far.ids, near.ids, strict=False)}) == 1
     for (words, _), there, here in zip(shapes, far.ids, near.ids, strict=False):
         assert there[-len(here) :] == here
@@ -93,32 +80,32 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
 
 def test_where_model_or_engine_have_no_room_there_are_none():
     for limits in ({"model": 40}, {"engine": 40}):
-        assert far_prompts(trainer(**limits), prompts([(WORDS[:30], [4])]), 8) is None
-        assert far_prompts(trainer(**limits), prompts([(WORDS[:20], [4])]), 8) is not None
+        assert agreement.far_prompts(trainer(**limits), prompts([(WORDS[:30], [4])]), 8) is None
+        assert agreement.far_prompts(trainer(**limits), prompts([(WORDS[:20], [4])]), 8) is not None
 
 
 def test_prompts_without_images_keep_none():
-    plain = Prompts(["a", "b", "c"], [[20, 21], [22], [23]], None, {}, None)
-    far = far_prompts(trainer(engine=100), plain, 10)
+    plain = agreement.Prompts(["a", "b", "c"], [[20, 21], [22], [23]], None, {}, None)
+    far = agreement.far_prompts(trainer(engine=100), plain, 10)
     assert far is not None and far.images is None and far.fields == {}
     assert [len(row) for row in far.ids] == [90, 89]
-    assert head(plain, 1).ids == [[20, 21]]
+    assert agreement.head(plain, 1).ids == [[20, 21]]
 
 
 def test_an_engine_that_reads_another_prompt():
     nothing = torch.zeros(1, 1)
     sent = prompts([([2], [2])])
-    same = Rollouts([[IMAGE, IMAGE, 2]], [[3]], nothing, nothing)
-    twice = Rollouts([[*[IMAGE] * 4, 2]], [[3]], nothing, nothing)
-    assert check_read_prompts(sent, same, IMAGE).status is Status.PASSED
-    check = check_read_prompts(sent, twice, IMAGE)
-    assert check.status is Status.FAILED and check.name == PROMPTS
+    same = agreement.Rollouts([[IMAGE, IMAGE, 2]], [[3]], nothing, nothing)
+    twice = agreement.Rollouts([[*[IMAGE] * 4, 2]], [[3]], nothing, nothing)
+    assert agreement.check_read_prompts(sent, same, IMAGE).status is Status.PASSED
+    check = agreement.check_read_prompts(sent, twice, IMAGE)
+    assert check.status is Status.FAILED and check.name == agreement.PROMPTS
     assert "5 tokens (4 of images), the trainer 3 (2 of images)" in check.detail and "expanded twice" in check.remedy
 
 
 def test_agreement_is_judged_by_the_mean():
     for mean, status in ((1e-6, Status.PASSED), (0.02, Status.FAILED), (float("inf"), Status.FAILED)):
-        assert judge("agreement", Drift(mean, 9.0), 0.01, "remedy").status is status
+        assert agreement.judge("agreement", Drift(mean, 9.0), 0.01, "remedy").status is status
 
 
 def test_the_bound_follows_the_coarser_dtype(subtests):
@@ -141,8 +128,8 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
                 model=SimpleNamespace(dtype=torch.float32),
                 vllm_generation=SimpleNamespace(settings=SimpleNamespace(dtype=engine)),
             )
-            assert agreement_bound(trainer) == bound
-            assert distant_bound(trainer) == (bound / 10 if bound == 0.01 else bound), "of float32 alone"
+            assert agreement.agreement_bound(trainer) == bound
+            assert agreement.distant_bound(trainer) == (bound / 10 if bound == 0.01 else bound), "of float32 alone"
 
 
 @pytest.fixture
@@ -151,7 +138,7 @@ def about_to_train(monkeypatch):
 
     def start(checks: list[Check], **trainer: object) -> None:
         monkeypatch.setattr(agreement, "read_prompts", lambda trainer, rows: prompts([([20], [1])]))
-        monkeypatch.setattr(EngineProbe, "cold_on_all_ranks", lambda self: checks)
+        monkeypatch.setattr(agreement.EngineProbe, "cold_on_all_ranks", lambda self: checks)
         accelerator = SimpleNamespace(process_index=0, is_main_process=True)
         facts = {"use_vllm": True, "vllm_mode": "colocate", "train_dataset": [{}, {}, {}], "accelerator": accelerator}
         agreement.SelfCheck(SimpleNamespace(**{**facts, **trainer})).on_train_begin(None, None, None)
@@ -160,20 +147,20 @@ def about_to_train(monkeypatch):
 
 
 def test_training_starts_where_engine_and_trainer_agree(about_to_train, capsys):
-    about_to_train([passed(PROMPTS, "2 prompts"), passed(COLD, "1e-06 nats per token")])
+    about_to_train([passed(agreement.PROMPTS, "2 prompts"), passed(agreement.COLD, "1e-06 nats per token")])
     assert capsys.readouterr().out == "Self-check: engine and trainer differ by 1e-06 nats per token\n"
 
 
 def test_training_is_refused_where_they_do_not(about_to_train):
     with pytest.raises(RolloutError, match=r"agreement, cold: 3 nats per token\. Mend it\..*--adora_self_check false"):
-        about_to_train([passed(PROMPTS, "2 prompts"), failed(COLD, "3 nats per token", "mend it")])
+        about_to_train([passed(agreement.PROMPTS, "2 prompts"), failed(agreement.COLD, "3 nats per token", "mend it")])
 
 
 def test_without_an_engine_in_this_process_there_is_nothing_to_check(about_to_train, capsys, subtests):
     cases: list[Any] = [{"use_vllm": False}, {"vllm_mode": "server"}]
     for trainer in cases:
         with subtests.test(f"{trainer!r:.80}"):
-            about_to_train([failed(COLD, "not looked at", "x")], **trainer)
+            about_to_train([failed(agreement.COLD, "not looked at", "x")], **trainer)
             assert capsys.readouterr().out == ""
 
 

@@ -20,17 +20,9 @@ from transformers import GenerationConfig
 
 from adora_vl.data.dataloader import kept
 from adora_vl.rollout import engine_settings as sync
+from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest, Segments
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.prompt_tokens import (
-    PromptMismatchError,
-    check_prompts,
-    collapse_image_runs,
-    mismatch_named,
-    never_sample,
-    never_sampled_ids,
-    refuse_prefill,
-)
 from adora_vl.rollout.servers import of_sampled
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
@@ -131,23 +123,25 @@ def test_a_bias_from_the_command_line_has_texts_as_its_tokens(monkeypatch):
             generation_with({"logit_bias": wrong})
 
 
+def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks: int = 1) -> Any:
+    """What vLLM's engine is built with."""
+    monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
+    engine, model = object.__new__(AdoraVLLMGeneration), SimpleNamespace(dtype=torch.float32)
+    engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False)
+    engine.settings, engine.tensor_parallel_size = settings, ranks
+    return engine._build_llm(max_model_len=64)
+
+
 def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
     cases = [(None, True, True), (None, False, False), (False, True, False), (True, False, True)]
     for wanted, on_cpu, eager in cases:
         with subtests.test(f"{wanted} {on_cpu}"):
             monkeypatch.setattr(sync, "engine_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
-            monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
-            engine = object.__new__(AdoraVLLMGeneration)
-            model = SimpleNamespace(dtype=torch.float32)
-            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False)
-            engine.tensor_parallel_size = 1
-            engine.settings = EngineSettings(enforce_eager=wanted)
-            assert engine._build_llm(max_model_len=64)["enforce_eager"] is eager
+            assert built_with(monkeypatch, EngineSettings(enforce_eager=wanted))["enforce_eager"] is eager
 
 
 def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_grow(monkeypatch, subtests):
     """vLLM's own would end the process."""
-    monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     for ranks, setting, off in [
         (2, "expandable_segments:True", True),
@@ -156,11 +150,8 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
     ]:
         with subtests.test(f"{ranks} {setting}"):
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
-            engine = object.__new__(AdoraVLLMGeneration)
-            model = SimpleNamespace(dtype=torch.float32)
-            engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False)
-            engine.settings, engine.tensor_parallel_size = EngineSettings(), ranks
-            assert engine._build_llm(max_model_len=64).get("disable_custom_all_reduce") is off
+            found = built_with(monkeypatch, EngineSettings(), ranks)
+            assert found.get("disable_custom_all_reduce") is off
 
 
 def test_the_doctor_samples_with_settings_of_its_own_and_the_run_gets_its_own_back():
@@ -355,26 +346,26 @@ def test_each_run_of_image_tokens_becomes_one(subtests):
     ]
     for ids, collapsed in cases:
         with subtests.test(f"{ids}"):
-            assert collapse_image_runs(ids, IMAGE) == collapsed
+            assert prompt_tokens.collapse_image_runs(ids, IMAGE) == collapsed
 
 
 def test_the_first_row_that_differs_is_named_with_the_token_counts_or_the_tokenizer():
-    check_prompts([[1, 2], [3]], [(1, 2), (3,)], IMAGE)
-    with pytest.raises(PromptMismatchError, match="trainer 1, engine 2.*min_pixels") as caught:
-        check_prompts([[1], [1, IMAGE], [IMAGE]], [[1], [1, IMAGE, IMAGE], [2]], IMAGE)
+    prompt_tokens.check_prompts([[1, 2], [3]], [(1, 2), (3,)], IMAGE)
+    with pytest.raises(prompt_tokens.PromptMismatchError, match="trainer 1, engine 2.*min_pixels") as caught:
+        prompt_tokens.check_prompts([[1], [1, IMAGE], [IMAGE]], [[1], [1, IMAGE, IMAGE], [2]], IMAGE)
     assert caught.value.row == 1
-    with pytest.raises(PromptMismatchError, match="the text differs.*tokenizer") as caught:
-        check_prompts([[1, IMAGE, 2]], [[1, IMAGE, 3]], IMAGE)
+    with pytest.raises(prompt_tokens.PromptMismatchError, match="the text differs.*tokenizer") as caught:
+        prompt_tokens.check_prompts([[1, IMAGE, 2]], [[1, IMAGE, 3]], IMAGE)
     assert caught.value.row == 0
     with pytest.raises(ValueError, match="shorter"):  # a missing row is not passed over
-        check_prompts([[1], [2]], [[1]], IMAGE)
+        prompt_tokens.check_prompts([[1], [2]], [[1]], IMAGE)
 
 
 def test_a_mismatch_names_the_row_by_its_id_or_its_number():
     for rows, name in (([{}, {"id": "train/7"}], "row train/7:"), ([{}, {}], "row #1 of this rank's batch:")):
-        with pytest.raises(RolloutError, match=f"^{name} .*tokenizer"), mismatch_named(rows):
-            check_prompts([[1], [2]], [[1], [3]], IMAGE)
-    with pytest.raises(RolloutError, match="^the engine stopped$"), mismatch_named([{"id": "train/7"}]):
+        with pytest.raises(RolloutError, match=f"^{name} .*tokenizer"), prompt_tokens.mismatch_named(rows):
+            prompt_tokens.check_prompts([[1], [2]], [[1], [3]], IMAGE)
+    with pytest.raises(RolloutError, match="^the engine stopped$"), prompt_tokens.mismatch_named([{"id": "train/7"}]):
         raise RolloutError("the engine stopped")
 
 
@@ -382,13 +373,13 @@ def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
     names = ["a", "<|image_pad|>", "<|vision_start|>", "b", "<|video_pad|>", "<|vision_end|>"]
     for known, banned in ((names, [1, 2, 4, 5]), (["a", "b"], [])):
         tokenizer: Any = SimpleNamespace(get_vocab=lambda known=known: {name: at for at, name in enumerate(known)})
-        assert sorted(never_sampled_ids(tokenizer)) == banned
+        assert sorted(prompt_tokens.never_sampled_ids(tokenizer)) == banned
     settings: dict[str, Any] = {"suppress_tokens": [7, 3]}
     config = GenerationConfig()
-    never_sample([3, 1], settings, config)
+    prompt_tokens.never_sample([3, 1], settings, config)
     assert settings["suppress_tokens"] == config.suppress_tokens == [1, 3, 7]
     settings, config = {}, GenerationConfig()
-    never_sample([], settings, config)
+    prompt_tokens.never_sample([], settings, config)
     assert settings == {} and config.suppress_tokens is None
 
 
@@ -396,6 +387,6 @@ def test_a_prompt_that_begins_the_answer_is_refused_before_any_step():
     """TRL gives the engine a closed turn and a new one."""
     asked = [{"role": "user", "content": "How long?"}]
     begun = [*asked, {"role": "assistant", "content": "<think>"}]
-    refuse_prefill(Dataset.from_dict({"prompt": [asked, [*begun, *asked]]}))
+    prompt_tokens.refuse_prefill(Dataset.from_dict({"prompt": [asked, [*begun, *asked]]}))
     with pytest.raises(UserError, match="^prompt: row 1 ends with a turn of the assistant"):
-        refuse_prefill(Dataset.from_dict({"prompt": [asked, begun]}))
+        prompt_tokens.refuse_prefill(Dataset.from_dict({"prompt": [asked, begun]}))

@@ -34,7 +34,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(tmp_path: Path, read: list[str]) -> None:
+def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(tmp_path, read):
     file, held = tmp_path / "model.safetensors", bytearray(SIZE)
     hashes = set()
     for place in (None, 0, SIZE // 2 - 1, SIZE - 1):
@@ -47,7 +47,7 @@ def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(t
     assert content_hash([file.rename(tmp_path / "other.safetensors")]) not in hashes, "a file's name counts"
 
 
-def test_a_second_look_reads_nothing_also_in_another_process(tmp_path: Path, read: list[str]) -> None:
+def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, read):
     (tmp_path / "a").write_bytes(bytes(SIZE))
     first = content_hash([tmp_path / "a"])
     content._kept.cache_clear()  # as a new process
@@ -58,16 +58,14 @@ def test_a_second_look_reads_nothing_also_in_another_process(tmp_path: Path, rea
     assert content_hash([tmp_path / "a"]) == first and read == ["a", "a"], "what is no hash is not believed"
 
 
-def test_a_file_that_was_just_written_is_read_again(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_just_written_is_read_again(tmp_path, read, monkeypatch):
     """Within the grain of a clock, a second change would leave its time as it is."""
     monkeypatch.setattr(content, "time", time)
     (tmp_path / "a").write_bytes(bytes(SIZE))
     assert content_hash([tmp_path / "a"]) == content_hash([tmp_path / "a"]) and read == ["a", "a"]
 
 
-def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path: Path) -> None:
+def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path):
     file = tmp_path / "kept.jsonl"
     file.write_bytes(b'{"key": "a", "answer": "1"}\n{"key": "b", "answer": 2}\n[1]\n\xff{"key": "c", "ans')
     KeptAnswers(file).put("d", "4")

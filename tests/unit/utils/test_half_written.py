@@ -97,9 +97,7 @@ def place(prepared: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("write", [draw, clean, look, score, append, sort], ids=lambda write: write.__name__)
 @pytest.mark.parametrize("size", [0, 700])
-def test_what_was_there_stays_and_nothing_is_left_over(
-    write: Write, size: int, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_there_stays_and_nothing_is_left_over(write, size, place, capsys):
     before = contents(place)
     size = max(size, len(before["p.jsonl"] or b"") + 50) if write is append else size
     size = min(size, 300) if write is sort else size
@@ -115,7 +113,7 @@ def test_what_was_there_stays_and_nothing_is_left_over(
     assert contents(place) == before
 
 
-def test_a_full_disk_takes_no_answer_that_was_there(tmp_path: Path) -> None:
+def test_a_full_disk_takes_no_answer_that_was_there(tmp_path):
     """The rows of a batch that did not fit are asked again; those before them, and the file, are whole."""
     path = tmp_path / "p.jsonl"
     with PredictionLog(path) as log:
@@ -126,9 +124,7 @@ def test_a_full_disk_takes_no_answer_that_was_there(tmp_path: Path) -> None:
     assert [found["pid"] for found in read_predictions(path)] == ["1", "2", "4"]
 
 
-def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
-    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path, monkeypatch):
     """Training and evaluation read a prepared folder through it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     before = contents(prepared)
@@ -141,9 +137,7 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
     assert load_split(prepared / "data", "train").num_rows == 2
 
 
-def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
-    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(prepared, tmp_path, monkeypatch):
     """Its end is whole, so that its columns and the number of its rows can be read."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     shutil.copytree(prepared / "data", tmp_path / "data")
@@ -157,9 +151,7 @@ def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
 
 
 @pytest.mark.parametrize("old", [None, b"old"])
-def test_a_file_that_cannot_take_its_place_is_taken_away(
-    old: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_take_its_place_is_taken_away(old, tmp_path, monkeypatch):
     path = tmp_path / "file"
     if old is not None:
         path.write_bytes(old)
@@ -175,7 +167,7 @@ def test_a_file_that_cannot_take_its_place_is_taken_away(
 
 
 @pytest.mark.parametrize("output", ["file", "file/below", "", "x" * 300], ids=["file", "below a file", "empty", "long"])
-def test_an_output_that_cannot_be_is_one_line(output: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_cannot_be_is_one_line(output, place, capsys):
     (place / "file").write_text("mine")
     before = contents(place)
     at = str(place / output) if output else ""
@@ -193,7 +185,7 @@ def test_an_output_that_cannot_be_is_one_line(output: str, place: Path, capsys: 
         assert contents(place) == before
 
 
-def test_a_score_replaces_nothing_but_a_score(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_score_replaces_nothing_but_a_score(place, capsys):
     words = ["score", "--predictions", str(place / "p.jsonl"), "--output"]
     (place / "notes.json").write_text('{"years": "of work"}')
     before = contents(place)

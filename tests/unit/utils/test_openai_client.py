@@ -55,7 +55,7 @@ def in_turn(*replies: Reply) -> Answer:
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def test_waits_grow_and_what_the_server_asks_for_is_waited(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_grow_and_what_the_server_asks_for_is_waited(serve, monkeypatch):
     waits: list[float] = []
     clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)  # the servers of other tests sleep, too
     monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
@@ -64,7 +64,7 @@ def test_waits_grow_and_what_the_server_asks_for_is_waited(serve: Serve, monkeyp
     assert waits == [1.0, 2.0, 4.0]
 
 
-def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(serve: Serve) -> None:
+def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(serve):
     server = serve(lambda body, call: (500, b"") if call == 1 else completion("hi"))
     asking = client(server, budget=2)
     assert asking.chat(HELLO).text == "hi"
@@ -73,7 +73,7 @@ def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(serve: Serve)
     assert len(server.requests) == 2
 
 
-def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     for status in (400, 401, 302):
         server = serve(in_turn((status, f"no model for {KEY}\nat all".encode())))
@@ -103,9 +103,7 @@ def _spellings(key: str) -> dict[str, str]:
     }
 
 
-def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, monkeypatch):
     key = 'sk-Q/a+b"c&?>~9z7Kf0'
     monkeypatch.setenv("OPENAI_API_KEY", key)
     for name, spelling in _spellings(key).items():
@@ -117,7 +115,7 @@ def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(
         assert not any(part.lower() in said.lower() for part in (spelling[9:20], key[:9], key[-9:])), f"{name}: {said}"
 
 
-def test_a_proxy_gets_nothing_that_is_for_this_machine(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
     """Not even the key. What is for others it gets, as before."""
     proxy, judge = serve(lambda body, call: completion("of the proxy")), serve(lambda body, call: completion("hi"))
     for name in ("no_proxy", "NO_PROXY"):
@@ -132,16 +130,14 @@ def test_a_proxy_gets_nothing_that_is_for_this_machine(serve: Serve, monkeypatch
     assert [is_here(url) for url in (*here, "http://10.0.0.1", "http://localhost.org")] == [True] * 4 + [False] * 2
 
 
-def test_an_address_that_the_server_does_not_know_is_shown(serve: Serve) -> None:
+def test_an_address_that_the_server_does_not_know_is_shown(serve):
     server = serve(lambda body, call: (404, b"Not Found"))
     with pytest.raises(EndpointError) as error:
         ChatClient(Endpoint(f"{server.url}/chat/completions", "m", attempts=1)).chat(HELLO)
     assert f"HTTP 404 at {server.url}/chat/completions/chat/completions: Not Found" in str(error.value)
 
 
-def test_a_key_with_a_line_break_is_named_before_anything_is_sent(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeypatch):
     """As `KEY=$(printf 'a\\nb')` or a file with two lines makes it. A line break at its end is no part of it."""
     server = serve(lambda body, call: completion("hi"))
     for key in (f"{KEY}\nmore", f"{KEY}\rmore", "ключ"):
@@ -153,13 +149,13 @@ def test_a_key_with_a_line_break_is_named_before_anything_is_sent(
     assert client(server).chat(HELLO).text == "hi" and server.requests[0]["key"] == f"Bearer {KEY}"
 
 
-def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(serve: Serve) -> None:
+def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(serve):
     deep = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(EndpointError, match="is not a chat completion"):
         client(serve(lambda body, call: (200, deep)), attempts=1).chat(HELLO)
     for tokens in (math.inf, math.nan, -7, 1e300, "many", [3], None):
         reply = completion("hi", usage={"completion_tokens": tokens, "prompt_tokens": 9})
-        found = client(serve(lambda body, call, reply=reply: reply)).chat(HELLO)  # type: ignore[misc]
+        found = client(serve(lambda body, call, reply=reply: reply)).chat(HELLO)
         assert (found.text, found.n_tokens, found.n_prompt_tokens) == ("hi", 0, 9), tokens
 
 
@@ -194,7 +190,7 @@ def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
         listener.close()
 
 
-def test_the_time_out_bounds_the_whole_call(dribble: Callable[[bytes, bytes], str]) -> None:
+def test_the_time_out_bounds_the_whole_call(dribble):
     """A byte every 50 ms never meets a time-out of the socket's own: the whole reply would take 5 s and more."""
     body = completion("hi" + 100 * " ")[1]
     for at_once, slowly in ((HEAD, body), (b"", HEAD + body), (b"HTTP/1.0 400 no\r\n\r\n", body)):
@@ -206,9 +202,7 @@ def test_the_time_out_bounds_the_whole_call(dribble: Callable[[bytes, bytes], st
     assert slow_but_in_time.chat(HELLO).text.strip() == "hi"
 
 
-def test_a_reply_without_end_is_a_failure_and_is_not_held(
-    serve: Serve, dribble: Callable[[bytes, bytes], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, dribble, monkeypatch):
     monkeypatch.setattr("adora_vl.utils.openai_client._LARGEST_REPLY", 2**20)
     url = dribble(HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000)
     began = time.monotonic()
@@ -218,7 +212,7 @@ def test_a_reply_without_end_is_a_failure_and_is_not_held(
     assert len(client(serve(lambda body, call: completion("a" * 2**19))).chat(HELLO).text) == 2**19
 
 
-def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve: Serve) -> None:
+def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve):
     nothing = json.dumps({"choices": [{"message": {"content": None}, "finish_reason": "length"}]}).encode()
     server = serve(lambda body, call: (200, nothing) if call < 3 else completion(""))
     with pytest.raises(EndpointError, match=r"the reply has no text \(its finish_reason is 'length'\) \(attempt 2\)"):
@@ -226,7 +220,7 @@ def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve
     assert client(server).chat(HELLO).text == "", "a model may say nothing, and that is an answer"
 
 
-def test_what_is_no_http_address_is_refused() -> None:
+def test_what_is_no_http_address_is_refused():
     broken = ("http://[::1", "http://x:port/v1", "http://x y/v1", "http://./v1", f"http://{'x' * 70}/v1")
     for url in ("file:///etc/passwd", "localhost:8000", "http://", "ftp://x/y", *broken):
         with pytest.raises(UserError, match="is no http address"):
@@ -256,9 +250,7 @@ def picture(body: dict[str, Any]) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
 
 
-def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
-    data: Path, tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(data, tmp_path, serve, capsys):
     refused: list[str] = []
 
     def answer(body: dict[str, Any], call: int) -> Reply:
@@ -294,9 +286,7 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
     assert "common problems" in capsys.readouterr().out
 
 
-def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(
-    data: Path, tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(data, tmp_path, serve, capsys):
     """But a limit that leaves no room for the answer is the command's, and ends the run."""
     long = b'{"message": "This model\'s maximum context length is 512 tokens. Your request has 600 input tokens"}'
     wide = b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 tokens"}'
@@ -310,9 +300,7 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     assert "gave none of 6 answers: HTTP 400: " in capsys.readouterr().err
 
 
-def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
-    data: Path, tmp_path: Path, serve: Serve
-) -> None:
+def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(data, tmp_path, serve):
     """Each call may take its time-out four times, and `--timeout` is 600 s by default."""
     asked = threading.Event()
     server = serve(lambda body, call: asked.set())
@@ -325,9 +313,7 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
     assert process.returncode == 130 and said.splitlines()[-1].startswith("interrupted; what was answered is kept")
 
 
-def test_a_server_that_gives_nothing_ends_the_run_at_once(
-    data: Path, tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_gives_nothing_ends_the_run_at_once(data, tmp_path, serve, capsys):
     server = serve(lambda body, call: (404, b"the model `m` does not exist"))
     assert infer(data, tmp_path / "a", server.url, "--batch-size", "2", "--concurrency", "1") == 2
     assert len(server.requests) == 2
@@ -344,7 +330,7 @@ WRONG_OPTIONS = {
 }
 
 
-def test_options_that_do_not_fit_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_fit_are_one_line(data, tmp_path, capsys):
     command = ["run", "--model", "tiny", "--data", str(data), "--output", str(tmp_path)]
     for words, message in WRONG_OPTIONS.items():
         assert main(BENCHMARK, [*command, *words.split()]) == 2
@@ -383,9 +369,7 @@ def reads(body: dict[str, Any], _: int) -> Reply:
     return completion(f"Hm. <score>{1 if 'five' in text else 0.25}</score>")
 
 
-def test_a_failed_call_is_not_scored_counted_and_never_a_zero(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     server, metrics = serve(reads), dict[str, float]()
     function = judge(tmp_path, server.url)
@@ -404,7 +388,7 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(
 
 
 @pytest.mark.parametrize("held", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
-def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path: Path, serve: Serve, held: str) -> None:
+def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, serve, held):
     server = serve(lambda body, call: completion("<score>1</score>"))
     assert rewards(judge(tmp_path, server.url), {}) == [1.0] * 3
     cache = tmp_path / "judge_cache.jsonl"
@@ -415,7 +399,7 @@ def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path: Path, serve: 
     assert (len(server.requests), metrics["judge/cached"]) == ((3, 1.0) if fits else (6, 0.0))
 
 
-def test_a_score_is_known_by_all_that_it_depends_on(tmp_path: Path, serve: Serve) -> None:
+def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
     server, other = (serve(lambda body, call: completion("<score>1</score>")) for _ in range(2))
     calls = 0
     others: list[dict[str, Any]] = [
@@ -431,13 +415,13 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path: Path, serve: Serve
             assert len(server.requests) + len(other.requests) == calls, options
 
 
-def test_a_budget_leaves_the_rest_unscored(tmp_path: Path, serve: Serve) -> None:
+def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
     server = serve(lambda body, call: completion("<score>1</score>"))
     found = rewards(judge(tmp_path, server.url, budget=2, concurrency=1), {})
     assert found == [1.0, 1.0, None] and len(server.requests) == 2
 
 
-def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path: Path, serve: Serve) -> None:
+def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
     """The key may have ended since the run began. No later call would be answered, so none is made."""
     for code in (401, 403):
         replies: list[Reply] = [completion("<score>1</score>"), (code, b"ended")]
@@ -451,13 +435,13 @@ def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path: Path, serve: Serve
         assert len(server.requests) == 2, "neither tried again, nor asked for the third answer"
 
 
-def test_what_is_no_score_is_a_failure() -> None:
+def test_what_is_no_score_is_a_failure():
     for text in ("1", "<score>", "<score>yes</score>", "<score>1.5</score>", "<score>nan</score>"):
         with pytest.raises(EndpointError):
             score_in(text)
 
 
-def test_the_judge_is_tried_before_the_run(tmp_path: Path, serve: Serve) -> None:
+def test_the_judge_is_tried_before_the_run(tmp_path, serve):
     server = serve(lambda body, call: (401, b"no key"))
     options = {"judge": {"base_url": server.url, "model": "j"}}
     chosen = choose_rewards(["accuracy", "judge"], options, output_dir=tmp_path)
@@ -479,7 +463,7 @@ WRONG_JUDGES: list[tuple[Any, str]] = [
 ]
 
 
-def test_options_of_a_judge_that_do_not_fit_are_one_line() -> None:
+def test_options_of_a_judge_that_do_not_fit_are_one_line():
     for options, message in WRONG_JUDGES:
         with pytest.raises(UserError, match=message):
             choose_rewards(["judge"], options and {"judge": options})

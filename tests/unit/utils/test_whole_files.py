@@ -53,7 +53,7 @@ def writes_by_itself(call: ast.Call) -> bool:
     return opens or name in WRITES
 
 
-def test_whole_files_are_written_in_one_way() -> None:
+def test_whole_files_are_written_in_one_way():
     found = {
         path.relative_to(ROOT).as_posix()
         for top in ("adora_vl", "data_prep", "eval")
@@ -175,9 +175,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("size", [0, 60])
-def test_a_full_disk_leaves_what_was_there_and_nothing_else(
-    write: Callable[[Path], None], size: int, place: Path
-) -> None:
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, place):
     before = contents(place)
     with disk_of(0 if write is stopped else size), pytest.raises((OSError, RunError, UserError)):
         write(place)
@@ -190,9 +188,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_a_folder_that_cannot_take_its_place_is_taken_away(
-    error: type[BaseException], place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_take_its_place_is_taken_away(error, place, monkeypatch):
     """The old one is back, whichever of the two renames fails."""
     before = contents(place)
     real = Path.rename
@@ -221,7 +217,7 @@ with replacing(folder / "manifest.json") as file, replacing_folder(folder / "mer
 """
 
 
-def test_the_next_start_removes_what_a_killed_run_has_left(place: Path) -> None:
+def test_the_next_start_removes_what_a_killed_run_has_left(place):
     before = contents(place)
     (place / ".mine.partial").write_text("the user's")
     (place / ".mine.partial-download").write_text("the user's")
@@ -245,7 +241,7 @@ with replacing_folder(Path(sys.argv[1]) / "merged") as staged:
 """
 
 
-def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(place: Path) -> None:
+def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(place):
     """With the next start of the run, and with the next writing of the folder."""
     before = contents(place)
     for recover in (clear_staging, lambda folder: recover_folder(folder / "merged")):
@@ -255,7 +251,7 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(pl
         assert contents(place) == before
 
 
-def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
     """Else a power cut leaves an empty file under the name of a whole one."""
     events: list[str] = []
     fsync, replace, rename = os.fsync, Path.replace, Path.rename
@@ -283,7 +279,7 @@ def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path: Path, m
     assert {"weights", "new"} == set(events[:2]) and events[2:] == ["named merged", tmp_path.name]
 
 
-def test_what_is_no_file_is_written_to_as_it_is(tmp_path: Path) -> None:
+def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
     """`--json /dev/stdout`, or a named pipe."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -299,9 +295,7 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("holds", ["a file", "other things"])
-def test_the_tiny_model_is_built_over_nothing_else(
-    holds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tiny_model_is_built_over_nothing_else(holds, tmp_path, capsys):
     """Before, `--output ~` deleted the home when the model was built."""
     from adora_vl.builtin.__main__ import main
 
@@ -322,7 +316,7 @@ def test_the_tiny_model_is_built_over_nothing_else(
         assert [path.name for path in output.iterdir()] == ["build.json"]
 
 
-def test_a_link_to_nothing_says_what_it_is(tmp_path: Path) -> None:
+def test_a_link_to_nothing_says_what_it_is(tmp_path):
     (tmp_path / "link").symlink_to("gone")
     said = "'.*/link' is a link to 'gone', which is not there; make that, or remove the link$"
     for place in (tmp_path / "link", tmp_path / "link" / "below"):
@@ -339,7 +333,7 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_others_may_read_saved_weights_as_the_umask_says(tmp_path: Path) -> None:
+def test_others_may_read_saved_weights_as_the_umask_says(tmp_path):
     for umask, wanted in ((0o022, 0o644), (0o027, 0o640), (0o077, 0o600)):
         before = os.umask(umask)
         try:
@@ -353,6 +347,6 @@ def test_others_may_read_saved_weights_as_the_umask_says(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_run_leaves_no_weights_that_its_owner_alone_may_read(adora_run: Path) -> None:
+def test_a_run_leaves_no_weights_that_its_owner_alone_may_read(adora_run):
     weights = list(adora_run.rglob("*.safetensors"))
     assert len(weights) > 1 and {mode_of(path) for path in weights} == {mode_of(adora_run / "config.json")}
