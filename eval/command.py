@@ -247,16 +247,9 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     if options.blank_image:  # no field of other runs, which earlier versions have begun without it
         fingerprint["blank_image"] = True
     summary = infer(
-        problems,
-        options.output,
-        settings,
-        fingerprint,
-        system_prompt=options.system_prompt,
-        build=build_engine,
-        samples=options.samples,
-        in_data=len(everything),
-        ranks=processes,
-    )
+        problems, options.output, settings, fingerprint, system_prompt=options.system_prompt, build=build_engine,
+        samples=options.samples, in_data=len(everything), ranks=processes,
+    )  # fmt: skip
     if processes.rank:
         return
     failed = f", {amount(summary.image_failed, 'image')} failed" if summary.image_failed else ""

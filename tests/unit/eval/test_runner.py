@@ -247,17 +247,10 @@ SEVEN = [problem(index) for index in range(7)]
 
 
 def ask_as(output: Path, engine: Echo, ranks: Ranks, count: int = 7, samples: int = 2) -> Summary:
-    settings = AnswerEngineSettings("m", "transformers")
     return infer(
-        SEVEN[:count],
-        output,
-        settings,
-        {"model": "m"},
-        system_prompt=None,
-        build=lambda _: engine,
-        samples=samples,
+        SEVEN[:count], output, SETTINGS, {"model": "m"}, system_prompt=None, build=lambda _: engine, samples=samples,
         ranks=ranks,
-    )
+    )  # fmt: skip
 
 
 def together(output: Path, world: int) -> tuple[Summary, list[Echo]]:

@@ -59,18 +59,17 @@ def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
                 assert parameter.dtype == weights[name].dtype and torch.equal(parameter, weights[name])
 
 
+SCALINGS = [
+    {"rope_type": "default"},
+    *({"rope_type": name, "factor": factor} for name, factor in (("linear", 4.0), ("dynamic", 2.0), ("yarn", 4.0))),
+]
+
+
 @settings(max_examples=30)
 @given(
     half=st.integers(4, 64),
     theta=st.floats(1e3, 1e7),
-    scaling=st.sampled_from(
-        [
-            {"rope_type": "default"},
-            {"rope_type": "linear", "factor": 4.0},
-            {"rope_type": "dynamic", "factor": 2.0},
-            {"rope_type": "yarn", "factor": 4.0},
-        ]
-    ),
+    scaling=st.sampled_from(SCALINGS),
     distance=st.integers(1, 8000),
 )
 def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, scaling, distance):
