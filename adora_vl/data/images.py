@@ -213,11 +213,7 @@ _NO_PICTURES = (
     (b"<!doctype html", "html", "a saved web page (HTML), such as an error page; download the file itself"),
     (b"<html", "html", "a saved web page (HTML), such as an error page; download the file itself"),
     (b"<svg", "svg", "a drawing in SVG; export it as PNG"),
-    (
-        b"<?xml",
-        "xml",
-        "a text in XML, such as an error page or a drawing in SVG; export it as PNG",
-    ),
+    (b"<?xml", "xml", "a text in XML, such as an error page or a drawing in SVG; export it as PNG"),
     (b"%pdf", "pdf", "a page in PDF; export it as PNG"),
 )
 _SIGNS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
