@@ -23,7 +23,7 @@ def text_of_chat(value: Any) -> str | None:
     """The one question of a conversation, with `<image>` for each image part in it. None where there are several, or
     none, or it is no conversation. What a system message or an answer says is no part of the problem.
     """
-    asked = _asked(value)
+    asked = _turns(value, "user")
     return _text_of_content(asked[0]) if len(asked) == 1 else None
 
 
@@ -31,7 +31,7 @@ def pictures_of_chat(value: Any) -> list[Any]:
     """What the image parts of the one question hold: a path, an address, `{"bytes": ...}`; None for a part that is only
     a mark. Empty where all of them are, since the pictures then stand in a column of their own.
     """
-    asked = _asked(value)
+    asked = _turns(value, "user")
     parts = asked[0] if len(asked) == 1 and isinstance(asked[0], list) else []
     found = [_picture_of(part) for part in parts if isinstance(part, Mapping) and part.get("type") in _PICTURES]
     return found if any(picture is not None for picture in found) else []
@@ -39,7 +39,7 @@ def pictures_of_chat(value: Any) -> list[Any]:
 
 def answer_of_chat(value: Any) -> str | None:
     """What the assistant answers to the one question of a conversation; None where it does not, or several times."""
-    said = _turns(value, "assistant") if len(_asked(value)) == 1 else []
+    said = _turns(value, "assistant") if len(_turns(value, "user")) == 1 else []
     return _text_of_content(said[0]) if len(said) == 1 else None
 
 
@@ -51,10 +51,6 @@ def pictures_of_text(text: str) -> tuple[str, list[Any]]:
     if "<img" not in text.lower():
         return text, []
     return _IMG.sub(PLACEHOLDER, text), [(match[1] or match[2]).strip() for match in _IMG.finditer(text)]
-
-
-def _asked(value: Any) -> list[Any]:
-    return _turns(value, "user")
 
 
 def _turns(value: Any, of: str) -> list[Any]:

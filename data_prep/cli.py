@@ -11,7 +11,7 @@ from adora_vl.data.dataset import SPLITS
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
 from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError
-from data_prep.columns import ANSWER_IS, OPTIONS, PRESETS, columns_of_words
+from data_prep.columns import ANSWER_IS, PRESETS, columns_of_words
 from data_prep.convert import Conversion, convert
 from data_prep.generated import (
     DEFAULT_SIZE,
@@ -372,7 +372,7 @@ def _add_convert(commands: Any) -> None:
         help="what a whole number as the answer is beside choices: one of them, or its place, from 0 or from 1",
     )  # fmt: skip
     add(
-        "--image-dir", type=optional(text), metavar="DIR", help="where paths of images begin, default: beside the table"
+        "--image-dir", type=optional(path), metavar="DIR", help="where paths of images begin, default: beside the table"
     )
     add("--name", type=optional(text), metavar="WORD", help="of the data set, for its rows' ids; default: the input's")
     add("--split-name", choices=SPLITS, help="of a single table, in place of what the name of its file says")
@@ -416,19 +416,21 @@ def _convert(arguments: argparse.Namespace) -> None:
     if (preset is None) == (arguments.columns is None):
         raise UserError("columns: give --columns, such as problem=question answer=label, or --preset")
     columns = preset.columns if preset else columns_of_words(arguments.columns)
-    columns = replace(columns, **{name: value for name in OPTIONS if (value := getattr(arguments, name))})
+    given = {"decimal_comma": arguments.decimal_comma, "answer_is": arguments.answer_is or ""}
+    given["image_dir"] = str(arguments.image_dir or "")
+    columns = replace(columns, **{name: value for name, value in given.items() if value})
     if preset and preset.id:
         name = name or arguments.preset  # the data set's own
     location = arguments.input or (preset.id if preset else None)
     if location is None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
-    given = {field.name: getattr(arguments, field.name) for field in fields(Conversion)}
+    options = {field.name: getattr(arguments, field.name) for field in fields(Conversion)}
     splits = dict(arguments.splits) or (dict(preset.splits) if preset else {})
     manifest = convert(
         location,
         arguments.output,
         columns,
-        options=Conversion(**{**given, "name": name, "splits": splits}),
+        options=Conversion(**{**options, "name": name, "splits": splits}),
         revision=arguments.revision,
         workers=arguments.workers,
         overwrite=arguments.overwrite,

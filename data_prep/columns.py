@@ -137,7 +137,9 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
             )
     found: dict[str, tuple[str, ...]] = {}
     given = {name: mapping[name] for name in OPTIONS if name in mapping}
-    check_reading(given, f"{key}: ")
+    for name, values in (("decimal_comma", (True, False)), ("answer_is", ANSWER_IS)):
+        if given.get(name, values[0]) not in values:
+            raise UserError(f"{key}: {name} is {given[name]!r:.60}; write one of {', '.join(map(str, values)).lower()}")
     for name, theirs in mapping.items():
         if name in given:
             continue
@@ -160,16 +162,6 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
         found["problem"][0], found["answer"][0], found.get("images", ()), found.get("choices", ()),
         found["id"][0] if "id" in found else None, extras, **given,
     )  # fmt: skip
-
-
-def check_reading(given: Mapping[str, Any], key: str) -> None:
-    """Raise `UserError` where one of the `OPTIONS` has a value that it cannot have."""
-    if not isinstance(given.get("decimal_comma", False), bool):
-        raise UserError(f"{key}decimal_comma: {given['decimal_comma']!r:.60} is neither true nor false")
-    if given.get("answer_is", "") not in ("", *ANSWER_IS):
-        raise UserError(f"{key}answer_is: {given['answer_is']!r:.60} is none of {', '.join(ANSWER_IS)}")
-    if not isinstance(given.get("image_dir", ""), str):
-        raise UserError(f"{key}image_dir: {given['image_dir']!r:.60} is not the path of a folder")
 
 
 def columns_of_words(words: Sequence[str]) -> Columns:

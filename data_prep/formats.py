@@ -329,8 +329,6 @@ def _whole_json(path: Path, columns: Columns) -> Records:
                 f"input: {str(path)!r} is one object of {names or 'nothing'} and not a list of rows; write its rows "
                 "as a list, [{...}, {...}], or one object a line"
             )
-    elif isinstance(content, dict):
-        items = _of_columns(content) or items
     for place, item in items:
         broken = BadRecord("not_json", f"it is {item!r:.60}", "make it an object in")
         yield f"item {place}{under}", item if isinstance(item, dict | BadRecord) else broken
@@ -338,15 +336,6 @@ def _whole_json(path: Path, columns: Columns) -> Records:
 
 def _holds_rows(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict | BadRecord) for item in value)
-
-
-def _of_columns(content: Mapping[str, Any]) -> list[tuple[object, Any]]:
-    """The rows of `{"question": [...], "label": [...]}`, also with an object for each list, as pandas writes them."""
-    columns = {name: [*value.values()] if isinstance(value, dict) else value for name, value in content.items()}
-    lengths = {len(value) if isinstance(value, list) else None for value in columns.values()}
-    if len(lengths) != 1 or None in lengths:
-        return []
-    return [(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(zip(*columns.values(), strict=True), 1)]
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:

@@ -7,7 +7,7 @@ import binascii
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,25 +100,28 @@ def listed_pictures(value: Any) -> list[Any]:
     return [value]
 
 
+def _path_in(value: Any) -> str:
+    name = value.get("path") if isinstance(value, dict) and value.get("bytes") is None else value
+    named = isinstance(name, str) and len(name) <= _LONGEST_PATH and name[:5].lower() != "data:"
+    return str(name).strip() if named else ""
+
+
 def named_files(value: Any, files: FileRoot) -> list[Path]:
     """The files inside the input's folder that the value of an images column names."""
     found = []
     for item in listed_pictures(value):
-        name = item.get("path") if isinstance(item, dict) and item.get("bytes") is None else item
-        if isinstance(name, str) and len(name) <= _LONGEST_PATH and name[:5].lower() != "data:":
-            with suppress(PictureError, OSError):
-                found.append(located(name.strip(), files))
+        with suppress(PictureError, OSError):
+            if name := _path_in(item):
+                found.append(located(name, files))
     return found
 
 
 def other_spelling(value: Any, files: FileRoot) -> str:
     """The name of the file that a path leads to only in another spelling of it; empty for any other value."""
-    name = value.get("path") if isinstance(value, dict) and value.get("bytes") is None else value
-    if not isinstance(name, str) or len(name) > _LONGEST_PATH or files.folder is None:
-        return ""
     with suppress(PictureError, OSError):
-        literal, found = _inside(name.strip(), files), located(name.strip(), files)
-        return "" if found == literal or not found.is_file() else os.path.relpath(found, files.folder)
+        name = _path_in(value)
+        if name and files.folder and not _inside(name, files).exists() and (found := located(name, files)).is_file():
+            return os.path.relpath(found, files.folder)
     return ""
 
 
@@ -164,29 +167,20 @@ def located(name: str, files: FileRoot) -> Path:
     several files have it.
     """
     literal = _inside(name, files)
-    if literal.exists() or files.folder is None:
+    folder, found = files.folder, [Path()]
+    if literal.exists() or folder is None:
         return literal
-    found: set[str] = set()
-    for spelling in (name, name.replace("\\", "/"), unquote(name), unquote(name.replace("\\", "/"))):
-        with suppress(PictureError):
-            path = Path(os.path.relpath(_inside(spelling, files), files.folder))
-            found = found or set(_spelled(files.folder, path.parts))
-    if len(found) > 1:
-        listed = " or ".join(map(repr, sorted(found)))
-        raise PictureError("file_missing", f"is {shown(name)}, which may be {listed}", "name one of them in")
-    return _inside(found.pop(), files) if found else literal
-
-
-def _spelled(folder: Path, parts: Sequence[str]) -> list[str]:
-    """The paths below a folder that differ from this one in capitals and in how accents are composed at most."""
-    found = [Path()]
+    try:
+        parts = Path(os.path.relpath(_inside(unquote(name).replace("\\", "/"), files), folder)).parts
+    except PictureError:
+        return literal
     for part in parts:
-        found = [
-            before / name
-            for before in found
-            for name in ([".."] if part == ".." else _names_in(folder / before).get(_folded(part), []))
-        ]
-    return [str(path) for path in found]
+        key, up = _folded(part), [".."] if part == ".." else None
+        found = [before / name for before in found for name in up or _names_in(folder / before).get(key, [])]
+    if len(found) > 1:
+        listed = " or ".join(repr(str(path)) for path in found)
+        raise PictureError("file_missing", f"is {shown(name)}, which may be {listed}", "name one of them in")
+    return _inside(str(found[0]), files) if found else literal
 
 
 def _names_in(folder: Path) -> dict[str, list[str]]:

@@ -36,49 +36,34 @@ class RowError(UserError):
         record: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(row_id, kind, wrong, remedy)  # so that it can be pickled
-        self._text = f"{row_id}: {wrong}; {remedy}"
-        self.row_id = row_id
+        self.row_id, self.sentence = row_id, f"{wrong}; {remedy}"
         self.kind = kind
         self.originals = tuple(originals)
         self.record = record or {}
         self.more: tuple[RowError, ...] = ()  # what else is wrong with the row
 
     def __str__(self) -> str:
-        return self._text
-
-    @property
-    def sentence(self) -> str:
-        """What is wrong and what to do, without the row's id."""
-        return self._text.removeprefix(f"{self.row_id}: ")
-
-
-class Faults:
-    """Calls parts of the reading of a row, so that all that is wrong with it is found in one pass."""
-
-    def __init__(self) -> None:
-        self.faults: list[RowError] = []
-
-    def add(self, fault: RowError) -> None:
-        self.faults.append(fault)
-
-    def __call__(self, part: Callable[..., Any], *given: Any) -> Any:
-        """What the part returns; None where it raises `RowError`, which is kept."""
-        try:
-            return part(*given)
-        except RowError as error:
-            self.add(error)
-            return None
+        return f"{self.row_id}: {self.sentence}"
 
 
 @contextmanager
-def several_faults() -> Iterator[Faults]:
-    """Raises, at the end, the first `RowError` of the calls inside, with the others as `more`."""
-    found = Faults()
-    yield found
-    if found.faults:
-        first, *others = found.faults
-        first.more = tuple(others)
-        raise first
+def several_faults() -> Iterator[Callable[..., Any]]:
+    """Calls parts of the reading of a row, which give None where they raise `RowError`; at the end the first is raised,
+    with the others as `more`, so that all that is wrong with a row is found in one pass.
+    """
+    faults: list[RowError] = []
+
+    def tried(part: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return part(*given)
+        except RowError as error:
+            faults.append(error)
+            return None
+
+    yield tried
+    if faults:
+        faults[0].more = tuple(faults[1:])
+        raise faults[0]
 
 
 MAX_FILE_BYTES = 64 * 1024**2  # of one file of a source: a small zip file can unpack to terabytes
@@ -217,19 +202,14 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
     """The canonical form of an open question's answer. Raises `RowError` where nobody could meet it: it is right
     against nothing, or a number among signs that are not read, so that only the same signs would be right.
     """
-    gold = tidied(gold)
+    gold = _tidied(gold)
     reason = verify_gold(gold)
     if reason:
         raise refuse(*_ungradable(gold, reason, "in"))
-    if is_text_of_signs(gold):
+    if read(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
         wrong = f"the gold answer {gold!r:.200} can be read as a text of signs alone, which hardly any answer meets"
         raise refuse("gold_signs", wrong, f"{_A_GOLD}, without other signs or words, in")
     return canonical_gold(gold)
-
-
-def is_text_of_signs(gold: str) -> bool:
-    """Whether an answer has a digit, or a formula, among signs that are not read: `15平方厘米`, `5\\sqrt`."""
-    return read(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold) is not None
 
 
 # Markup that stands inside an answer and says nothing of it.
@@ -240,14 +220,12 @@ _MARKUP = (
 )  # fmt: skip
 
 
-def tidied(gold: str) -> str:
+def _tidied(gold: str) -> str:
     r"""An answer that can be read without the markup inside of it, as without it: `5$\sqrt{2}$`; any other as it is."""
-    if read(gold).reason != "not_read":
-        return gold
     made = gold
-    for pattern, instead in _MARKUP:
-        made = pattern.sub(instead, made)
-    return made.strip() if read(made).kind in ("number", "expression", "percentage") else gold
+    for pattern, instead in _MARKUP if read(gold).reason == "not_read" else ():
+        made = pattern.sub(instead, made).strip()
+    return made if read(made).kind in ("number", "expression", "percentage") else gold
 
 
 _A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5"

@@ -62,13 +62,12 @@ def read_record(record: Record | BadRecord, place: str, number: int, context: Co
         problem, notes = found or ("", {})
         answer = read(answer_of, record, columns, refuse)
         choices, named = read(choices_of, record, columns, context.texts_only, refuse) or (None, False)
-        images, spelled, has_none = read(_images, record, context, refuse) or ((), "", False)
-        if has_none and columns.pictured:
-            read.add(refuse("no_image", "images [] is empty", "add the diagram in"))
+        pictures = read(_images, record, context, refuse)
+        images, spelled, has_none = pictures or ((), "", False)
         if answer is not None and choices is not None:
             letter = read(letter_of, answer, choices, columns.answer_is, refuse)
             answer = gold_of(letter, choices) if letter else ""
-        elif answer is not None and read.faults:
+        elif answer is not None and None in (found, pictures):
             read(check_gold, answer, refuse)
     if named:
         notes["options"] = row_id
@@ -176,6 +175,8 @@ def _images(record: Record, context: Context, refuse: Refuse) -> tuple[tuple[byt
             raise refuse(error.kind, f"image {number} {error}", error.remedy) from error
         if not spelled and (other := other_spelling(value, context.files)):
             spelled = f"{shown(value)} is {shown(other)}"
+    if not found and context.columns.pictured:
+        raise refuse("no_image", "images [] is empty", "add the diagram in")
     return tuple(found), spelled, not found
 
 

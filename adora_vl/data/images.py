@@ -109,7 +109,6 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 _PLAIN_CHUNKS = (b"IHDR", b"IDAT", b"IEND", b"pHYs", b"gAMA", b"sRGB", b"cHRM", b"sBIT", b"bKGD")  # no text, no place
-_SEEN_CHUNKS = (b"tRNS", b"eXIf")  # what changes the pixels
 _PLAIN_SEGMENTS = (0xE0, 0xEE)  # JFIF's and Adobe's; a camera's data, profiles and comments have others
 _TURNS = range(2, 9)  # EXIF's orientations but the upright one
 
@@ -124,7 +123,7 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
         if original.mode == "RGB" and original.size == image.size:
             if original.format == "PNG":
                 chunks = list(_chunks(encoded))
-                if not any(chunk[4:8] in _SEEN_CHUNKS for chunk in chunks):
+                if not any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):
                     return encoded[:8] + b"".join(chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS)
             elif original.format in _JPEGS and original.getexif().get(ExifTags.Base.Orientation) not in _TURNS:
                 return b"\xff\xd8" + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
@@ -177,10 +176,15 @@ def _chunks(encoded: bytes) -> Iterator[bytes]:
         at = end
 
 
+_STRIP = 128  # lines
+
+
 def diagram_hash(image: Image.Image) -> str:
     """SHA-256 of the RGB pixels and the size, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
-    digest.update(_rgb(image).tobytes())
+    image = _rgb(image)
+    for top in range(0, image.height, _STRIP):  # the memory of a copy of the whole is new each time, which costs more
+        digest.update(image.crop((0, top, image.width, min(image.height, top + _STRIP))).tobytes())
     return digest.hexdigest()
 
 

@@ -1,0 +1,117 @@
+"""What `data_prep convert` takes: `python -m benchmarks.convert`. Under a minute.
+
+Prints the processor's milliseconds for a row with a picture of a megapixel in a table of one split, by what its file
+is, beside those of decoding that file alone, and the memory that each of `--rows` rows of text adds, as the difference
+between two processes of which one converts twice as many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from data_prep.cli import main as data_prep
+from data_prep.columns import Columns
+from data_prep.pipeline import clean_one
+from data_prep.problem import PixelLimits
+from data_prep.tables import open_local, reads
+
+SIZE = (1152, 896)
+PICTURES = 12
+FORMS: dict[str, tuple[str, bool, int | None]] = {  # format, as a photograph, EXIF's orientation
+    "PNG, a drawing": ("PNG", False, None),
+    "PNG, a photograph": ("PNG", True, None),
+    "JPEG": ("JPEG", True, None),
+    "JPEG of a camera": ("JPEG", True, 1),
+    "JPEG of a camera on its side": ("JPEG", True, 6),
+}
+
+
+def encoded(number: int, form: str, photograph: bool, orientation: int | None) -> bytes:
+    image = Image.new("RGB", SIZE, (235, 232, 225))
+    if photograph:
+        noise = np.random.default_rng(number).normal(0, 6, (SIZE[1], SIZE[0], 3))
+        image = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
+    ImageDraw.Draw(image).polygon([(100 + number, 800), (900, 820), (120, 150)], outline="black", width=5)
+    tags, stream = Image.Exif(), io.BytesIO()
+    if orientation is not None:
+        tags[271], tags[274] = "Camera", orientation
+    image.save(stream, form, **({} if orientation is None else {"exif": tags}))
+    return stream.getvalue()
+
+
+def decode(file: Path) -> None:
+    with Image.open(file) as image:
+        image.load()
+
+
+def milliseconds(calls: list[Callable[[], object]]) -> float:
+    """The processor's time for one call, the least of five rounds."""
+    rounds = []
+    for _ in range(5):
+        begin = time.process_time()
+        for call in calls:
+            call()
+        rounds.append((time.process_time() - begin) / len(calls) * 1000)
+    return min(rounds)
+
+
+def pictures(folder: Path) -> None:
+    print(f"{'a row of a megapixel':<30} {'convert':>8} {'decoding':>9} {'ratio':>6}  ms")
+    columns = Columns("q", "a", ("i",))
+    for name, form in FORMS.items():
+        files = [folder / f"{number}.img" for number in range(PICTURES)]
+        for number, file in enumerate(files):
+            file.write_bytes(encoded(number, *form))
+        rows = [{"q": f"How long is side {n}?", "a": str(n), "i": file.name} for n, file in enumerate(files)]
+        (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        opened = open_local(folder / "t.jsonl", columns)
+        calls = list(reads(opened, "train", "t", columns, None, None))
+        ours = milliseconds([partial(clean_one, call, PixelLimits(), near=False) for call in calls])
+        alone = milliseconds([partial(decode, file) for file in files])
+        print(f"{name:<30} {ours:8.1f} {alone:9.1f} {ours / alone:6.2f}")
+
+
+def converted(rows: int, folder: Path) -> None:
+    """Convert so many rows of text, and print the most memory that it took, in bytes."""
+    with (folder / "t.jsonl").open("w") as file:
+        for n in range(rows):
+            file.write(json.dumps({"q": f"What is {n} plus {n * 7 % 1000}?", "a": str(n + n * 7 % 1000)}) + "\n")
+    words = ["--input", str(folder / "t.jsonl"), "--columns", "problem=q", "answer=a", "--workers", "1"]
+    data_prep(["convert", *words, "--output", str(folder / "out")])
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        if arguments.memory_of:
+            converted(arguments.memory_of, Path(made))
+            return
+        pictures(Path(made))
+    words = [sys.executable, "-m", "benchmarks.convert", "--memory-of"]
+    few, many = (
+        int(subprocess.run([*words, str(rows)], capture_output=True, check=True, text=True).stdout.split()[-1])
+        for rows in (arguments.rows // 2, arguments.rows)
+    )
+    a_row = (many - few) / (arguments.rows - arguments.rows // 2)
+    print(f"memory: {a_row:.0f} bytes for each row of text, and {many / 2**20:.0f} MiB in all")
+
+
+if __name__ == "__main__":
+    main()
