@@ -126,6 +126,10 @@ def open_own(location: str, columns: Columns, revision: str | None, options: Con
             if value:
                 raise UserError(f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out")
         return named_split(open_local(path, columns), options.split_name)
+    if columns.image_dir:
+        raise UserError(
+            f"image_dir: {columns.image_dir!r} is for a table's paths, and a hub id has its own; leave it out"
+        )
     if options.split_name:
         raise UserError(f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits")
     name, _, at = location.partition("@")

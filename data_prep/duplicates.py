@@ -39,14 +39,14 @@ CREATE TABLE pictures (picture BLOB PRIMARY KEY, count INTEGER, id TEXT) WITHOUT
 """
 
 
-class Seen:
+class SeenRows:
     """What was seen of all rows, on the disk, so that the memory does not grow with them. Closed by `with`."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._number = 0
 
-    def __enter__(self) -> Seen:
+    def __enter__(self) -> SeenRows:
         self._base = sqlite3.connect(self._file, isolation_level=None)
         self._base.executescript(_TABLES + "BEGIN")
         return self

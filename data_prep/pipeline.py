@@ -24,7 +24,7 @@ from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
 from adora_vl.rewards.forms import read
 from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError
-from data_prep.duplicates import Answered, Seen, leave_out
+from data_prep.duplicates import Answered, SeenRows, leave_out
 from data_prep.leakage import Fingerprint, LeakIndex, fingerprint
 from data_prep.output import complete_or_absent, refuse_another, refuse_foreign, remove_report
 from data_prep.problem import PixelLimits, RawProblem, Reads, RowError, to_row
@@ -104,7 +104,7 @@ def _unasked_percentage(row: Row) -> bool:
 class Deduplicator:
     """Drops rows whose id, or whose held-out diagram, was there before. It remembers hashes, not rows."""
 
-    def __init__(self, quarantine: Quarantine, seen: Seen, *, keep_leaks: bool) -> None:
+    def __init__(self, quarantine: Quarantine, seen: SeenRows, *, keep_leaks: bool) -> None:
         self.quarantine, self.seen = quarantine, seen
         self._keep_leaks = keep_leaks
         self._index = LeakIndex()
@@ -286,7 +286,7 @@ def clean_source(
     """
     with (
         complete_or_absent(output, description, overwrite=overwrite) as folder,
-        Seen(folder / "seen.sqlite") as seen,
+        SeenRows(folder / "seen.sqlite") as seen,
     ):
         quarantine = Quarantine(folder)
         deduplicator = Deduplicator(quarantine, seen, keep_leaks=cleaning.keep_leaks)
