@@ -368,7 +368,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         for name, value in metrics.learned_figures(weighed).items():
             self.log_figure(name, value)
         self.tie_notice.count(weighed.weighting)
-        batch["advantages"] = generation.of_rank(weighed.advantages_PG.flatten(), self.accelerator.process_index)
+        own_B = generation.of_rank(weighed.advantages_PG.flatten(), self.accelerator.process_index)
+        batch["advantages"] = own_B.to(self.accelerator.device, non_blocking=True)
         batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
         with self.clock.phase("policy"):
             for extension in self.extensions:
@@ -437,7 +438,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         now = self._collecting
         assert now is not None
         now.scores = self.grader(rewards_BF, completions, completion_ids_list, now.group_size, now.step)
-        return now.scores.rewards.counted_BF
+        return now.scores.rewards.counted_BF.to(rewards_BF.device, non_blocking=True)
 
     @property
     def _step_key(self) -> str:
@@ -476,7 +477,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 self.recorder.measured(micro, logps_BC)
                 self.ratio.complete(micro, logps_BC)
 
-        with self.policy_pass.watched(seen):
+        with self.policy_pass.watched(seen, micro.get("host")):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -56,6 +56,53 @@ class Batch(TypedDict, total=False):
     signal: Tensor  # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
     grades: Tensor  # (B, functions + 2): rewards as they count, length, and whether it has no end
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
+    host: HostRows  # of a micro-batch; left out of checkpoints
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """What the host knows of B rows, so that a pass does not wait for the device to ask it. Tensors are on the CPU."""
+
+    prompt_ids: Tensor  # (B, P)
+    prompt_mask: Tensor  # (B, P)
+    token_types: Tensor | None  # (B, P), 1 at the tokens of images
+    lengths: list[int]  # completion tokens of each row
+    images: list[tuple[Tensor, Tensor] | None]  # of each row: references (patches, 1) or pixels, and grids (images, 3)
+
+    @classmethod
+    def of(
+        cls, prompt_ids: Tensor, prompt_mask: Tensor, completion_mask: Tensor, columns: Mapping[str, Any]
+    ) -> HostRows:
+        """Copied from rows and from their image `columns`. Pixels that are not references stay where they are."""
+        types, grids, counts = (columns.get(name) for name in ("mm_token_type_ids", "image_grid_thw", "num_images"))
+        pixels, images = columns.get("pixel_values"), list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
+        types = types[:, : prompt_ids.size(1)] if types is not None else None
+        references = pixels if pixels is not None and not pixels.is_floating_point() else None
+        asked = (prompt_ids, prompt_mask, completion_mask.sum(dim=1), types, grids, references)
+        ids, mask, lengths, types, grids, references = _on_host(asked)
+        if pixels is not None and grids is not None and counts is not None:
+            by_row = torch.split(grids, counts)
+            sizes = [int(grid.prod(dim=-1).sum()) for grid in by_row]
+            pixels = pixels if references is None else references
+            images = list(zip(torch.split(pixels, sizes), by_row, strict=True))
+        assert ids is not None and mask is not None and lengths is not None
+        return cls(ids, mask, types, lengths.tolist(), images)
+
+    def taken(self, rows: Sequence[int], first: int = 0) -> HostRows:
+        """Of these rows, and of their prompts the columns from `first` on."""
+        own = list(rows)
+        types = self.token_types[own, first:] if self.token_types is not None else None
+        ids, mask = self.prompt_ids[own, first:], self.prompt_mask[own, first:]
+        return HostRows(ids, mask, types, [self.lengths[row] for row in own], [self.images[row] for row in own])
+
+
+def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Tensors of whole numbers, copied together, so that the host waits once."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    together = torch.cat([tensor.reshape(-1).long() for tensor in given]).cpu()
+    copied = torch.split(together, [each.numel() for each in given])
+    back = (copy.view(each.shape).to(each.dtype) for copy, each in zip(copied, given, strict=True))
+    return [None if tensor is None else next(back) for tensor in tensors]
 
 
 SaveNow = Callable[[], Path]  # the checkpoint of the present step, written by all ranks unless it is there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
 import sqlite3
@@ -39,6 +40,11 @@ CREATE TABLE pictures (picture BLOB PRIMARY KEY, count INTEGER, id TEXT) WITHOUT
 """
 
 
+def _of_the_disk(error: sqlite3.OperationalError) -> OSError:
+    # SQLite calls a disk on which its file cannot grow an I/O error.
+    return OSError(errno.ENOSPC, f"no room for what was seen of the rows ({error})")
+
+
 class SeenRows:
     """What was seen of all rows, on the disk, so that the memory does not grow with them. Closed by `with`."""
 
@@ -48,11 +54,17 @@ class SeenRows:
 
     def __enter__(self) -> SeenRows:
         self._base = sqlite3.connect(self._file, isolation_level=None)
-        self._base.executescript(_TABLES + "BEGIN")
+        try:
+            self._base.executescript(_TABLES + "BEGIN")
+        except sqlite3.OperationalError as error:
+            raise _of_the_disk(error) from error
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raises `OSError` for what the disk refused, as any other writing does."""
         self.close()
+        if isinstance(error, sqlite3.OperationalError):
+            raise _of_the_disk(error) from error
 
     def close(self) -> None:
         """Forget everything, so that no file of it is left."""

@@ -168,7 +168,7 @@ class ImageBank:
         """(R, 1) numbers of the patches of `image`. An image that is new is normalised and moved to `device` first."""
         if image.key in self._starts:
             return self._numbers(self._starts[image.key])
-        return self.hold(image.key, normalize(image.patches_RD).to(device), image.grid_3)
+        return self.hold(image.key, normalize(image.patches_RD).to(device, non_blocking=True), image.grid_3)
 
     def hold(self, key: str, patches_RD: Tensor, grid_3: Tensor) -> Tensor:
         """(R, 1) numbers of these patches, which are ready for the model. They are stored if `key` is new."""

@@ -23,7 +23,7 @@ from adora_vl.dedup.shared_prompt import groups_of, pack, sharing_pays
 from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
 from adora_vl.dedup.vision import vision_model
 from adora_vl.models.families import shares_prompts
-from adora_vl.types import Batch
+from adora_vl.types import Batch, HostRows
 
 Result = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities (B, C), entropies, auxiliary loss
 Seen = Callable[[Tensor], None]
@@ -66,26 +66,33 @@ class PackedForward:
         compute_entropy: bool,
         inputs: dict[str, Any],
         separate: Callable[[], Result],
+        host: HostRows | None = None,
     ) -> Result | None:
-        """As TRL's `_get_per_token_logps_and_entropies`. None if separate rows are less work or the only way."""
+        """As TRL's `_get_per_token_logps_and_entropies`. None if separate rows are less work or the only way.
+
+        `host`: what the host knows of these rows already.
+        """
         config = self._accelerator.unwrap_model(model).config
         if not packable(config):
             self.refused = f"attention {own_attention(config)} of {config.model_type}"
             return None
-        images = _images_of_rows(inputs, len(input_ids))
+        if host is None:
+            ids, mask, answers = (
+                input_ids[:, :-completion],
+                attention_mask[:, :-completion],
+                attention_mask[:, -completion:],
+            )
+            host = HostRows.of(ids, mask, answers, inputs)
         step = batch_size or len(input_ids)
         chunks = [range(start, min(start + step, len(input_ids))) for start in range(0, len(input_ids), step)]
         pixels = inputs.get("pixel_values")
         known = pixels is None or not pixels.is_floating_point()  # else nothing tells whether two images are the same
-        groups = [
-            _grouped(chunk, input_ids, attention_mask, completion, images) if known else [[row] for row in chunk]
-            for chunk in chunks
-        ]
-        pays = all(_pays(part, attention_mask, completion) for part in groups)
+        groups = [_grouped(chunk, host) if known else [[row] for row in chunk] for chunk in chunks]
+        pays = all(_pays(part, host) for part in groups)
 
         def packed() -> Result:
             tokens = (input_ids, attention_mask, completion)
-            parts = [self._pass(model, part, *tokens, compute_entropy, images, inputs) for part in groups]
+            parts = [self._pass(model, part, *tokens, compute_entropy, host) for part in groups]
             entropies = [entropy for _, entropy in parts if entropy is not None]
             return torch.cat([logps for logps, _ in parts]), torch.cat(entropies) if entropies else None, None
 
@@ -121,30 +128,23 @@ class PackedForward:
         attention_mask: Tensor,
         completion: int,
         compute_entropy: bool,
-        images: list[tuple[Tensor, Tensor] | None],
-        inputs: dict[str, Any],
+        host: HostRows,
     ) -> tuple[Tensor, Tensor | None]:
         plain = self._accelerator.unwrap_model(model)
         rows = [row for group in groups for row in group]
         first = [group[0] for group in groups]
-        prompt = input_ids.size(1) - completion
-        held = [images[row] for row in first]
-        grids = torch.cat([pair[1] for pair in held if pair is not None]) if any(held) else None
-        types = inputs.get("mm_token_type_ids")
-        positions = prompt_positions(
-            plain,
-            input_ids[first, :prompt],
-            attention_mask[first, :prompt],
-            types[first, :prompt] if types is not None else None,
-            grids,
-        )
+        images = [pair for row in first if (pair := host.images[row]) is not None]
+        grids = torch.cat([grid for _, grid in images]) if images else None
+        types = host.token_types[first] if host.token_types is not None else None
+        positions = prompt_positions(plain, host.prompt_ids[first], host.prompt_mask[first], types, grids)
         install(plain)
         own = [[row - rows[0] for row in group] for group in groups]
-        packed = pack(input_ids[rows], attention_mask[rows], completion, own, positions)
+        part = slice(rows[0], rows[-1] + 1)  # groups are neighbours
+        packed = pack(input_ids[part], attention_mask[part], completion, own, positions, host.taken(rows))
         given: dict[str, Any] = {"attention_mask": prepared_mask(input_ids.device), ARGUMENT: packed.shared}
         given |= {"input_ids": packed.ids_NS, "position_ids": packed.positions}
         if grids is not None:
-            given["pixel_values"] = torch.cat([pair[0] for pair in held if pair is not None])
+            given["pixel_values"] = torch.cat([references for references, _ in images])
             given["image_grid_thw"] = grids
         with self._accelerator.autocast():
             outputs = model(**given, shift_labels=packed.labels, fused_lm_head=True)
@@ -161,30 +161,17 @@ def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
     return dtype
 
 
-def _images_of_rows(inputs: dict[str, Any], rows: int) -> list[tuple[Tensor, Tensor] | None]:
-    """References and grids of each row's images."""
-    references, grids, counts = (inputs.get(name) for name in ("pixel_values", "image_grid_thw", "num_images"))
-    if references is None or grids is None or counts is None:
-        return [None] * rows
-    by_row = torch.split(grids, counts)
-    sizes = [int(grid.prod(dim=-1).sum()) for grid in by_row]
-    return list(zip(torch.split(references, sizes), by_row, strict=True))
-
-
-def _grouped(
-    chunk: range, input_ids: Tensor, attention_mask: Tensor, completion: int, images: list[Any]
-) -> list[list[int]]:
-    """The rows of a chunk, grouped by their prompt. `images`: of each row its references and grids, or None."""
-    rows, prompt = list(chunk), input_ids.size(1) - completion
-    shown = [first_patches(*held) if (held := images[row]) is not None else [] for row in rows]
-    groups = groups_of(input_ids[rows, :prompt], attention_mask[rows, :prompt], shown)
+def _grouped(chunk: range, host: HostRows) -> list[list[int]]:
+    """The rows of a chunk, grouped by their prompt."""
+    rows = list(chunk)
+    shown = [first_patches(*held) if (held := host.images[row]) is not None else [] for row in rows]
+    groups = groups_of(host.prompt_ids[rows], host.prompt_mask[rows], shown)
     return [[rows[row] for row in group] for group in groups]
 
 
-def _pays(groups: list[list[int]], attention_mask: Tensor, completion: int) -> bool:
-    prompts = attention_mask[[group[0] for group in groups], :-completion].sum(dim=1).tolist()
-    lengths = attention_mask[:, -completion:].sum(dim=1).tolist()
-    return sharing_pays(prompts, [[lengths[row] for row in group] for group in groups])
+def _pays(groups: list[list[int]], host: HostRows) -> bool:
+    prompts = host.prompt_mask[[group[0] for group in groups]].sum(dim=1).tolist()
+    return sharing_pays(prompts, [[host.lengths[row] for row in group] for group in groups])
 
 
 def prompt_positions(
@@ -244,15 +231,18 @@ class PolicyPass:
         self._switches, self._images = switches, images
         self.packed = PackedForward(accelerator)
         self._seen: Seen | None = None
+        self._host: HostRows | None = None
 
     @contextmanager
-    def watched(self, seen: Seen) -> Iterator[None]:
-        """Inside the block, `seen` is called once, with the detached log-probabilities of the first pass."""
-        self._seen = seen
+    def watched(self, seen: Seen, host: HostRows | None = None) -> Iterator[None]:
+        """Inside the block, `seen` is called once, with the detached log-probabilities of the first pass. `host`: what
+        the host knows of the rows of all passes inside.
+        """
+        self._seen, self._host = seen, host
         try:
             yield
         finally:
-            self._seen = None
+            self._seen = self._host = None
 
     def __call__(
         self,
@@ -275,7 +265,7 @@ class PolicyPass:
         separate = partial(separate_rows, model, *tokens, compute_entropy, compute_aux_loss, **inputs)
         result: Result | None = None
         if self._switches.adora_share_prompt and not compute_aux_loss and not self.packed.refused:
-            result = self.packed(model, *tokens, compute_entropy, inputs, separate)
+            result = self.packed(model, *tokens, compute_entropy, inputs, separate, self._host)
         result = result if result is not None else separate()
         if self._seen is not None:
             seen, self._seen = self._seen, None

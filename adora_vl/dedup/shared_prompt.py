@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adora_vl.types import HostRows
+
 # Rollouts share one attention call while none is shorter than this share of the longest, up to which they are padded.
 # Padding costs attention alone, and calls cost time too.
 ALIKE = 0.75
@@ -105,7 +107,8 @@ class SharedPrompts:
         keys = [length for group in self.groups for length in (group.first, *(group.prompt + n for n in group.others))]
         device = self.predicting_K.device
         ends_Q, ends_K = (
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (self.spans, keys)
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+            for lengths in (self.spans, keys)
         )
         return ends_Q, ends_K, max(self.spans), max(keys)
 
@@ -132,43 +135,48 @@ def pack(
     completion: int,
     groups: Sequence[Sequence[int]],
     positions: Tensor,
+    host: HostRows | None = None,
 ) -> Packed:
-    """Lay out left-padded prompts and right-padded completions.
+    """Lay out left-padded prompts and right-padded completions. The layout is made on the host, and then copied to the
+    device, for which nothing waits.
 
     `input_ids`, `attention_mask`: (B, P + C). `completion`: C. `groups`: rows with the same prompt, each row in one
-    group. `positions`: of the prompt tokens of each group's first row, (3, N, P) or (N, P).
+    group. `positions`: of the prompt tokens of each group's first row, (3, N, P) or (N, P). `positions` and `host`,
+    what the host knows of these rows, are on the CPU; without `host` they are copied from the rows.
     """
-    device, prompt = input_ids.device, input_ids.size(1) - completion
-    lengths = attention_mask[:, prompt:].sum(dim=1).tolist()
-    firsts = [group[0] for group in groups]
-    starts = attention_mask[firsts, :prompt].int().argmax(dim=1).tolist()
-    source_BC = input_ids.new_zeros(len(input_ids), completion)
-    ids, place, labels, predicting, spans = [], [], [], [], []
+    width = input_ids.size(1)
+    prompt = width - completion
+    host = host or HostRows.of(input_ids[:, :prompt], attention_mask[:, :prompt], attention_mask[:, prompt:], {})
+    lengths, starts = host.lengths, host.prompt_mask[[group[0] for group in groups]].int().argmax(dim=1).tolist()
+    source_BC = torch.zeros(len(input_ids), completion, dtype=torch.long)
+    from_ids, place, labels, predicting, spans = [], [], [], [], []  # `from_ids`, `labels`: places in `input_ids`
     at = scored = 0
     for number, (group, start) in enumerate(zip(groups, starts, strict=True)):
         own = positions[..., number, start:prompt]
-        ids.append(input_ids[group[0], start:prompt])
+        from_ids.append(torch.arange(group[0] * width + start, group[0] * width + prompt))
         place.append(own)
         at += prompt - start
         last, following = at - 1, own.amax() + 1
         rows = sorted(group, key=lambda row: -lengths[row])
         for row in rows:
-            length = lengths[row]
-            width = max(length - 1, 0)
-            ids.append(input_ids[row, prompt : prompt + width])
-            place.append((following + torch.arange(width, device=device)).expand(*own.shape[:-1], -1))
-            labels.append(input_ids[row, prompt : prompt + length])
-            predicting += [last, *range(at, at + width)][:length]
-            source_BC[row, :length] = torch.arange(scored, scored + length, device=device)
-            at, scored = at + width, scored + length
+            length, begin = lengths[row], row * width + prompt
+            tokens = max(length - 1, 0)
+            from_ids.append(torch.arange(begin, begin + tokens))
+            place.append((following + torch.arange(tokens)).expand(*own.shape[:-1], -1))
+            labels.append(torch.arange(begin, begin + length))
+            predicting += [last, *range(at, at + tokens)][:length]
+            source_BC[row, :length] = torch.arange(scored, scored + length)
+            at, scored = at + tokens, scored + length
         spans.append(Group(prompt - start, tuple(lengths[row] - 1 for row in rows if lengths[row] > 1)))
-    if not scored:  # a head needs at least one position
-        labels, predicting = [input_ids.new_full((1,), -100)], [0]
+    layout = [torch.cat(from_ids), torch.cat(labels), torch.cat(place, dim=-1), source_BC]
+    layout.append(torch.tensor(predicting or [0]))  # a head needs at least one position
+    ids, labelled, places, source, scores = (part.to(input_ids.device, non_blocking=True) for part in layout)
+    flat = input_ids.flatten()
     return Packed(
-        torch.cat(ids)[None],
-        torch.cat(place, dim=-1)[..., None, :],
-        torch.cat(labels)[None],
-        source_BC,
+        flat[ids][None],
+        places[..., None, :],
+        flat[labelled][None] if scored else input_ids.new_full((1, 1), -100),
+        source,
         attention_mask[:, prompt:],
-        SharedPrompts(tuple(spans), torch.tensor(predicting, device=device)),
+        SharedPrompts(tuple(spans), scores),
     )

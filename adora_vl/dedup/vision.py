@@ -132,9 +132,9 @@ def host_bounds(tower: Any, grids: Tensor, device: Any) -> dict[str, Any]:
         "max_window_seqlen": int(bounds["cu_window_seqlens"].diff().max()),
     }
     if is_flash_attention_requested(tower.config):
-        bounds = {name: tensor.to(device) for name, tensor in bounds.items()}
+        bounds = {name: tensor.to(device, non_blocking=True) for name, tensor in bounds.items()}
     places = {"window_index": index, "position_ids": get_vision_position_ids(grids, merge)}
-    places = {name: tensor.to(device) for name, tensor in places.items()}
+    places = {name: tensor.to(device, non_blocking=True) for name, tensor in places.items()}
     return {f"image_{name}": value for name, value in {**bounds, **longest, **places}.items()}
 
 
@@ -200,14 +200,14 @@ class SharedVision:
             batch_windows(tower, on)
 
     def _features(self, inner: Any, original: Any, references: Tensor, grids: Tensor, kwargs: dict[str, Any]) -> Any:
-        starts = first_patches(references, grids)
+        starts, device = first_patches(references, grids), inner.visual.device  # references may be on the host
         bank = self.banks.of(starts[0])
         if not self.share:
-            return self._pass(bank, starts, inner, original, references.device, kwargs)
+            return self._pass(bank, starts, inner, original, device, kwargs)
         distinct = list(dict.fromkeys(starts))
         if _is_frozen(inner):
-            return self._frozen(bank, starts, inner, original, references.device, kwargs)
-        output = self._pass(bank, distinct, inner, original, references.device, kwargs)
+            return self._frozen(bank, starts, inner, original, device, kwargs)
+        output = self._pass(bank, distinct, inner, original, device, kwargs)
         own = _by_image(output, inner)
         place = {start: position for position, start in enumerate(distinct)}
         return _joined(output, [own[place[start]] for start in starts])

@@ -167,7 +167,7 @@ class VisualDependency(Extension):
         tokens_B, shown_B = mask_BC.sum(dim=1), self._shown(batch)
         own_B = torch.where(shown_B & (tokens_B > 0), dependency_BC.sum(dim=1) / tokens_B, torch.nan)
         learned_BC = most_dependent(dependency_BC, mask_BC, self.config.adora_visual_tokens) | ~shown_B[:, None]
-        compared_B = own_B.masked_fill(~live_B, torch.nan)
+        compared_B = own_B.masked_fill(~live_B.to(own_B.device), torch.nan)
         scale_B = rollout_scale(compared_B, self.accelerator.gather(compared_B), self.config.adora_visual_scale_min)
         batch["advantages"] = batch["advantages"][:, None] * (learned_BC * mask_BC * scale_B[:, None])
         batch["visual_dependency"], batch["visual_scale"] = own_B, scale_B

@@ -52,6 +52,7 @@ class ModelShape:
     largest_tensor: int  # parameters of the largest one: what is gathered whole while weights are synced
     head_is_trained: bool
     adapters: bool = False
+    adapted: int = 0  # values per token that the adapted projections of a decoder layer read
     patch: int = 14  # pixels of a patch's side
     merge: int = 2  # patches of an image token's side
     deepstack: int = 0  # layers of the language model behind which vision features enter once more
@@ -119,8 +120,14 @@ def describe(
         largest_tensor=max(p.numel() for p in model.parameters()),
         head_is_trained=bool(head.requires_grad),
         adapters=peft_config is not None,
+        adapted=_adapted(model),
         **_patches(vision),
     )
+
+
+def _adapted(model: Any) -> int:
+    first = (module for name, module in model.named_modules() if ".layers.0." in name and "visual" not in name)
+    return sum(module.in_features for module in first if hasattr(module, "lora_A"))
 
 
 def _on_meta(config: PretrainedConfig) -> Any:

@@ -122,12 +122,16 @@ class Saved:
 def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing: bool, masked: bool = True) -> Saved:
     """What is kept of one micro-batch. A frozen vision tower keeps nothing, unless gradient checkpointing is on."""
     text, eye = shape.text, shape.vision
-    one_text = text_layer(text, batch, dtypes, masked=masked)
-    inputs = batch.tokens * text.width * dtypes.stream
+    casts = shape.adapters and dtypes.compute < FLOAT  # adapters are in float32, and peft casts what they read
+    # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by `text_layer` already.
+    inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width) if casts else 0
+    one_text = text_layer(text, batch, dtypes, masked=masked) + batch.tokens * inputs * dtypes.compute
+    stream = batch.tokens * text.width * dtypes.stream
     final_norm = batch.tokens * text.width * (FLOAT + dtypes.stream)
-    text_bytes = text.layers * (inputs if checkpointing else one_text) + final_norm
-    # The backward of SwiGLU holds the gradients of its product, of gate and of up, and that of the residual stream.
-    gradients = batch.tokens * (3 * text.mlp_width + text.width) * dtypes.compute
+    text_bytes = text.layers * (stream if checkpointing else one_text) + final_norm
+    # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream, after its product is
+    # released. An adapter that reads the product holds it beside a copy in float32.
+    gradients = batch.tokens * ((3 if casts else 2) * text.mlp_width + text.width) * dtypes.compute
     vision_bytes, one_block = 0, 0
     patches = batch.patches(shape.merge)
     if eye is not None and patches:

@@ -285,7 +285,10 @@ def _learning(setup: Setup) -> dict[str, int]:
     shape, batch, dtypes = setup.shape, setup.micro_batch, setup.dtypes
     kept = saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=setup.masked and not batch.packed)
     head = head_transient(shape, batch, dtypes, compact=setup.accelerator)
-    layer = kept.recomputed + kept.layer_gradients
+    # What the head adds to the gradient of a weight that it shares waits for the embedding's part, at the end; there
+    # both and their sum are held
+    waiting = shape.vocabulary * shape.text.width * shape.weight_bytes if shape.tied and shape.head_is_trained else 0
+    layer = max(kept.recomputed + kept.layer_gradients + waiting, 3 * waiting)
     return {
         "activations": kept.text + head_saved(shape, batch, dtypes, compact=setup.accelerator),
         "attention mask": mask_bytes(batch, dtypes, accelerator=setup.accelerator)

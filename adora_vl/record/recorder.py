@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -43,7 +44,8 @@ class RolloutNumbers:
 
     def measured(self, numbers_B: Tensor, drift_B: Tensor) -> None:
         """Note the drift of these rollouts, of any rank, in nats per token."""
-        for number, drift in zip(numbers_B.tolist(), drift_B.tolist(), strict=True):
+        for own, drift in torch.stack([numbers_B.double(), drift_B.double()], dim=1).tolist():  # one wait for both
+            number = int(own)
             if number % self._ranks == self._rank:
                 self._drift[number // self._ranks] = drift
             else:
@@ -108,7 +110,7 @@ class Recorder:
         if not self.records(step):
             return
         self._spans.append(slice(self._counted - len(rows), self._counted))
-        drift_B = self.accelerator.gather(self._drift(batch, len(rows)))
+        drift = self._drift(batch)
         optional = {
             name: self.accelerator.gather(batch[name]).tolist()  # type: ignore[literal-required]
             for name in _OPTIONAL
@@ -118,7 +120,7 @@ class Recorder:
         if self.accelerator.is_main_process and not self.record.failed:
             columns = _columns(scores, weighed, table, functions)
             columns["step"] = [step + 1] * len(facts)
-            columns["drift"] = drift_B.tolist()
+            columns["drift"] = drift or [math.nan] * len(facts)
             columns |= optional
             columns |= {name: [row[name] for row in facts] for name in facts[0]}
             self.record.add(columns, weighed.groups.rewards_PG.shape[1])
@@ -133,12 +135,12 @@ class Recorder:
             "advantage_raw": weighed.raw_PG.flatten(),
             "advantage": weighed.advantages_PG.flatten(),
             "weight": weighed.weighting.weights_P.repeat_interleave(weighed.raw_PG.shape[1]),
-            **{name: gather(batch[name]) for name in _LATE if name in batch},  # type: ignore[literal-required]
+            **{name: gather(batch[name]).cpu() for name in _LATE if name in batch},  # type: ignore[literal-required]
         }
-        ranks, numbers_N = self.accelerator.num_processes, gather(batch["rollout_number"])
+        ranks, numbers_N = self.accelerator.num_processes, gather(batch["rollout_number"]).cpu()
         own_N = numbers_N >= 0
         for name, values_N in columns.items():
-            late_RB = torch.full((ranks, self._counted), torch.nan, device=values_N.device)
+            late_RB = torch.full((ranks, self._counted), torch.nan)
             late_RB[numbers_N[own_N] % ranks, numbers_N[own_N] // ranks] = values_N[own_N].float()
             if self.accelerator.is_main_process:
                 self.record.set_late(name, [late_RB[:, span].flatten().tolist() for span in self._spans])
@@ -161,11 +163,13 @@ class Recorder:
         if self.accelerator.is_main_process:
             self.record.set_late("drift", [drift_RB[:, span].flatten().tolist() for span in spans])
 
-    def _drift(self, batch: Batch, rows: int) -> Tensor:
-        """The drift of each rollout in nats per token, (rows,); NaN if only the policy's forward pass will tell."""
-        if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
-            return rollout_drift(batch["old_per_token_logps"], batch["sampling_per_token_logps"], compared_mask(batch))
-        return torch.full((rows,), torch.nan, device=self.accelerator.device)
+    def _drift(self, batch: Batch) -> list[float]:
+        """The drift of each rollout of all ranks, nats per token; empty if only the policy's forward pass will tell."""
+        if "old_per_token_logps" not in batch or "sampling_per_token_logps" not in batch:
+            return []
+        logps = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+        drift: list[float] = self.accelerator.gather(rollout_drift(*logps, compared_mask(batch))).tolist()
+        return drift
 
     def _of_row(self, row: Row) -> dict[str, Any]:
         """The columns of a rollout that come from the dataset."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Drift:
 
     mean: float
     largest: float
+    tokens: int = 0  # that were compared
 
 
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
@@ -37,11 +39,11 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
     """
     sampled_BC = mask_BC.bool()
     scored_BC = sampled_BC & ~torch.isnan(engine_BC)
-    counted = (trainer_BC - engine_BC).abs().double()[scored_BC].nan_to_num(nan=torch.inf)
-    if sampled_BC.any() and not scored_BC.any():
-        counted = counted.new_tensor([torch.inf])
-    largest = counted.max() if counted.numel() else counted.new_zeros(())
-    return torch.stack([counted.sum(), counted.new_tensor(float(counted.numel())), largest])
+    gaps_BC = (trainer_BC - engine_BC).abs().double().nan_to_num(nan=torch.inf)
+    counted_BC = torch.where(scored_BC, gaps_BC, 0.0)  # a mask as an index would make the host wait
+    count = scored_BC.sum()
+    nothing = torch.where(sampled_BC.any() & (count == 0), torch.inf, 0.0)
+    return torch.stack([counted_BC.sum() + nothing, count.double(), counted_BC.max() + nothing])
 
 
 def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
@@ -53,8 +55,8 @@ def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Ten
 
 def merge_drift(sums_R3: Tensor) -> Drift:
     """One `Drift` from the sums of all ranks, (ranks, 3)."""
-    total, count = sums_R3[:, 0].sum(), sums_R3[:, 1].sum()
-    return Drift(mean=(total / count.clamp(min=1)).item(), largest=sums_R3[:, 2].max().item())
+    totals, counts, largest = zip(*sums_R3.tolist(), strict=True)
+    return Drift(mean=sum(totals) / max(sum(counts), 1), largest=max(largest), tokens=int(sum(counts)))
 
 
 def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
@@ -93,22 +95,33 @@ def importance_ratio(
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
-def ratio_figures(
-    ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor
-) -> list[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
-    """TRL's metrics of the ratio: name, value on this rank, and how the values of all ranks are combined."""
-    seen = ratio.flatten() if ratio.size(1) == 1 else ratio[mask_BC.bool()]
-    gap = (logps_BC - sampling_BC).abs()[mask_BC.bool()]
-    gap = gap[~gap.isnan()]
-    figures: list[tuple[str, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
-        ("sampling/sampling_logp_difference/mean", gap, torch.mean, torch.nanmean),
-        ("sampling/sampling_logp_difference/max", gap, torch.amax, torch.amax),
-        ("sampling/importance_sampling_ratio/min", seen, torch.amin, torch.amin),
-        ("sampling/importance_sampling_ratio/mean", seen, torch.mean, torch.nanmean),
-        ("sampling/importance_sampling_ratio/max", seen, torch.amax, torch.amax),
+# TRL's metrics of the ratio, and how the values of all ranks are combined
+_FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
+    "sampling/sampling_logp_difference/mean": fmean,
+    "sampling/sampling_logp_difference/max": max,
+    "sampling/importance_sampling_ratio/min": min,
+    "sampling/importance_sampling_ratio/mean": fmean,
+    "sampling/importance_sampling_ratio/max": max,
+}
+
+
+def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, same_B: Tensor) -> Tensor:
+    """This rank's values of `_FIGURES`, (5,), over the rows `same_B` (bool); 0 where they have no token.
+
+    No mask is used as an index, for which the host would wait.
+    """
+    counted_BC = mask_BC.bool() & same_B[:, None]
+    gaps_BC = torch.where(counted_BC, (logps_BC - sampling_BC).abs(), torch.nan)
+    seen = torch.where(counted_BC if ratio.size(1) > 1 else same_B[:, None], ratio, torch.nan)
+    least = seen.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
+    values = [
+        gaps_BC.nanmean(),
+        gaps_BC.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
+        torch.where(seen.isnan().all(), torch.nan, least),
+        seen.nanmean(),
+        seen.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
     ]
-    none = torch.zeros((), device=logps_BC.device)
-    return [(name, here(part) if part.numel() else none, everywhere) for name, part, here, everywhere in figures]
+    return torch.stack(values).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 class ImportanceRatio:
@@ -133,8 +146,9 @@ class ImportanceRatio:
             clip_max=config.vllm_importance_sampling_clip_max,
         )
         micro["importance_sampling_ratio"] = ratio
-        same_B = ~micro["distorted"] if "distorted" in micro else slice(None)  # of the others the ratio is 1
-        for name, own, everywhere in ratio_figures(
-            ratio[same_B], logps_BC[same_B], sampling_BC[same_B], mask_BC[same_B]
-        ):
-            self.log(name, everywhere(self.accelerator.gather(own.reshape(1))).item())
+        everything_B = torch.ones(len(ratio), dtype=torch.bool, device=ratio.device)
+        same_B = ~micro["distorted"] if "distorted" in micro else everything_B  # of the others the ratio is 1
+        own_5 = ratio_figures(ratio, logps_BC, sampling_BC, mask_BC, same_B)
+        ranks = self.accelerator.gather(own_5[None]).tolist()
+        for (name, combined), values in zip(_FIGURES.items(), zip(*ranks, strict=True), strict=True):
+            self.log(name, combined(values))

@@ -52,7 +52,9 @@ class Truncation:
 
 
 class AdvantageComputer:
-    """Judges and weighs whole groups by the run's methods. All ranks compute the same from gathered figures."""
+    """Judges and weighs whole groups by the run's methods, on the host: all ranks compute the same from gathered
+    figures, a few numbers, and whatever looks at one on a device waits for it.
+    """
 
     def __init__(self, context: StepContext, methods: AdvantagePipeline, reward_weights_F: Tensor) -> None:
         """`reward_weights_F`: the weight of each reward function in the sum."""
@@ -69,36 +71,36 @@ class AdvantageComputer:
         In a training nothing is learned from them so far: the advantages are 0, and the batch gets the columns by which
         its groups can be chosen, and weighed later. In an evaluation the advantages are left as TRL made them.
         """
-        grades_BK = torch.cat(
-            [scores.rewards.counted_BF, scores.lengths_B[:, None], scores.unended_B[:, None].float()], dim=1
-        )
-        groups, _ = self._groups(grades_BK, batch, generations, step)
-        raw_PG = self.accelerator.gather(batch["advantages"]).view(-1, generations)
+        own_B2 = torch.stack([batch["advantages"], self._surprisal(batch)], dim=1)
+        raw_B, surprisal_B = self.accelerator.gather(own_B2).cpu().unbind(dim=1)
+        facts = (scores.lengths_B, scores.unended_B.float(), surprisal_B)
+        grades_BK = torch.cat([scores.rewards.counted_BF, torch.stack(facts, dim=1)], dim=1)
+        groups, _ = self._groups(grades_BK, generations, step)
+        raw_PG = raw_B.view(-1, generations)
         if training:
-            rows = len(batch["advantages"])
+            rows, device = len(batch["advantages"]), batch["advantages"].device
             own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
-            batch["grades"] = grades_BK[own]
-            batch["signal"] = self.methods.signal(groups).repeat_interleave(generations)[own]
+            batch["grades"] = grades_BK[own].to(device, non_blocking=True)
+            signal_B = self.methods.signal(groups).repeat_interleave(generations)
+            batch["signal"] = signal_B[own].to(device, non_blocking=True)
         advantages_PG = torch.zeros_like(raw_PG) if training else raw_PG
         return Advantages(groups, self.methods.weigh(groups), raw_PG, advantages_PG, {})
 
     def __call__(self, batch: Batch, generations: int, step: int) -> Advantages:
         """Of the groups that are learned from. `batch` is this rank's, with the columns that `judged` gave its rows."""
-        grades_BK = self.accelerator.gather(batch["grades"])
-        groups, rewards_PGF = self._groups(grades_BK, batch, generations, step)
+        grades_BK = self.accelerator.gather(batch["grades"]).cpu()
+        groups, rewards_PGF = self._groups(grades_BK, generations, step)
         sums = self.methods.sums_rewards
         raw_PG = stock_advantages(rewards_PGF, self.reward_weights_F, scale=self.scale, sums_rewards=sums)
         advantages_PG = self.methods(groups, raw_PG)
         assert self.methods.weighting is not None
         return Advantages(groups, self.methods.weighting, raw_PG, advantages_PG, dict(self.methods.figures))
 
-    def _groups(self, grades_BK: Tensor, batch: Batch, generations: int, step: int) -> tuple[Groups, Tensor]:
+    def _groups(self, grades_BK: Tensor, generations: int, step: int) -> tuple[Groups, Tensor]:
         """The groups, and the reward of each function, (P, G, F)."""
-        rewards_BF, lengths_PG = grades_BK[:, :-2], grades_BK[:, -2].view(-1, generations)
-        unended_PG, rewards_PGF = (
-            grades_BK[:, -1].view(-1, generations) > 0,
-            rewards_BF.view(len(lengths_PG), generations, -1),
-        )
+        rewards_BF = grades_BK[:, :-3]
+        lengths_PG, unended_PG, surprisal_PG = (part.view(-1, generations) for part in grades_BK[:, -3:].unbind(dim=1))
+        unended_PG, rewards_PGF = unended_PG > 0, rewards_BF.view(len(lengths_PG), generations, -1)
         varied_P = None
         if not self.methods.sums_rewards:
             weighed_PFG = rewards_PGF[:, :, self.reward_weights_F.to(rewards_BF.device) != 0].transpose(1, 2)
@@ -108,20 +110,19 @@ class AdvantageComputer:
             lengths_PG,
             truncated_PG=self.truncation.truncated(lengths_PG, unended_PG),
             tokens_PG=self.truncation.loss_tokens(lengths_PG, unended_PG),
-            surprisal_PG=self._surprisal(batch, generations),
+            surprisal_PG=None if surprisal_PG.isnan().any() else surprisal_PG,
             correct_above=self.correct_above,
             step=step,
             varied_P=varied_P,
         ), rewards_PGF
 
-    def _surprisal(self, batch: Batch, generations: int) -> Tensor | None:
-        """Mean surprisal of each rollout of all ranks in nats per token, (P, G). None without the engine's
+    def _surprisal(self, batch: Batch) -> Tensor:
+        """Mean surprisal of each rollout of this rank in nats per token, (B,); NaN without the engine's
         log-probabilities.
         """
         logps_BC = batch.get("sampling_per_token_logps")
         if logps_BC is None:
-            return None
+            return torch.full_like(batch["advantages"], torch.nan)
         mask_BC = batch["completion_mask"]
         total_B = (torch.nan_to_num(logps_BC) * mask_BC).sum(dim=1)
-        surprisal_B: Tensor = -self.accelerator.gather(total_B / mask_BC.sum(dim=1).clamp(min=1))
-        return surprisal_B.view(-1, generations)
+        return -total_B / mask_BC.sum(dim=1).clamp(min=1)

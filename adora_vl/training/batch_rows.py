@@ -65,23 +65,31 @@ def to_cpu(values: Any) -> Any:
 def take_rows(split: SplitBatch, rows: Sequence[int]) -> SplitBatch:
     """Select these rows from every column. Scalars are kept."""
     taken: SplitBatch = {}
+    places: dict[torch.device, Tensor] = {}  # one copy to a device, for which nothing waits
     for name, value in split.items():
         if isinstance(value, list):
             taken[name] = [value[row] for row in rows]
         elif isinstance(value, Tensor) and value.dim() > 0:
-            taken[name] = value[torch.as_tensor(rows, device=value.device)]
+            if value.device not in places:
+                places[value.device] = torch.as_tensor(rows).to(value.device, non_blocking=True)
+            taken[name] = value[places[value.device]]
         else:
             taken[name] = value
     return taken
 
 
-def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
-    """Cut off columns that are padding in every row: on the left of prompts and on the right of completions."""
-    prompt_mask, completion_mask = batch["prompt_mask"], batch["completion_mask"]
-    prompt, completion = prompt_mask.size(1), completion_mask.size(1)
-    first = int(prompt_mask.any(dim=0).int().argmax())
-    used = completion_mask.any(dim=0).nonzero()
-    last = int(used[-1]) + 1 if len(used) else 1
+def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> tuple[int, int]:
+    """The first column of prompts and the number of columns of completions that are not padding in every row."""
+    return int(prompt_mask.any(dim=0).int().argmax()), max(*lengths, 1)
+
+
+def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) -> dict[str, Any]:
+    """Cut off columns that are padding in every row: on the left of prompts and on the right of completions.
+
+    `used`: the `used_columns` of these rows, where they are known.
+    """
+    prompt, completion = batch["prompt_mask"].size(1), batch["completion_mask"].size(1)
+    first, last = used or used_columns(batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist())
     if first == 0 and last == completion:
         return batch
     trimmed: dict[str, Any] = {}

@@ -159,10 +159,9 @@ class DriftGuard:
     def check(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, step: int) -> None:
         """The policy's log-probabilities against the engine's. Raises `RolloutError` on all ranks together."""
         sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
-        sums_R3 = self.accelerator.gather(sums_3[None])
-        if not sums_R3[:, 1].any():  # nothing that could be compared, as where all rollouts saw distorted images
+        drift = merge_drift(self.accelerator.gather(sums_3[None]))
+        if not drift.tokens:  # nothing that could be compared, as where all rollouts saw distorted images
             return
-        drift = merge_drift(sums_R3)
         self.log("adora/drift", drift.mean)
         if self.bound is not None and not drift.mean <= self.bound:
             raise RolloutError(drift_message(drift, self.bound, step + 1, str(self.save())))

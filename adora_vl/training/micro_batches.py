@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from adora_vl.config.batch_plan import Shape
 from adora_vl.dedup.image_store import ImageBanks
-from adora_vl.training.batch_rows import SplitBatch, join_images, split_images, take_rows, without_padding
+from adora_vl.training.batch_rows import SplitBatch, join_images, split_images, take_rows, used_columns, without_padding
 from adora_vl.training.rebalance import RowExchange, movable, plan_moves, rebalanced
-from adora_vl.types import Batch, StepContext
+from adora_vl.types import Batch, HostRows, StepContext
 from adora_vl.utils.seeding import generator_at
 
 # Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
@@ -27,7 +27,8 @@ MEAN_OVER_ROWS = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
 
 def live_units(advantages: Tensor, unit: int) -> list[bool]:
     """For each unit, whether any of its advantages is not 0. `advantages`: (B,) or (B, C)."""
-    return [bool(part.any()) for part in torch.split(advantages, unit)]
+    alive: list[bool] = advantages.bool().view(-1, unit * advantages[0].numel()).any(dim=1).tolist()
+    return alive
 
 
 def chosen_units(live: Sequence[bool], wanted: int, tokens: Sequence[int]) -> list[int]:
@@ -60,9 +61,9 @@ def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[li
     return plan
 
 
-def tokens_of_units(batch: Batch, unit: int, *, shares_prompt: bool) -> list[int]:
+def tokens_of_units(prompts_B: Tensor, answers_B: Tensor, unit: int, *, shares_prompt: bool) -> list[int]:
     """How many tokens the policy's pass has for each unit, with its prompt once or once for each row."""
-    prompts_UR, answers_UR = (batch[name].sum(dim=1).view(-1, unit) for name in ("prompt_mask", "completion_mask"))
+    prompts_UR, answers_UR = prompts_B.view(-1, unit), answers_B.view(-1, unit)
     own_U = prompts_UR[:, 0] if shares_prompt else prompts_UR.sum(dim=1)
     counts: list[int] = (own_U + answers_UR.sum(dim=1)).tolist()
     return counts
@@ -106,25 +107,29 @@ class MicroBatcher:
             live = [True] * count
         if self.config.adora_spread_signal and self.accelerator.num_processes > 1:
             batch, live = self._rebalance(batch, live)
-        wanted = self.accelerator.gather(torch.tensor([sum(live)], device=self.accelerator.device)).max().item()
-        tokens = self._tokens(batch)
-        units = chosen_units(live, max(int(wanted), chunks), tokens)
+        wanted = max(gather_object([sum(live)]))
+        columns = dict[str, Any](batch)
+        host = HostRows.of(batch["prompt_ids"], batch["prompt_mask"], batch["completion_mask"], columns)
+        tokens = self._tokens(host.prompt_mask.sum(dim=1), torch.tensor(host.lengths))
+        units = chosen_units(live, max(wanted, chunks), tokens)
         self.log("adora/skipped_groups", 1 - len(units) / count)
         units = by_length(units, tokens, chunks, f"micro-batches/{self.config.seed}/{key}")
         split = split_images(batch)
         plan = planned(units, chunks, shape.chunk, shape.rows // unit)
-        return [self._micro_batch(split, part, filled) for part in plan]
+        return [self._micro_batch(split, host, part, filled) for part in plan]
 
-    def _tokens(self, batch: Batch) -> list[int]:
-        return tokens_of_units(batch, self.shape.unit, shares_prompt=self.config.adora_share_prompt)
+    def _tokens(self, prompts_B: Tensor, answers_B: Tensor) -> list[int]:
+        return tokens_of_units(prompts_B, answers_B, self.shape.unit, shares_prompt=self.config.adora_share_prompt)
 
-    def _micro_batch(self, split: SplitBatch, units: list[int], filled: float) -> Batch:
+    def _micro_batch(self, split: SplitBatch, host: HostRows, units: list[int], filled: float) -> Batch:
         """`filled`: the share of the generation's places that have rollouts."""
         if not units:
             return {}
         unit = self.shape.unit
         rows = [unit * number + row for number in units for row in range(unit)]
-        micro = cast("Batch", without_padding(dict(join_images(take_rows(split, rows)))))
+        used = used_columns(host.prompt_mask[rows], [host.lengths[row] for row in rows])
+        micro = cast("Batch", without_padding(dict(join_images(take_rows(split, rows))), used))
+        micro["host"] = host.taken(rows, used[0])
         micro["share_of_rows"] = len(rows) / self.shape.rows / filled
         return micro
 
@@ -142,7 +147,8 @@ class MicroBatcher:
 
     def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:
         """Move units between ranks, if one of them would otherwise take longer than the others."""
-        own = {number: tokens for number, tokens in enumerate(self._tokens(batch)) if live[number]}
+        counts = self._tokens(batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1))
+        own = {number: tokens for number, tokens in enumerate(counts) if live[number]}
         tokens, names = zip(*gather_object([(own, movable(batch))]), strict=True)
         alike = names[0] and all(those == names[0] for those in names)  # a rank without images lacks their columns
         plan = plan_moves(tokens, self.shape.steps // self.shape.chunk) if alike else []

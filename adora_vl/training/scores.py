@@ -113,9 +113,9 @@ class Scores:
                 for ids, text in zip(completions, texts, strict=True)
             ],
             dtype=torch.float32,
-            device=accelerator.device,
         )
-        facts_B3 = accelerator.gather(facts_B3)
+        if accelerator.num_processes > 1:
+            facts_B3 = accelerator.gather(facts_B3.to(accelerator.device, non_blocking=True)).cpu()
         return cls(rewards, facts_B3[:, 0], facts_B3[:, 1] > 0, facts_B3[:, 2])
 
     @property
@@ -153,7 +153,7 @@ class Grader:
         """
         self.guard.check(step)
         failed = self.guard.failed_calls(len(ids))
-        rewards = Rewards.of(all_BF, failed, self.weights_F, self.names, generations)
+        rewards = Rewards.of(all_BF.cpu(), failed, self.weights_F, self.names, generations)
         self.guard.check_scored(rewards.missing, step)
         texts = [completion_text(completion) for completion in completions]
         return Scores.gathered(rewards, ids, texts, self.ends, self.accelerator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate.utils import send_to_device
 
@@ -74,6 +74,7 @@ class UnfinishedGeneration:
         if not within or micro_batches is None:
             return {}
         left = micro_batches
+        left = [cast("Batch", {k: v for k, v in micro.items() if k != "host"}) for micro in left]
         if self.shape.iterations == 1:
             left = [{} if number < within else micro for number, micro in enumerate(left)]
         own: dict[str, Any] = {

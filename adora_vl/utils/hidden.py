@@ -110,5 +110,5 @@ def _without(text: str, secret: str) -> str:
     if len(secret) >= _SHORTEST:
         for before, first in ((0, 0), (1, 2), (2, 3)):  # the letters that the bytes beside it have no part in
             whole = base64.b64encode(b"\0" * before + content)[first : (before + len(content)) * 8 // 6].decode()
-            found.append(rf"[\w+/-]*{re.escape(whole).replace('/', '[/_]').replace(re.escape('+'), '[+-]')}[\w+/=-]*")
+            found.append(rf"{re.escape(whole).replace('/', '[/_]').replace(re.escape('+'), '[+-]')}[\w+/=-]*")
     return re.sub("|".join(found), HIDDEN, text, flags=re.IGNORECASE)

@@ -51,7 +51,7 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
         calls.append(tensor)
         return tensor
 
-    accelerator = SimpleNamespace(device="cpu", gather=gather)
+    accelerator = SimpleNamespace(device="cpu", gather=gather, num_processes=2)
     completions, texts = [[5, 6, END], [5, 6], [], [END, 5]], ["Wait, wait.", "no", "", "I verify"]
     scores = Scores.gathered(rewards([[0.0]] * 4), completions, texts, Ends(frozenset({END, PAD})), accelerator)
     assert scores.lengths_B.tolist() == [3, 2, 0, 2]
@@ -104,7 +104,7 @@ def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monke
 
 
 def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
-    """As their rewards are: the groups are those of all ranks. The other one's are a nat less likely."""
+    """As their rewards are: the groups are those of all ranks. The other one's are a nat likelier."""
     two = SimpleNamespace(gather=lambda own: torch.cat([own, own - 1]))
     computer = AdvantageComputer(step_context(accelerator=two), AdvantagePipeline({}), torch.ones(1))
     batch: Any = {
@@ -114,7 +114,7 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
     }
     scores = Scores(rewards([[1.0], [0.0], [1.0], [0.0]]), torch.ones(4), torch.zeros(4) > 0, torch.zeros(4))
     groups = computer.judged(scores, batch, 2, 0, training=False).groups
-    assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [2.5, 3.0]]
+    assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
 
 
 class Rows(list[Any]):

@@ -131,12 +131,8 @@ def test_every_chunk_ends_with_work_and_no_micro_batch_is_too_large(chunks, chun
 def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
     """Prompts of two and three tokens; four rollouts of 1, 4, 2 and 2 tokens."""
     prompts, answers = torch.tensor([2, 2, 3, 3]), torch.tensor([1, 4, 2, 2])
-    rows: Batch = {
-        "prompt_mask": (torch.arange(3) >= 3 - prompts[:, None]).long(),
-        "completion_mask": (torch.arange(4) < answers[:, None]).long(),
-    }
-    assert tokens_of_units(rows, 2, shares_prompt=True) == [2 + 5, 3 + 4]
-    assert tokens_of_units(rows, 2, shares_prompt=False) == [4 + 5, 6 + 4]
+    assert tokens_of_units(prompts, answers, 2, shares_prompt=True) == [2 + 5, 3 + 4]
+    assert tokens_of_units(prompts, answers, 2, shares_prompt=False) == [4 + 5, 6 + 4]
 
 
 def test_the_longest_units_come_first():
@@ -273,11 +269,10 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
         assert letters == ["abcdefgh"[number // 2] for number in numbers.tolist()]
 
 
-def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal():
+def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal(monkeypatch):
     """Else it would wait for ever in a pass that gathers weights. Without signal of its own, it takes the shortest."""
-    two = SimpleNamespace(
-        num_processes=2, device=CPU, process_index=0, gather=lambda own: torch.cat([own, torch.tensor([5])])
-    )
+    monkeypatch.setattr("adora_vl.training.micro_batches.gather_object", lambda own: [*own, 5])
+    two = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
     one = batcher(banks=banks, accelerator=two, adora_spread_signal=False)
     found = rows_of(one.split(sixteen(banks, "h"), "0/0"))

@@ -27,7 +27,7 @@ FIELDS = {
     "training arguments": {"disable_tqdm", "eval_on_start", "eval_strategy", "log_completions", "model_init_kwargs"}
     | {"model_name_or_path", "output_dir", "report_to", "save_strategy", "use_cpu"},
     "Transformers' control and state of a training": {"num_input_tokens_seen", "should_log", "should_save"}
-    | {"should_training_stop"},
+    | {"should_training_stop", "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"},
     "tensors": {"data", "grad"},
     "models, processors and tokenizers of ours": {"chat_template", "decoder", "eos_token_id", "generation_config"}
     | {"pad_token_id", "padding_side", "pooler_output", "pre_tokenizer", "size", "suppress_tokens"},

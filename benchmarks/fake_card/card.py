@@ -1,0 +1,307 @@
+"""Follows every operation on the card: memory, launches, FLOPs, and where the host waits for the device.
+
+Everything on `cuda` is fake and everything on the CPU is real. Small tensors on the card (ids, masks, grids, rewards,
+losses) carry real values beside them, so that code which looks at them goes on as it would on a card. Where a value is
+asked for that nobody knows (a loss, which depends on weights that are not there), one is made up and counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.fake_card.device import CARD  # before torch
+
+import torch  # isort: skip
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+aten: Any = torch.ops.aten
+WHOLE, FRACTIONS = 8_000_000, 200_000  # tensors of at most so many whole numbers, or fractions, carry values
+BLOCK = 512  # bytes: the allocator's unit
+HERE = str(Path(__file__).parent)
+_ROOT = str(Path(__file__).parents[2])
+_INDEXED = {
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+}
+# The shape of what these return depends on values, for which the host waits
+_SHAPED = {
+    aten.nonzero.default: "nonzero", aten.masked_select.default: "masked_select", aten._unique2.default: "unique",
+    aten.unique_dim.default: "unique", aten.unique_consecutive.default: "unique",
+    aten.repeat_interleave.Tensor: "repeat_interleave", aten.bincount.default: "bincount",
+}  # fmt: skip
+_DRAWN = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
+
+
+class Place(NamedTuple):
+    """What happened, on which line outside torch, and on which line of this project on the way there."""
+
+    what: str
+    line: str
+    ours: str  # empty: nothing of ours called it
+
+    @property
+    def is_ours(self) -> bool:
+        return self.line == self.ours
+
+
+class Card(TorchDispatchMode):
+    """Active as a context. The figures are by phase; `phase` says which one it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.phase = "start"
+        self.flops: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.peaks: Counter[str] = Counter()  # bytes
+        self.kernels: Counter[str] = Counter()  # of attention, and of Triton
+        self.waits: dict[str, Counter[Place]] = defaultdict(Counter)
+        self.made_up: Counter[Place] = Counter()  # values that were asked for and that nobody knows
+        self.live = 0  # bytes
+        self._idle = True  # nothing was launched since the host last waited
+        self._storages: dict[int, int] = {}
+        self._outdated: set[int] = set()
+        FakeTensor.tolist = self._tolist  # type: ignore[method-assign]
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        self.peaks[phase] = max(self.peaks[phase], self.live)
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def used(self) -> tuple[int, int]:
+        """Bytes held now, and at most."""
+        return self.live, max(self.peaks.values(), default=0)
+
+    def wait(self, what: str) -> None:
+        self.waits[self.phase][_place(what)] += 1
+        self._idle = True
+
+    def synchronize(self, what: str) -> None:
+        """A wait for the whole card, unless nothing was launched since the last wait."""
+        if not self._idle:
+            self.wait(what)
+
+    # ------------------------------------------------------------------------------------------------------- values
+
+    def value(self, tensor: Any) -> Tensor | None:
+        """What the tensor holds, if that is known. A tensor on the CPU is its own value."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if isinstance(tensor, Tensor) else None
+        found: Tensor | None = getattr(tensor, "_value", None)
+        return None if found is None or found.untyped_storage()._cdata in self._outdated else found
+
+    def forget(self, tensor: FakeTensor) -> None:
+        """The tensor was written to, by something that has no values. Views of it are outdated with it."""
+        found = getattr(tensor, "_value", None)
+        if found is not None:
+            storage = found.untyped_storage()
+            self._outdated.add(storage._cdata)
+            weakref.finalize(storage, self._outdated.discard, storage._cdata)
+            tensor._value = None  # type: ignore[attr-defined]
+
+    def give(self, real: Tensor) -> FakeTensor:
+        """A tensor on the card with these values."""
+        with self.fake:
+            out: Any = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CARD)
+        out._value = real
+        self._hold(out)
+        return out
+
+    def _known_or_made_up(self, what: str, tensor: Tensor) -> Tensor:
+        self.wait(what)
+        found = self.value(tensor)
+        if found is None:
+            if tensor.numel() > WHOLE:
+                raise MemoryError(f"{tuple(tensor.shape)} {tensor.dtype} of unknown values go to the host")
+            self.made_up[_place(what)] += 1
+            # not 0, which code takes for a sign of its own (a skipped step, a group without signal)
+            found = torch.full(tuple(tensor.shape), 1e-3 if tensor.is_floating_point() else 0, dtype=tensor.dtype)
+        return found.detach()
+
+    @property
+    def _tolist(card) -> Any:  # noqa: N805  # `self` is the tensor's below
+        return lambda self: card._known_or_made_up("tolist", self).tolist()
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def _hold(self, out: Any) -> None:
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
+                if key not in self._storages:
+                    weakref.finalize(storage, self._free, key)
+                self.live += size - self._storages.get(key, 0)
+                self._storages[key] = size
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.live)
+
+    def _free(self, key: int) -> None:
+        self.live -= self._storages.pop(key, 0)
+
+    # --------------------------------------------------------------------------------------------------- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if func is aten.is_pinned.default:
+            return False
+        if func is aten._pin_memory.default:
+            return args[0]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device")
+        to_card = device is not None and torch.device(device).type == "cuda"
+        if not to_card and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        self.launches[self.phase] += 1
+        if func is aten._local_scalar_dense.default:
+            return self._known_or_made_up("item", args[0]).item()
+        if func is aten._to_copy.default and device is not None and torch.device(device).type == "cpu":
+            found = self._known_or_made_up("to the host", args[0])
+            return found.to(kwargs.get("dtype") or found.dtype, copy=True)
+        if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+            return func(args[0], self._known_or_made_up("to the host", args[1]))
+        self._count_waits(func, args, kwargs, tensors, to_card)
+        self._idle = False
+        if func is aten.equal.default:
+            known = [self.value(tensor) for tensor in args]
+            return func(*known) if all(one is not None for one in known) else True
+        by_mask = func in _INDEXED and any(_is_mask(index) for index in args[1])
+        if func in _SHAPED or (by_mask and func in (aten.index.Tensor, aten._unsafe_index.Tensor)):
+            return self._of_unknown_shape(func, args, kwargs, tensors)
+        return self._on_card(func, args, kwargs, tensors, to_card)
+
+    def _count_waits(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool) -> None:
+        from_host = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
+        copied = func is aten._to_copy.default and to_card and not kwargs.get("non_blocking")
+        written = func is aten.copy_.default and not (len(args) > 2 and args[2])
+        if from_host and (copied or written):
+            self.wait("from the host")
+        elif func in _SHAPED and not (func is aten.repeat_interleave.Tensor and kwargs.get("output_size")):
+            self.wait(_SHAPED[func])
+        elif func is aten.equal.default:
+            self.wait("equal")
+        elif func in _INDEXED:
+            for index in args[1]:
+                if index is not None and _is_mask(index):
+                    self.wait("index by a mask")
+                elif index is not None and not isinstance(index, FakeTensor) and index.dim():
+                    self.wait("index from the host")
+
+    def _on_card(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool) -> Any:
+        values = [self.value(tensor) for tensor in tensors]
+        fakes = tree_map_only(Tensor, self._as_fake, (args, kwargs))
+        if to_card:
+            fakes[1]["device"] = CARD
+        with self.fake:
+            out = func(*fakes[0], **fakes[1])
+        if func._overloadpacket in flop_registry:
+            self._count_flops(func, fakes[0], fakes[1], out)
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        small = all(t.numel() <= (FRACTIONS if t.dtype.is_floating_point else WHOLE) for t in results)
+        if results and small and func not in _DRAWN and all(value is not None for value in values):
+            self._compute_values(func, args, kwargs, results)
+        elif func._schema.is_mutable:
+            for tensor in [*results, *(t for t in args[:1] if isinstance(t, FakeTensor))]:
+                self.forget(tensor)
+        self._hold(out)
+        self._inside(func, args)
+        return out
+
+    def _as_fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor.detach())
+
+    def _compute_values(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
+        real_args, real_kwargs = tree_map_only(FakeTensor, self.value, (args, kwargs))
+        real_kwargs = {name: value for name, value in real_kwargs.items() if name != "pin_memory"}
+        if "device" in real_kwargs:
+            real_kwargs["device"] = torch.device("cpu")
+        try:
+            made = func(*real_args, **real_kwargs)
+        except (RuntimeError, NotImplementedError):  # the CPU lacks the operation in this dtype
+            for fake in results:
+                self.forget(fake)
+            return
+        for fake, real in zip(results, (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)), strict=False):
+            fake._value = real
+
+    def _of_unknown_shape(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """An operation whose result's shape depends on values. A mask that nobody knows is true everywhere."""
+        if all(self.value(tensor) is not None for tensor in tensors):
+            out = func(*tree_map_only(FakeTensor, self.value, args), **tree_map_only(FakeTensor, self.value, kwargs))
+            return tree_map_only(Tensor, self.give, out)
+        if func is aten.masked_select.default:
+            args, func = (args[0], [args[1]]), aten.index.Tensor
+        if func not in _INDEXED:
+            raise NotImplementedError(f"{func} of unknown values at {_place('').line}")
+        indices: list[Any] = []
+        for index in args[1]:
+            found = self.value(index) if index is not None else None
+            if found is None and index is not None:
+                self.made_up[_place("mask")] += 1
+                found = torch.ones(tuple(index.shape), dtype=index.dtype)
+            if found is None:
+                indices.append(None)
+            else:
+                indices += [self.give(i) for i in (found.nonzero(as_tuple=True) if _is_mask(found) else [found])]
+        with self.fake:
+            out = aten.index.Tensor(self._as_fake(args[0]), indices)
+        self._hold(out)
+        return out
+
+    def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if "dtype" in func._overloadname:  # `out_dtype`, which torch's formulas do not know
+            args, kwargs = args[: 3 if "addmm" in str(func) else 2], {}
+        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        if "flash_attention" in str(func):
+            back = "backward" in str(func)
+            query, key = args[1:3] if back else args[:2]
+            place = 10 if back else 4
+            if kwargs.get("is_causal", args[place] if len(args) > place else False):
+                flops = int(flops * (1 - (query.size(-2) - 1) / (2 * key.size(-2))))  # half of a square is not computed
+        self.flops[self.phase] += flops
+
+    def _inside(self, func: Any, args: Any) -> None:
+        """Memory that a kernel holds while it runs: the flash backward sums the queries' gradient in float32."""
+        if func is aten._scaled_dot_product_flash_attention_backward.default:
+            query, key = args[1:3]
+            rows = -(-query.size(-2) // 128) * 128
+            own = 4 * query.size(0) * query.size(1) * rows * (query.size(-1) + 1)
+            if key.size(1) != query.size(1):
+                own += 2 * key.size(0) * query.size(1) * key.size(-2) * key.size(-1) * key.element_size()
+            self.peaks[self.phase] = max(self.peaks[self.phase], self.live + own)
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _place(what: str) -> Place:
+    frame: Any = sys._getframe(1)
+    line = ours = ""
+    while frame is not None and not ours:
+        name = frame.f_code.co_filename
+        if not name.startswith(HERE) and "/torch/" not in name and "<" not in name:
+            short = f"{name.removeprefix(f'{_ROOT}/').split('site-packages/')[-1]}:{frame.f_lineno}"
+            line = line or short
+            if name.startswith((f"{_ROOT}/adora_vl/", f"{_ROOT}/benchmarks/")):
+                ours = short
+        frame = frame.f_back
+    return Place(what, line or "?", ours)

@@ -1,0 +1,335 @@
+"""Builds the real trainer of a config on the card, with drawn images and answers of given lengths, and trains steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.fake_card.card import Card
+from benchmarks.fake_card.device import CARD, answer_as_a_card
+from benchmarks.fake_card.kernels import Launch, chosen
+
+import torch  # isort: skip
+import yaml
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoConfig, AutoProcessor, PreTrainedModel
+from trl import GRPOConfig, GRPOTrainer, get_peft_config
+from trl.kernels import chunked_logprob
+from trl.trainer import grpo_trainer
+
+from adora_vl import trainer as our_trainer
+from adora_vl.config.command_line import parse
+from adora_vl.config.where import Sharding
+from adora_vl.data.dataset import schema
+from adora_vl.data.prompt_lengths import Measured
+from adora_vl.data.prompts import conversation
+from adora_vl.models.load import PRETRAINED
+from adora_vl.models.shape import SHAPES, describe
+from adora_vl.planning.memory import CONTEXT, Prediction, predict
+from adora_vl.planning.plan import make_setup
+from adora_vl.start import road
+from adora_vl.trainer import AdoraGRPOTrainer
+from data_prep.synthetic.generate import generate
+
+Way = Literal["ours", "stock"]
+PHASES = ("load", "start", "generation", "forward", "backward", "clip", "optimizer", "checkpoint")
+LOGP = -11.9  # what the engine says of each token: that of a random model of 151,936 words
+
+
+@dataclass(frozen=True)
+class CardRun:
+    """What the card is to run."""
+
+    config: str  # the path of a training config
+    way: Way = "ours"
+    layers: int | None = None  # of the language model; None: all
+    blocks: int | None = None  # of the vision tower
+    lengths: Sequence[int] = ()  # of the rollouts of a group, in tokens; (): all as long as the config allows
+    groups: int = 2  # of a generation
+    updates: int = 2  # optimizer steps
+    image_tokens: int = 256
+    text_tokens: int = 450
+    words: Sequence[str] = ()  # further keys
+
+
+@dataclass
+class Ran:
+    """What happened."""
+
+    asked: CardRun
+    card: Card
+    parameters: int = 0
+    trained: int = 0
+    prompt: int = 0  # tokens of the longest
+    micro_batches: int = 0
+    predicted: Prediction | None = None
+    fault: str = ""  # what raised, with its last lines
+    seconds: float = 0.0
+    first: dict[str, dict[str, int]] = field(default_factory=dict)  # figures of the first update, by name and phase
+
+    @property
+    def peak(self) -> int:
+        """Bytes while the policy learns."""
+        return max(self.card.peaks[phase] for phase in ("forward", "backward", "optimizer"))
+
+    @property
+    def predicted_peak(self) -> int:
+        """The dry run's, without what the card does not pretend: context, fragmentation, the engine."""
+        assert self.predicted is not None
+        parts = self.predicted.phases["forward and backward"]
+        return sum(size for name, size in parts.items() if name not in _NOT_PRETENDED)
+
+
+_NOT_PRETENDED = ("CUDA context", "fragmentation", "engine asleep", "engine weights", "engine workspace", "KV cache")
+
+
+class RecordedAnswers:
+    """Takes the place of the generation class: answers of the lengths that were asked for. No engine runs here."""
+
+    lengths: Sequence[int] = ()
+    bytes_sent, model_runner = 0, None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        processing = kwargs["processing_class"]
+        self.stop = getattr(processing, "tokenizer", processing).eos_token_id
+        self.longest_prompt = 0
+
+    def sampling(self, request: Any) -> Any:
+        self.request = request
+        return nullcontext()
+
+    def staying_awake(self) -> Any:
+        return nullcontext()
+
+    def sync_weights(self) -> None:
+        pass
+
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+        drawn, rows = torch.Generator().manual_seed(17), []
+        for place in range(len(prompts)):
+            length = self.lengths[place % len(self.lengths)]
+            rows.append([*torch.randint(20, 600, (length - 1,), generator=drawn).tolist(), self.stop])
+        self.longest_prompt = max(map(len, prompts))
+        if request := getattr(self, "request", None):
+            request.altered = [False] * len(prompts)
+        return prompts, rows, [[[LOGP]] * len(row) for row in rows], None
+
+
+def reward(completions: list[Any], **columns: Any) -> list[float]:
+    """Every second answer is right, so every group has a signal."""
+    return [float(row % 2) for row in range(len(completions))]
+
+
+def run(asked: CardRun, folder: Path) -> Ran:
+    """Train on the card. What raises is in the result; nothing is written but into `folder`."""
+    card = Card()
+    answer_as_a_card(card.synchronize, card.used)
+    ran, began = Ran(asked, card), time.perf_counter()
+    with ExitStack() as inside:
+        inside.enter_context(_patched(card))
+        inside.enter_context(card)
+        inside.enter_context(chosen(card))
+        try:
+            with card.during("load"):
+                trainer, config, model = _trainer(asked, folder)
+            _name_phases(card, trainer, ran)
+            with card.during("start"):
+                trainer.train()
+            ran.prompt = trainer.vllm_generation.longest_prompt
+            ran.predicted = _prediction(asked, config, model, folder, ran.prompt)
+        except Exception as error:  # whatever it is, it is the result
+            lines = traceback.format_exc().strip().splitlines()
+            ran.fault = "\n".join([f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", *lines[-8:-1]])
+    ran.seconds = time.perf_counter() - began
+    return ran
+
+
+def make_model_folder(folder: Path, published: str, layers: int | None, blocks: int | None) -> None:
+    """The published shape with the tokenizer and the processor of the tiny model, whose special tokens it gets."""
+    config = json.loads((SHAPES / published / "config.json").read_text(encoding="utf-8"))
+    processor = AutoProcessor.from_pretrained(PRETRAINED)
+    tokenizer = processor.tokenizer
+    named = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    special = {f"{key}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for key, token in named.items()}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    text = config.get("text_config", config)
+    config |= special if "vision_config" in config else {}
+    for part in (config, text):
+        part.update(ends)
+    if layers:
+        text.update({"num_hidden_layers": layers, "max_window_layers": layers})
+        text.pop("layer_types", None)
+    if blocks and "vision_config" in config:
+        vision = config["vision_config"] | {"depth": blocks}
+        for name, places in (("fullatt_block_indexes", [blocks - 1]), ("deepstack_visual_indexes", None)):
+            if name in vision:
+                vision[name] = places or list(range(min(blocks, len(vision[name]))))
+        config["vision_config"] = vision
+    if "vision_config" in config:
+        processor.image_processor.patch_size = config["vision_config"]["patch_size"]
+        processor.save_pretrained(folder)
+    else:
+        tokenizer.save_pretrained(folder)
+        own = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        own.pop("processor_class", None)  # of the tiny model, which has images
+        (folder / "tokenizer_config.json").write_text(json.dumps(own), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _problems(number: int, asked: CardRun, *, images: bool, side: int) -> Dataset:
+    wide = max(1, round(asked.image_tokens**0.5))
+    size = (wide * side, max(1, round(asked.image_tokens / wide)) * side)
+    rows = list(generate(number, seed=5))
+    for row in rows:
+        row["images"] = [image.resize(size, Image.Resampling.BICUBIC) for image in row["images"]] if images else []
+        row["problem"] += " ab" * max(0, asked.text_tokens - 60)
+    data = Dataset.from_list(rows, features=schema())
+    data = data.add_column("prompt", [conversation(row["problem"]) for row in rows])
+    return data if images else data.remove_columns("images")
+
+
+def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
+    given = yaml.safe_load(Path(asked.config).read_text(encoding="utf-8"))
+    make_model_folder(folder / "model", given["model_name_or_path"].split("/")[-1], asked.layers, asked.blocks)
+    size = len(asked.lengths) or given["num_generations"]
+    rows = given["per_device_train_batch_size"] // given["num_generations"] * size
+    per_update = max(1, asked.groups * size // rows)
+    words = {
+        "model_name_or_path": folder / "model", "output_dir": folder / "run", "save_strategy": "steps",
+        "save_steps": asked.updates, "report_to": "none", "logging_steps": 1, "max_steps": asked.updates,
+        "num_generations": size, "per_device_train_batch_size": rows, "gradient_accumulation_steps": per_update,
+        "steps_per_generation": per_update, "adora_self_check": "false",
+        "max_completion_length": max(asked.lengths, default=given["max_completion_length"]),
+        "vllm_max_model_length": "null", "reward_weights": "null",
+    }  # fmt: skip
+    spelled = [word for key, value in words.items() for word in (f"--{key}", str(value))]
+    _, config, model = parse(["--config", asked.config, *spelled, *asked.words])
+    config.model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    config.adora_max_drift = None  # the answers are no engine's
+    RecordedAnswers.lengths = asked.lengths or [config.max_completion_length]
+    shape = AutoConfig.from_pretrained(folder / "model")
+    vision = getattr(shape, "vision_config", None)
+    side = vision.patch_size * vision.spatial_merge_size if vision is not None else 28
+    data = _problems(max(8, asked.groups) * (asked.updates + 1), asked, images=vision is not None, side=side)
+    both = {
+        "model": str(folder / "model"),
+        "reward_funcs": [reward],
+        "train_dataset": data,
+        "peft_config": get_peft_config(model),
+    }
+    if asked.way == "ours":
+        return AdoraGRPOTrainer(args=config, **both), config, model
+    fields = {one.name for one in dataclasses.fields(GRPOConfig) if one.init}
+    values = {name: value for name, value in vars(config).items() if name in fields}
+    for derived in ("generation_batch_size", "deepspeed_plugin", "world_size"):
+        values.pop(derived, None)
+    processor = AutoProcessor.from_pretrained(folder / "model")
+    if vision is not None:
+        processor.image_processor.size = {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels}
+    stock = GRPOTrainer(args=GRPOConfig(**values), processing_class=processor, **both)
+    for name, parameter in stock.model.named_parameters():  # equal trained parameters
+        if any(part in name for part in config.frozen_components) or (".visual." in name and config.frozen_components):
+            parameter.requires_grad_(False)
+    return stock, config, model
+
+
+def _prediction(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -> Prediction:
+    peft = get_peft_config(model)
+    shape = describe(
+        AutoConfig.from_pretrained(folder / "model"),
+        dtype=model.dtype,
+        frozen=config.frozen_components,
+        peft_config=peft,
+    )
+    image = asked.image_tokens if shape.vision else 0
+    setup = make_setup(config, model, shape, Sharding(), Measured([""], [prompt], [image]))
+    return predict(setup, torch.cuda.get_device_properties(CARD).total_memory - CONTEXT)
+
+
+def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
+    def around(holder: Any, method: str, phase: str, after: Callable[[], None] | None = None) -> None:
+        original = getattr(holder, method)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with card.during(phase):
+                done = original(*args, **kwargs)
+            if after is not None:
+                after()
+            return done
+
+        setattr(holder, method, wrapped)
+
+    def counted() -> None:
+        ran.micro_batches += 1
+
+    def first_update() -> None:
+        gc.collect()
+        if not ran.first:
+            figures = {"flops": card.flops, "launches": card.launches, "peaks": card.peaks}
+            ran.first = {name: dict(counter) for name, counter in figures.items()}
+            ran.first["waits"] = {phase: sum(places.values()) for phase, places in card.waits.items()}
+            ran.first["micro_batches"] = {"all": ran.micro_batches}
+
+    create = trainer.create_optimizer
+
+    def created(*args: Any, **kwargs: Any) -> Any:
+        made = create(*args, **kwargs)
+        around(trainer.optimizer, "step", "optimizer", first_update)
+        return made
+
+    trainer.create_optimizer = created
+    around(trainer, "_prepare_inputs", "generation")
+    around(trainer, "compute_loss", "forward", counted)
+    around(trainer.accelerator, "backward", "backward")
+    around(trainer.accelerator, "clip_grad_norm_", "clip")
+    around(trainer, "_save_checkpoint", "checkpoint")
+    ran.parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    ran.trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+
+
+@contextmanager
+def _patched(card: Card) -> Iterator[None]:
+    """Inside, weights come from nowhere and go nowhere, rollouts are recorded, and Triton's kernels are counted."""
+
+    def from_pretrained(cls: Any, /, name: Any, config: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+        config = config or AutoConfig.from_pretrained(name)
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
+        attention = kwargs.get("attn_implementation")
+        with torch.device(CARD):
+            return cls._from_config(config, dtype=wanted, **({"attn_implementation": attention} if attention else {}))
+
+    def saved(model: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def written(values: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        Path(file).touch()
+
+    replaced = [
+        (PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
+        (PreTrainedModel, "save_pretrained", saved),
+        (torch, "save", written),
+        (road, "check_weights", lambda *args: None),
+        (road, "refuse_on_cpu", lambda *args: None),  # which asks the vLLM that is installed here
+        (our_trainer, "AdoraVLLMGeneration", RecordedAnswers),
+        (grpo_trainer, "VLLMGeneration", RecordedAnswers),
+        (chunked_logprob, "_forward_kernel", Launch(card, "TRL's head, forward")),
+        (chunked_logprob, "_backward_kernel", Launch(card, "TRL's head, backward")),
+        (chunked_logprob, "_TRITON_AVAILABLE", True),  # as beside a CUDA build
+    ]
+    before = [(holder, name, holder.__dict__[name]) for holder, name, _ in replaced]
+    for holder, name, value in replaced:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)

@@ -1,0 +1,82 @@
+"""Every recipe for GPUs takes its steps on a card that is not there: no fault, few waits, the memory foretold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from adora_vl.models.shape import SHAPES
+
+pytestmark = [pytest.mark.slow, pytest.mark.core]
+CONFIGS = Path("configs/train")
+SMALL = ["--layers", "2", "--blocks", "2", "--lengths", "512", "384", "256", "128"]
+
+
+def _published(config: Path) -> bool:
+    model = yaml.safe_load(config.read_text(encoding="utf-8")).get("model_name_or_path")
+    return (SHAPES / str(model).split("/")[-1] / "config.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the command says of each, by its name."""
+    file = tmp_path_factory.mktemp("card") / "figures.json"
+    configs = [str(config) for config in sorted(CONFIGS.glob("*.yaml")) if _published(config)]
+    command = [sys.executable, "-m", "benchmarks.fake_card", *configs, *SMALL, "--json", str(file)]
+    subprocess.run(command, check=False, capture_output=True)
+    return {Path(run["config"]).stem: run for run in json.loads(file.read_text(encoding="utf-8"))}
+
+
+def test_no_recipe_has_a_fault_of_device_or_dtype(recipes):
+    assert {name: run["fault"] for name, run in recipes.items() if run["fault"]} == {}
+    assert {"adora_3b_1gpu_lora", "adora_7b_geo3k", "adora_llm_kk", "adora_qwen3_vl_2b_1gpu"} <= set(recipes)
+
+
+def test_the_host_seldom_waits_and_never_for_a_row(recipes, subtests):
+    for name, run in recipes.items():
+        with subtests.test(name):
+            bound = (
+                11 if name != "noisy_7b_geo3k" and "7b" not in name and "8b" not in name else 20
+            )  # other passes, too
+            assert run["waits"] * run["updates"] <= 15 * run["micro_batches"] and run["generation_waits"] <= bound
+            assert run["kernels"].get("attention: math", 0) == 0
+
+
+def test_learning_takes_the_memory_that_the_dry_run_predicts(recipes, subtests):
+    """Of answers of equal length; the prediction takes all for the longest, so with others it is an upper bound."""
+    for name, run in recipes.items():
+        with subtests.test(name):
+            assert run["peak"] <= 1.03 * run["predicted"]
+
+
+_A_FAULT = """
+import benchmarks.fake_card.device as device
+from benchmarks.fake_card.card import Card
+import torch
+card = Card()
+device.answer_as_a_card(card.synchronize, card.used)
+with card, card.during("x"):
+    there = torch.arange(6, device="cuda")
+    try:
+        there + torch.arange(6)
+        print("taken")
+    except RuntimeError as error:
+        print("refused")
+    print(there.tolist(), float(there.sum()), card.live, sum(card.waits["x"].values()))
+    kept = torch.empty(2**20, device="cuda")
+    print(card.live - 512 >= 2**22)
+"""
+
+
+def test_a_tensor_of_the_host_in_an_operation_of_the_card_is_refused():
+    """And values that are looked at are there, are waited for, and take memory."""
+    out = subprocess.run([sys.executable, "-c", _A_FAULT], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    assert out[:3] == ["refused", "[0, 1, 2, 3, 4, 5] 15.0 512 2", "True"]
