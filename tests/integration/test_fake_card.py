@@ -41,10 +41,8 @@ def test_no_recipe_has_a_fault_of_device_or_dtype(recipes):
 def test_the_host_seldom_waits_and_never_for_a_row(recipes, subtests):
     for name, run in recipes.items():
         with subtests.test(name):
-            bound = (
-                11 if name != "noisy_7b_geo3k" and "7b" not in name and "8b" not in name else 20
-            )  # other passes, too
-            assert run["waits"] * run["updates"] <= 15 * run["micro_batches"] and run["generation_waits"] <= bound
+            assert run["waits"] * run["updates"] <= 15 * run["micro_batches"]
+            assert run["generation_waits"] <= (11 if "3b" in name else 20), "more where a reference or noise is asked"
             assert run["kernels"].get("attention: math", 0) == 0
 
 
