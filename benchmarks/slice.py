@@ -128,6 +128,12 @@ def build_model(folder: Path, config: Qwen2_5_VLConfig, rows: Sequence[Row], see
         eos_token_id=[config.get_text_config().eos_token_id, FIRST_SPECIAL], pad_token_id=FIRST_SPECIAL
     )
     model.save_pretrained(folder)
+    save_processor(folder, rows)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def save_processor(folder: Path, rows: Sequence[Row]) -> None:
+    """Write tokenizer and processor into `folder`."""
     texts = [f"system user assistant {SYSTEM_PROMPT}\n", *(row["problem"] for row in rows)]
     tokenizer = slice_tokenizer([row["answer"] for row in rows], texts)
     Qwen2_5_VLProcessor(
@@ -136,7 +142,6 @@ def build_model(folder: Path, config: Qwen2_5_VLConfig, rows: Sequence[Row], see
         video_processor=Qwen2VLVideoProcessor(),
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def draw_rows(rows: int, seed: int = 0) -> list[Row]:

@@ -33,6 +33,7 @@ from tests.parity.looks import AFTER, BEFORE, WITH_ENGINE, data_set  # noqa: E40
 SETTINGS: dict[str, Any] = {
     **WITH_ENGINE,
     "num_generations": 4,
+    "adora_self_check": False,  # what it would find, the steps themselves are to find
     "max_steps": 6,
     "learning_rate": 3e-4,  # moves log-probabilities by about 10 nats in five steps of Adam
     "lr_scheduler_type": "constant",

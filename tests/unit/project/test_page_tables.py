@@ -46,7 +46,10 @@ def predictions(folder, recipes, larger_models, sliced):
         words = command.replace("\\\n", "").replace("-32B-", f"-{model}-").replace("size 4", f"size {parallel}")
         assert dry_run(folder, words.replace("machines 4", f"machines {machines}"))[0] == printed, words
     part.slice_config(1, 4).save_pretrained(folder / "model")
-    part.write_data(folder / "data", part.draw_rows(part.ROWS))
+    (folder / "model" / "pytorch_model.bin").touch()  # a dry run looks whether there are weights, and reads none
+    rows = part.draw_rows(part.ROWS)
+    part.save_processor(folder / "model", rows)
+    part.write_data(folder / "data", rows)
     for (launcher, changed), cell in zip(part.CASES.values(), sliced[4][1:], strict=True):
         words = f"--config {part.CONFIG} --model_name_or_path {folder}/model --dataset_name {folder}/data "
         words += f"--accelerate-config configs/accelerate/{launcher}.yaml {' '.join(changed)}"
