@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prepare(arguments: Sequence[str], *, to_train: bool = True) -> Checked:
-    """A run of this command. Raises `UserError`. With `to_train` false `output_dir` is looked at alone."""
+    """A run of this command. Raises `UserError`. With `to_train` false `output_dir` is only looked at."""
     check_versions(use_vllm=False)
     prepare_engine_environment()
     use_expandable_segments()

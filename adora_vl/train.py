@@ -105,8 +105,8 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
 
     is_main = trainer.accelerator.is_main_process
     try:
+        trainer.save_model(str(output_dir))  # which notes its files itself
         with noted(output_dir, is_main):
-            trainer.save_model(str(output_dir))
             trainer.save_state()
             merged = output_dir / MERGED
             if not save_merged(trainer.model, trainer.processing_class, merged, trainer.accelerator):

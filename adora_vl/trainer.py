@@ -347,7 +347,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if self.args.mask_truncated_completions:
             ended_B = ~generation.of_rank(scores.unended_B, self.accelerator.process_index)
             batch["completion_mask"] = batch["completion_mask"] * ended_B[:, None]
-            batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
+            if not training:  # else `_weigh` counts those that are learned from
+                batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
         if training:
             self.drift_guard.check_batch(batch, generation.step)
         judged = self.advantages.judged(scores, batch, generation.group_size, generation.step, training=training)

@@ -54,7 +54,7 @@ class Batch(TypedDict, total=False):
     age: Tensor  # (B,), generations since its group began
     rollout_number: Tensor  # (B,), adora_vl.record.recorder; -1 for one of an earlier generation
     signal: Tensor  # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
-    grades: Tensor  # (B, functions + 2): rewards as they count, length, and whether it has no end
+    grades: Tensor  # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
     host: HostRows  # of a micro-batch; left out of checkpoints
 

@@ -324,7 +324,7 @@ def _whole_json(path: Path, columns: Columns) -> Records:
         elif content and _holds_rows(list(content.values())):
             items = [(repr(name), value) for name, value in content.items()]
         else:
-            names = ", ".join(f"{name:.40}" for name in [*content][:5])
+            names = ", ".join(f"{name:.40}" for name in islice(content, 5))
             raise UserError(
                 f"input: {str(path)!r} is one object of {names or 'nothing'} and not a list of rows; write its rows "
                 "as a list, [{...}, {...}], or one object a line"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,8 @@ def fingerprint(
         **({"rows left out": _summary(left_out)} if left_out else {}),
         "processes": str(processes),
         "sharding": sharding,
-        "dataset": "+".join(data_hash(Path(folder)) if Path(folder).is_dir() else str(folder) for folder in data),
+        # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a stream.
+        "dataset": "+".join(data_hash(Path(text)) if os.path.isdir(text) else str(text) for text in data),  # noqa: PTH112
         "model": model_hash(str(model), revision) or f"{model}@{revision}",
     }
 

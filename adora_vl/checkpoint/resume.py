@@ -18,6 +18,7 @@ from adora_vl.checkpoint.written import of_a_run, own_files, some
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import refuse_dangling, written_to
 
+LOCK = ".lock"  # in output_dir
 _OF_EARLIER = re.compile(r": [0-9a-f]{16}(\+[0-9a-f]{16})* -> ")  # the hashes of an earlier version
 
 
@@ -29,7 +30,7 @@ def lock_output_dir(output_dir: Path) -> FileLock:
     refuse_dangling("output_dir", output_dir)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(output_dir / ".lock", is_singleton=True)
+        lock = FileLock(output_dir / LOCK, is_singleton=True)
         lock.acquire(blocking=False)
     except Timeout as error:
         raise UserError(

@@ -20,7 +20,7 @@ from adora_vl.config.sampling import sampling_needs
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import check_finite
 from adora_vl.data.prompts import asks_for_answer_tags
-from adora_vl.rewards.choose import ChosenRewards, check_sums, choose_rewards
+from adora_vl.rewards.choose import ChosenRewards, choose_rewards
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -315,17 +315,15 @@ def refuse_turns(given: Mapping[str, Any]) -> None:
 def rewards_of(arguments: Sequence[str], script: AdoraScriptArguments, config: AdoraGRPOConfig) -> ChosenRewards:
     """The reward functions of a run. Their files are looked for beside the config, then in the working directory.
 
-    Raises `UserError`, also where no rollout could be correct, or none wrong.
+    Raises `UserError`.
     """
     file = config_file(arguments)
     folders = [*([file.parent] if file else []), Path.cwd()]
-    rewards = choose_rewards(
+    return choose_rewards(
         script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding,
         answer_tags=asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt), folders=folders,
         output_dir=Path(config.output_dir),
     )  # fmt: skip
-    check_sums(rewards.entries, config.reward_weights, config.adora_correct_above)
-    return rewards
 
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:

@@ -77,12 +77,8 @@ class PackedForward:
             self.refused = f"attention {own_attention(config)} of {config.model_type}"
             return None
         if host is None:
-            ids, mask, answers = (
-                input_ids[:, :-completion],
-                attention_mask[:, :-completion],
-                attention_mask[:, -completion:],
-            )
-            host = HostRows.of(ids, mask, answers, inputs)
+            prompts, answers = attention_mask[:, :-completion], attention_mask[:, -completion:]
+            host = HostRows.of(input_ids[:, :-completion], prompts, answers, inputs)
         step = batch_size or len(input_ids)
         chunks = [range(start, min(start + step, len(input_ids))) for start in range(0, len(input_ids), step)]
         pixels = inputs.get("pixel_values")

@@ -68,8 +68,9 @@ _GROUPS = ("rewards", "extra")  # a deque per reward function, per column of the
 
 
 def add_weighed(table: Mapping[str, Any], weighed: Advantages, *, texts: bool = False) -> None:
-    """Put the advantages as the loss gets them into `table`, which is the trainer's `_logs`. `texts`: also turn its
-    prompts into plain texts, because wandb refuses messages that mix text and images.
+    """Put the advantages of graded rollouts into `table`, the trainer's `_logs`: in a training 0, until `set_weighed`
+    has the final ones. `texts`: also turn its prompts into plain texts, because wandb refuses messages that mix text
+    and images.
 
     TRL has filled in its own advantages, which become the column `advantage_raw`. The table keeps the rollouts of the
     newest generation batch alone, so it may have fewer rows than this generation.

@@ -79,7 +79,8 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
     r"""The value in `y = 2x + 1` and `|AB| = 5`, and in `x \approx 5` where the reference answer is in digits; else the
     answer itself.
     """
-    label, value = answer.whole.partition("=")[0] if "=" in answer.raw else "", answer
+    value = answer
+    label = answer.whole.partition("=")[0] if "=" in answer.raw else ""
     if answer.reason == "enumeration" and reference.real and _DECIMAL_COMMA.fullmatch(answer.text):
         return replace(plain(answer.text.replace(",", ".")), unit=answer.unit)
     if answer.reason in NO_VALUE and answer.kind != "percentage":

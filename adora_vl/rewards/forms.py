@@ -124,7 +124,8 @@ def _size(answer: Answer) -> int:
     return 1 + sum(map(_size, answer.parts))
 
 
-def _depths(text: str) -> list[int]:
+@lru_cache(maxsize=256)
+def _depths(text: str) -> tuple[int, ...]:
     """How many brackets each character stands in; a bracket does not stand in itself. Raises `NoFormError`."""
     depth, depths = 0, []
     for char in text:
@@ -133,7 +134,7 @@ def _depths(text: str) -> list[int]:
         depth += char in "([{"
     if depth or min(depths, default=0) < 0:
         raise NoFormError("not_read")
-    return depths
+    return tuple(depths)
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
@@ -173,7 +174,7 @@ def _parse(text: str, depth: int) -> Answer:
         if not inner.solution and inner.kind != "unordered":
             raise NoFormError("relation")
         return replace(inner, label=members[0], text=text)
-    pieces, found = _split(text, _UNION)
+    pieces, _ = _split(text, _UNION)
     if len(pieces) > 1:
         return _joined(text, "or", [_parse(piece, depth + 1) for piece in pieces])
     sides, signs = _split(text, _SIGN)
@@ -242,7 +243,9 @@ def _bracketed(text: str, depth: int) -> Answer | None:
         if of_set or not all(part.is_value or part.kind == "ordered" for part in parts):
             raise NoFormError("enumeration")
         return Answer("unordered", text, parts=parts)
-    pieces, _ = _split(inside, _SEMICOLON if _split(inside, _SEMICOLON)[1] else re.compile(","))
+    pieces, found = _split(inside, _SEMICOLON)
+    if not found:
+        pieces, _ = _split(inside, re.compile(","))
     if len(pieces) < 2 or closing not in {")", "]"} or (len(pieces) > 2 and opening + closing not in {"()", "[]"}):
         return None
     parts = tuple(_end(piece, depth + 1) for piece in pieces)
@@ -299,7 +302,7 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
     if set(signs) - {"=", "~"}:
         return _inequality(text, sides, signs)
     if len(sides) > 2:
-        return _chain(text, sides)
+        return _chain(sides)
     left, right = sides
     if signs == ["="] and all(map(FIGURE.fullmatch, sides)):
         return _equation(text, sides)
@@ -323,7 +326,7 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
     return replace(inner, text=inner.text if inner.is_value else text, label=left)
 
 
-def _chain(text: str, sides: Sequence[str]) -> Answer:
+def _chain(sides: Sequence[str]) -> Answer:
     """A name and several numbers, which have to be equal: the last one is the value."""
     values = [_leaf(side) for side in sides[1:]] if NAME_OF_VALUE.fullmatch(sides[0]) else []
     numbers = [number for number in map(_real, values) if number]

@@ -240,30 +240,22 @@ class _Evaluator:
 
     def _sum(self, terms: tuple[tuple[int, Tree], ...]) -> _Ball:
         """`terms` are pairs of a sign, 1 or -1, and a tree."""
-        total: _Ball | None = None
-        for sign, tree in terms:
-            term = self.of(tree) if sign > 0 else -self.of(tree)
-            if total is None:
-                total = term
-            else:
-                total += term
-                self.bare_operation |= total.bare
-        assert total is not None
+        balls = (self.of(tree) if sign > 0 else -self.of(tree) for sign, tree in terms)
+        total = next(balls)
+        for ball in balls:
+            total += ball
+            self.bare_operation |= total.bare
         return total
 
     def _product(self, factors: tuple[tuple[str, Tree], ...]) -> _Ball:
         """`factors` are pairs of an operator, `*` or `/`, and a tree. They are applied from left to right."""
-        result: _Ball | None = None
-        for operator, tree in factors:
-            factor = self.of(tree)
-            if result is None:
-                result = factor
-            elif operator == "/":
-                result /= factor
+        result = self.of(factors[0][1])
+        for operator, tree in factors[1:]:
+            if operator == "/":
+                result /= self.of(tree)
             else:
-                result *= factor
+                result *= self.of(tree)
                 self.bare_operation |= result.bare
-        assert result is not None
         return result
 
     def _power(self, base_tree: Tree, exponent_tree: Tree) -> _Ball:

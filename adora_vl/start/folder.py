@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, check_ranks, leave_token
-from adora_vl.checkpoint.resume import StartPoint, choose_start, lock_output_dir
+from adora_vl.checkpoint.resume import LOCK, StartPoint, choose_start, lock_output_dir
 from adora_vl.checkpoint.stop import STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.checkpoint.writer import begun, holds_a_run, refuse_own_files
@@ -51,7 +51,7 @@ class RunFolder:
         def choose() -> StartPoint:
             check_folder("output_dir", self.path)
             refuse_own_files(self.path, self.overwrite)
-            if (self.path / ".lock").is_file():
+            if (self.path / LOCK).is_file():
                 lock_output_dir(self.path).release()
             if not data_known:
                 return StartPoint(None, [])

@@ -373,7 +373,7 @@ def rows(run: Checked) -> None:
             run.unknown.append(f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}")
             run.lengths = guess
             return
-        run.dataset = load_rows(asked, run.data, run.config.seed, lambda *rows: _fitting(run, *rows))
+        run.dataset = load_rows(asked, run.data, run.config.seed, partial(_fitting, run))
     run.lengths = run.overlong.lengths
     count = _count(run.dataset)
     if count is not None:

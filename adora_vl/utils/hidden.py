@@ -41,8 +41,8 @@ def is_secret(key: object) -> bool:
 
 
 def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
-    """`value` with `hidden` for each secret in its mappings, lists and texts, which are noted. What it knows no form of
-    stays itself, and so does a text in which somebody may have written the word `password`.
+    """`value` with `hidden` for each secret in its mappings, lists and texts, which are noted. A value of another
+    kind stays as it is. Of a plain text only logins in addresses are hidden: its sentences may say `password: ...`.
     """
     if type(value) is str:
         return masked_text(value) if value.lstrip().startswith("{") else _LOGIN.sub(_hide_login, value)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from adora_vl.config.where import Sharding
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.data.prompts import conversation
+from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
 from adora_vl.planning.memory import CONTEXT, Prediction, predict
@@ -74,7 +74,6 @@ class Ran:
     predicted: Prediction | None = None
     fault: str = ""  # what raised, with its last lines
     seconds: float = 0.0
-    first: dict[str, dict[str, int]] = field(default_factory=dict)  # figures of the first update, by name and phase
 
     @property
     def peak(self) -> int:
@@ -236,9 +235,7 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     if vision is not None:
         processor.image_processor.size = {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels}
     stock = GRPOTrainer(args=GRPOConfig(**values), processing_class=processor, **both)
-    for name, parameter in stock.model.named_parameters():  # equal trained parameters
-        if any(part in name for part in config.frozen_components) or (".visual." in name and config.frozen_components):
-            parameter.requires_grad_(False)
+    freeze(stock.model, config.frozen_components)  # equal trained parameters
     return stock, config, model
 
 
@@ -271,19 +268,11 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     def counted() -> None:
         ran.micro_batches += 1
 
-    def first_update() -> None:
-        gc.collect()
-        if not ran.first:
-            figures = {"flops": card.flops, "launches": card.launches, "peaks": card.peaks}
-            ran.first = {name: dict(counter) for name, counter in figures.items()}
-            ran.first["waits"] = {phase: sum(places.values()) for phase, places in card.waits.items()}
-            ran.first["micro_batches"] = {"all": ran.micro_batches}
-
     create = trainer.create_optimizer
 
     def created(*args: Any, **kwargs: Any) -> Any:
         made = create(*args, **kwargs)
-        around(trainer.optimizer, "step", "optimizer", first_update)
+        around(trainer.optimizer, "step", "optimizer")
         return made
 
     trainer.create_optimizer = created

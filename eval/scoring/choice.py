@@ -78,10 +78,8 @@ class _Reader:
         self.stated = re.compile(rf"(?i:{_STATED})[\"'“‘]?{self.letter}")
         ends = r"(?=\s*(?:[.,:;!)）、。，：で]|\n|$)|\s+(?:is (?:the )?(?:correct|right|answer)|because|since)\b)"
         at_end = rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital}){ends})"
-        self.concluded, self.corrected = (
-            re.compile(f"(?i:{_CONCLUDED}){at_end}"),
-            re.compile(f"(?i:{_CORRECTED}){at_end}"),
-        )
+        self.concluded = re.compile(f"(?i:{_CONCLUDED}){at_end}")
+        self.corrected = re.compile(f"(?i:{_CORRECTED}){at_end}")
         self.short = re.compile(rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({either})\W*", re.IGNORECASE)
         self.leading = re.compile(rf"\W*(?:[(（\[]\s*({either})\s*[)）\]]|({capital})\s*(?:[.,:：;)）、。]|\n|$))")
         self.in_brackets = re.compile(rf"[(（]\s*({either})\s*[)）]")
@@ -295,10 +293,10 @@ def _mentioned(reader: _Reader, text: str) -> int | None:
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
     for part in [*reversed(concluding), *reversed(parts)]:
-        found = set(reader.mentioned(part)), set(reader.mentioned(part, denied=False))
-        one = next((each for each in found if len(each) == 1), None)
-        if one:
-            return one.pop()
+        for denied in (True, False):
+            found = set(reader.mentioned(part, denied=denied))
+            if len(found) == 1:
+                return found.pop()
     return None
 
 

@@ -15,7 +15,7 @@ from adora_vl.models.shape import SHAPES
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 CONFIGS = Path("configs/train")
-SMALL = ["--layers", "2", "--blocks", "2", "--lengths", "512", "384", "256", "128"]
+SMALL = ["--layers", "2", "--blocks", "2", "--lengths", "384", "384", "384", "384"]
 
 
 def _published(config: Path) -> bool:
@@ -29,7 +29,8 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     file = tmp_path_factory.mktemp("card") / "figures.json"
     configs = [str(config) for config in sorted(CONFIGS.glob("*.yaml")) if _published(config)]
     command = [sys.executable, "-m", "benchmarks.fake_card", *configs, *SMALL, "--json", str(file)]
-    subprocess.run(command, check=False, capture_output=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert file.is_file(), done.stderr[-2000:]
     return {Path(run["config"]).stem: run for run in json.loads(file.read_text(encoding="utf-8"))}
 
 
@@ -41,16 +42,16 @@ def test_no_recipe_has_a_fault_of_device_or_dtype(recipes):
 def test_the_host_seldom_waits_and_never_for_a_row(recipes, subtests):
     for name, run in recipes.items():
         with subtests.test(name):
-            assert run["waits"] * run["updates"] <= 15 * run["micro_batches"]
+            assert run["waits"] * run["updates"] <= 6 * run["micro_batches"], "one for each of 4 rows would be more"
             assert run["generation_waits"] <= (11 if "3b" in name else 20), "more where a reference or noise is asked"
             assert run["kernels"].get("attention: math", 0) == 0
 
 
 def test_learning_takes_the_memory_that_the_dry_run_predicts(recipes, subtests):
-    """Of answers of equal length; the prediction takes all for the longest, so with others it is an upper bound."""
+    """Of answers of equal length: the prediction takes all for the longest."""
     for name, run in recipes.items():
         with subtests.test(name):
-            assert run["peak"] <= 1.03 * run["predicted"]
+            assert run["predicted"] == pytest.approx(run["peak"], rel=0.03)
 
 
 _A_FAULT = """
