@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import hashlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from adora_vl.rewards import judge
 from adora_vl.rewards.knights import COMPLETE, LOGIC_RL, NOTHING, RIGHT, WRONG_FORM
 from adora_vl.rewards.presets import OTHERS, PRESETS, reward_functions
-from adora_vl.rewards.safe_call import (
-    LOAD_TIMEOUT_S,
-    OverdueError,
-    RewardFailure,
-    back_in,
-    deadline,
-    in_one_process,
-    is_async,
-    safe_call,
-)
+from adora_vl.rewards.safe_call import RewardFailure, is_async, safe_call
 from adora_vl.utils.cli import read_json
-from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.own_files import from_file, is_own, own_name
 
 # What TRL gives beside the columns of the data set.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-_OURS = ("adora_vl", "data_prep", "eval")  # beside a file in the checkout; no part of the user's reward
 # The least and the most that a function gives. What a judge or a function of the user's gives is not known.
 _RANGES: dict[str, tuple[float, float]] = {
     **{name: (min(values), max(values)) for name, values in PRESETS.items()},
@@ -45,42 +28,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "think_format": (0.0, 1.0),
     "think_answer_format": (0.0, 1.0),
 }
-
-
-def is_own(entry: str) -> bool:
-    """Whether an entry of `adora_reward` names a file, and not a preset."""
-    return ".py:" in entry or entry.endswith(".py")
-
-
-def own_name(entry: str) -> str:
-    """The function's name in an entry: `brevity` of `my_rewards.py:brevity`."""
-    return entry.rpartition(":")[2]
-
-
-def find_file(entry: str, folders: Sequence[Path]) -> Path:
-    """The file of an entry, looked for in `folders` in order. Raises `UserError`."""
-    name, colon, function = entry.rpartition(":")
-    if not colon or not function.isidentifier():
-        raise UserError(f"adora_reward: {entry!r} names no function; write FILE.py:FUNCTION, as in {_example(entry)}")
-    for folder in dict.fromkeys(folders):
-        path = (folder / Path(name).expanduser()).resolve()
-        if path.is_file():
-            return path
-    places = " or in ".join(repr(str(folder)) for folder in dict.fromkeys(folder.resolve() for folder in folders))
-    raise UserError(f"adora_reward: {entry!r}: there is no file {name!r} in {places}")
-
-
-def load(entry: str, path: Path) -> Callable[..., Any]:
-    """The function of an entry. Raises `UserError` where the file fails, with the line, or has no such function."""
-    module, name = _module(entry, path), own_name(entry)
-    found = getattr(module, name, None)
-    if callable(found) and not inspect.isclass(found):
-        return found  # type: ignore[no-any-return]
-    functions = [key for key, value in vars(module).items() if _is_function_of(module, value)]
-    if found is not None:
-        raise UserError(f"adora_reward: {entry!r}: {name} is no function (it is of type {type(found).__name__})")
-    there = f"it has {', '.join(functions)}" if functions else "it has no function"
-    raise UserError(f"adora_reward: {entry!r}: no function {name!r} there; {there}{did_you_mean(name, functions)}")
 
 
 def with_options(entry: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -124,71 +71,6 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
             )
     if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
         raise UserError(f"adora_reward: {entry!r} must end with **kwargs, which take the columns that it does not name")
-
-
-def with_neighbours(path: Path) -> set[Path]:
-    """A file and the modules beside it, or in packages below, that its text imports, also inside a function; and those
-    that these import. (The library's `modulefinder` ends in an error for a package without `__init__.py`.)
-    """
-    root, found, left = path.parent, set[Path](), [path]
-    while left:
-        file = left.pop()
-        if file in found or not file.is_file():
-            continue
-        found.add(file)
-        for name in _imported(file, file.parent.relative_to(root).parts):
-            for place in (root.joinpath(*name[:end]) for end in range(1, len(name) + 1)):
-                left += [place.with_name(f"{place.name}.py"), place / "__init__.py"]
-    return found
-
-
-def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """What a file of `package` imports by name: `a.b.c` for `from a.b import c`, which may be a module or not."""
-    names: list[tuple[str, ...]] = []
-    with suppress(SyntaxError, ValueError):  # loading the file says what is wrong
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Import):
-                names += [tuple(each.name.split(".")) for each in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                of = package[: len(package) + 1 - node.level] if node.level else ()
-                names += [(*of, *filter(None, (node.module or "").split(".")), each.name) for each in node.names]
-    return [name for name in names if name[0] not in _OURS]
-
-
-def _module(entry: str, path: Path) -> ModuleType:
-    name = f"adora_own_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:  # so that two functions of one file share its globals
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(
-            str(path.parent)
-        )  # at the end, so that the files beside it can be imported but hide nothing installed
-    sys.modules[name] = module
-    try:
-        with back_in(Path.cwd()), deadline(LOAD_TIMEOUT_S), in_one_process(own_name(entry)):
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit, OverdueError) as error:
-        del sys.modules[name]
-        _refuse(entry, path, error)
-    return module
-
-
-def _refuse(entry: str, path: Path, error: BaseException) -> NoReturn:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else lines[-1:]
-    at = f"line {line[0] if isinstance(line, list) else line}: " if line else ""
-    raise UserError(f"adora_reward: {entry!r} cannot be loaded: {at}{in_one_line(error)}") from None
-
-
-def _is_function_of(module: ModuleType, value: object) -> bool:
-    return inspect.isfunction(value) and value.__module__ == module.__name__ and not value.__name__.startswith("_")
-
-
-def _example(entry: str) -> str:
-    return f"{entry.partition(':')[0] or 'my_rewards.py'}:brevity"
 
 
 NAMES = (*PRESETS, *OTHERS, judge.NAME)
@@ -246,10 +128,9 @@ def choose_rewards(
         if not is_own(entry):
             found.append(made[entry])
             continue
-        path = find_file(entry, folders or [Path.cwd()])
-        # Before the file is read: what changes from now on is another reward at the next start.
-        hashes[entry.rpartition(":")[0]] = content_hash(with_neighbours(path))
-        found.append(with_options(entry, load(entry, path), options_by_entry.get(entry, {})))
+        own = from_file("adora_reward", entry, folders)
+        hashes[own.file] = own.hash
+        found.append(with_options(entry, own.value, options_by_entry.get(entry, {})))
     _check_names(entries, [own_name(entry) if is_own(entry) else made[entry].__name__ for entry in entries])
     return ChosenRewards(tuple(entries), tuple(found), hashes)
 

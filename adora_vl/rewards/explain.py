@@ -13,13 +13,13 @@ from string import ascii_uppercase
 from typing import Any
 
 from adora_vl.rewards.answer import Answer, amount
-from adora_vl.rewards.choose import is_own
 from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.forms import read, working
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
 from adora_vl.utils.cli import Parser
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.own_files import is_own
 
 TRY_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
 

@@ -7,18 +7,11 @@ at the failures together and stop together (`RewardGuard`).
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import inspect
 import math
 import numbers
-import os
-import signal
-import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import is_dataclass
 from functools import partial
@@ -26,10 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.own_files import OverdueError, back_in, backstop, deadline, in_one_process
 
-LOAD_TIMEOUT_S = 60.0
-GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
-_AGAIN_S = 1.0  # between signals, for a function that catches the first one
 _SHOWN = 60
 _PLAIN = {int, float, str, bool, type(None)}
 _REASON = 200  # characters of what an exception says
@@ -44,13 +35,6 @@ class RewardFailure(NamedTuple):
     row: str
     reason: str
     mistake: bool = False
-
-
-class OverdueError(BaseException):
-    """The deadline has passed. It is not an `Exception`, since a reward function may catch those."""
-
-    def __str__(self) -> str:
-        return "it did not return before the deadline"
 
 
 class RewardValueError(Exception):
@@ -86,87 +70,6 @@ def own_copy(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def in_one_process(name: str) -> Iterator[None]:
-    """Ends a process that the block has forked and that comes out of it: it would go on as a second run.
-
-    The innermost of a call's blocks: `_Backstop` would wait for a thread that a forked process does not have.
-    """
-    own = os.getpid()
-    try:
-        yield
-    except SystemExit as error:
-        if os.getpid() != own:
-            os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
-        raise
-    finally:
-        if os.getpid() != own:
-            line = f"reward {name}: it forked a process that did not end in it (os._exit); that process was ended\n"
-            os.write(2, line.encode())  # the buffers of sys.stderr are the first process's
-            os._exit(1)
-
-
-@contextmanager
-def back_in(folder: Path) -> Iterator[None]:
-    """Makes `folder` the working directory again when the block ends: paths of the run, such as output_dir, start
-    there.
-    """
-    try:
-        yield
-    finally:
-        os.chdir(folder)
-
-
-@contextmanager
-def deadline(seconds: float | None) -> Iterator[None]:
-    """Raises `OverdueError` inside after `seconds`, wherever Python code runs or waits; None is no deadline.
-
-    A signal can only interrupt the main thread; in others nothing is raised.
-    """
-    if seconds is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def overdue(*_: object) -> None:
-        raise OverdueError
-
-    began = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, overdue)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if left:  # someone else's timer goes on
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
-
-
-class _Backstop:
-    """Ends the process, with a traceback, if a call is long overdue: compiled code hears no signal."""
-
-    def __init__(self) -> None:
-        self._running = 0
-
-    @contextmanager
-    def __call__(self, seconds: float | None) -> Iterator[None]:
-        if seconds is None:
-            yield
-            return
-        if not self._running and sys.__stderr__ is not None:
-            faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True, file=sys.__stderr__)
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                faulthandler.cancel_dump_traceback_later()
-
-
-_backstop = _Backstop()
-
-
 def safe_call(
     function: Callable[..., Any],
     name: str,
@@ -194,20 +97,20 @@ def safe_call(
 
     def call(**arguments: Any) -> list[float | None]:
         try:
-            with back_in(folder), _backstop(timeout), deadline(timeout), in_one_process(name):
+            with back_in(folder), backstop(timeout), deadline(timeout), in_one_process(f"reward {name}"):
                 return rewards(function(**own_copy(arguments)), len(arguments["completions"]))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # asyncio's cancellation and a panic of compiled code are no `Exception`
             row = None
             if not isinstance(error, OverdueError | RewardValueError | UserError):
-                with back_in(folder), _backstop(timeout), in_one_process(name):
+                with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
                     row = _first_to_fail(function, arguments, timeout)
             return [*ended(error, arguments, row)]
 
     async def call_async(**arguments: Any) -> list[float | None]:
         try:
-            with back_in(folder), _backstop(timeout), in_one_process(name):
+            with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
                 async with asyncio.timeout(timeout) as limit:
                     found = await function(**own_copy(arguments))
             return rewards(found, len(arguments["completions"]))

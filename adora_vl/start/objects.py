@@ -21,8 +21,9 @@ from trl.trainer.utils import get_config_model_id
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.checks import refuse_turns
 from adora_vl.data.prompt_lengths import Size, sizes_in
-from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards, is_own
+from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.own_files import is_own
 
 _TENSORS, _NUMBERS = 16, 16  # of a model object, by which it is known again
 _ROWS = 1000  # that are read at once

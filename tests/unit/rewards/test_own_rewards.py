@@ -427,7 +427,7 @@ print("loaded", os.waitstatus_to_exitcode(os.wait()[1]))
     )
     assert done.stdout.splitlines() == ["[1.0] [] 1", "[3.0] []", "loaded 1"]
     ended = "it forked a process that did not end in it (os._exit); that process was ended"
-    assert done.stderr.splitlines() == [f"reward forks: {ended}", f"reward own: {ended}"]
+    assert done.stderr.splitlines() == [f"reward forks: {ended}", f"own.py:own: {ended}"]
 
 
 def test_a_function_that_hangs_is_stopped_even_where_it_catches_everything():
@@ -462,8 +462,9 @@ def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():
     code = """
 import time
 from adora_vl.rewards import safe_call
+from adora_vl.utils import own_files
 import asyncio
-safe_call.GRACE_S = 0.5
+own_files.GRACE_S = 0.5
 async def blocks(**kwargs):
     time.sleep(60)
 asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))

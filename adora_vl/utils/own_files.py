@@ -1,0 +1,244 @@
+"""Files of the user's: `FILE.py:NAME` in a key is loaded here, and known again by a hash of what it imports beside it.
+
+The file is the user's code, so loading it has a deadline, may not leave a second process behind, and ends in one line.
+"""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import hashlib
+import importlib.util
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from adora_vl.utils.content import content_hash
+from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+
+LOAD_TIMEOUT_S = 60.0
+GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
+_AGAIN_S = 1.0  # between signals, for a function that catches the first one
+_OURS = ("adora_vl", "data_prep", "eval")  # beside a file in the checkout; no part of the user's own
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """What an entry names. `file`: as the entry writes it. `hash`: of the file and its neighbours."""
+
+    value: Any
+    file: str
+    hash: str
+
+
+def is_own(entry: str) -> bool:
+    """Whether an entry names a file, and not one of ours."""
+    return ".py:" in entry or entry.endswith(".py")
+
+
+def own_name(entry: str) -> str:
+    """What an entry names in its file: `brevity` of `my_rewards.py:brevity`."""
+    return entry.rpartition(":")[2]
+
+
+def is_function(value: object) -> bool:
+    return callable(value) and not inspect.isclass(value)
+
+
+def from_file(
+    key: str,
+    entry: str,
+    folders: Sequence[Path] = (),
+    *,
+    noun: str = "function",
+    fits: Callable[[Any], bool] = is_function,
+) -> FromFile:
+    """What `FILE.py:NAME` in `key` stands for, with the file in the first of `folders` that has it; none is the working
+    directory.
+
+    `noun`: what it has to be, in one word, as `fits` says. Raises `UserError` for a file that is not there or fails,
+    with the line, and for a name that it does not have.
+    """
+    path = _find(key, entry, folders or [Path.cwd()], noun)
+    # Before the file is read: what changes from now on is another one at the next start.
+    known_by = content_hash(with_neighbours(path))
+    name = own_name(entry)
+    module = _module(f"{key}: {entry!r}", path, name)
+    found = getattr(module, name, None)
+    if found is None:
+        names = [name for name, value in vars(module).items() if _may_be_meant(module, name, value) and fits(value)]
+        there = f"it has {', '.join(names)}" if names else f"it has no {noun}"
+        raise UserError(f"{key}: {entry!r}: no {noun} {name!r} there; {there}{did_you_mean(name, names)}")
+    if not fits(found):
+        raise UserError(f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(found).__name__})")
+    return FromFile(found, entry.rpartition(":")[0], known_by)
+
+
+def _find(key: str, entry: str, folders: Sequence[Path], noun: str) -> Path:
+    name, colon, wanted = entry.rpartition(":")
+    if not colon or not wanted.isidentifier():
+        raise UserError(f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the file")
+    for folder in dict.fromkeys(folders):
+        path = (folder / Path(name).expanduser()).resolve()
+        if path.is_file():
+            return path
+    places = " or in ".join(repr(str(folder)) for folder in dict.fromkeys(folder.resolve() for folder in folders))
+    raise UserError(f"{key}: {entry!r}: there is no file {name!r} in {places}")
+
+
+def _may_be_meant(module: ModuleType, name: str, value: object) -> bool:
+    """Whether it is public and not an imported function."""
+    return not (name.startswith("_") or (inspect.isroutine(value) and value.__module__ != module.__name__))
+
+
+def with_neighbours(path: Path) -> set[Path]:
+    """A file and the modules beside it, or in packages below, that its text imports, also inside a function; and those
+    that these import. (The library's `modulefinder` ends in an error for a package without `__init__.py`.)
+    """
+    root, found, left = path.parent, set[Path](), [path]
+    while left:
+        file = left.pop()
+        if file in found or not file.is_file():
+            continue
+        found.add(file)
+        for name in _imported(file, file.parent.relative_to(root).parts):
+            for place in (root.joinpath(*name[:end]) for end in range(1, len(name) + 1)):
+                left += [place.with_name(f"{place.name}.py"), place / "__init__.py"]
+    return found
+
+
+def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What a file of `package` imports by name: `a.b.c` for `from a.b import c`, which may be a module or not."""
+    names: list[tuple[str, ...]] = []
+    with suppress(SyntaxError, ValueError):  # loading the file says what is wrong
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                names += [tuple(each.name.split(".")) for each in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                of = package[: len(package) + 1 - node.level] if node.level else ()
+                names += [(*of, *filter(None, (node.module or "").split(".")), each.name) for each in node.names]
+    return [name for name in names if name[0] not in _OURS]
+
+
+def _module(where: str, path: Path, wanted: str) -> ModuleType:
+    name = f"adora_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:  # so that two functions of one file share its globals
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:  # at the end: files beside it can be imported, and hide nothing installed
+        sys.path.append(str(path.parent))
+    sys.modules[name] = module
+    try:
+        with back_in(Path.cwd()), deadline(LOAD_TIMEOUT_S), in_one_process(f"{path.name}:{wanted}"):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit, OverdueError) as error:
+        del sys.modules[name]
+        _refuse(where, path, error)
+    return module
+
+
+def _refuse(where: str, path: Path, error: BaseException) -> NoReturn:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else lines[-1:]
+    at = f"line {line[0] if isinstance(line, list) else line}: " if line else ""
+    raise UserError(f"{where} cannot be loaded: {at}{in_one_line(error)}") from None
+
+
+class OverdueError(BaseException):
+    """The deadline has passed. It is not an `Exception`, since a reward function may catch those."""
+
+    def __str__(self) -> str:
+        return "it did not return before the deadline"
+
+
+@contextmanager
+def in_one_process(what: str) -> Iterator[None]:
+    """Ends a process that the block has forked and that comes out of it: it would go on as a second run.
+
+    The innermost of a call's blocks: `_Backstop` would wait for a thread that a forked process does not have.
+    """
+    own = os.getpid()
+    try:
+        yield
+    except SystemExit as error:
+        if os.getpid() != own:
+            os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
+    finally:
+        if os.getpid() != own:
+            line = f"{what}: it forked a process that did not end in it (os._exit); that process was ended\n"
+            os.write(2, line.encode())  # the buffers of sys.stderr are the first process's
+            os._exit(1)
+
+
+@contextmanager
+def back_in(folder: Path) -> Iterator[None]:
+    """Makes `folder` the working directory again when the block ends: paths of the run, such as output_dir, start
+    there.
+    """
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+
+
+@contextmanager
+def deadline(seconds: float | None) -> Iterator[None]:
+    """Raises `OverdueError` inside after `seconds`, wherever Python code runs or waits; None is no deadline.
+
+    A signal can only interrupt the main thread; in others nothing is raised.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def overdue(*_: object) -> None:
+        raise OverdueError
+
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, overdue)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # someone else's timer goes on
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
+
+
+class _Backstop:
+    """Ends the process, with a traceback, if a call is long overdue: compiled code hears no signal."""
+
+    def __init__(self) -> None:
+        self._running = 0
+
+    @contextmanager
+    def __call__(self, seconds: float | None) -> Iterator[None]:
+        if seconds is None:
+            yield
+            return
+        if not self._running and sys.__stderr__ is not None:
+            faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True, file=sys.__stderr__)
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                faulthandler.cancel_dump_traceback_later()
+
+
+backstop = _Backstop()
