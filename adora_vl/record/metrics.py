@@ -200,6 +200,7 @@ _FIGURES = (
     ("length", "completions/mean_length", "{:.0f}", 1),
     ("drift", "adora/drift", "{:.1g}", 1),
 )
+SILENT_STEPS = 5  # without any signal, then the run says so
 _WINDOW = 20  # the remaining time is estimated from this many steps
 
 
@@ -246,6 +247,7 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
         self._ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -266,6 +268,10 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         if self._bar is not None and logs and ("reward" in logs or "rewards/missing" in logs):
             self._bar.write(progress_line(logs, state.global_step, state.max_steps, self._left(state)))
             sys.stdout.flush()
+            silence = no_signal(state.log_history)
+            if silence and not self._warned:
+                self._bar.write(f"warning: {silence}", file=sys.stderr)
+            self._warned = bool(silence)  # once for each stretch of such steps
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._bar is not None:
@@ -275,6 +281,43 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def _left(self, state: Any) -> float | None:
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
         return (ended - began) / (last - first) * (state.max_steps - last) if last > first else None
+
+
+def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
+    """What to say of a run in whose last steps, `SILENT_STEPS` at least, no group had anything to teach: since when,
+    the likeliest reason, and what to look at. None if there was something. `history`: of the log, or of the file.
+    """
+    silent: list[Mapping[str, Any]] = []
+    before = 0
+    for entry in reversed(history):
+        if kind_of(entry) == "train" and (share := entry.get("frac_reward_zero_std")) is not None:
+            if share < 1:
+                before = int(entry["step"])
+                break
+            silent.append(entry)
+    steps = int(silent[0]["step"]) - before if silent else 0
+    if steps < SILENT_STEPS:
+        return None
+    rates = {entry.get(PASS) for entry in silent}
+    if rates == {0.0}:
+        reason = (
+            "no answer was right. `python -m adora_vl.rewards.explain` says what the reward makes of one (a run's "
+            "answers are in its report), `python -m data_prep filter` keeps the problems that the model solves "
+            "sometimes, and the built-in tiny models know drawn problems alone"
+        )
+    elif rates == {1.0}:
+        reason = "every answer was right. `python -m data_prep filter` keeps the problems that it does not always solve"
+    elif not any(entry.get("reward_std") for entry in silent):
+        reason = (
+            f"every answer had the reward {silent[0].get('reward', math.nan):g}. "
+            "`python -m adora_vl.rewards.explain --reward FILE.py:FUNCTION` says what yours returns for one"
+        )
+    else:
+        reason = (
+            "the answers to a problem are all alike. A higher temperature or more num_generations makes them differ, "
+            "`python -m data_prep filter` finds problems where they do"
+        )
+    return f"nothing was learned in the last {steps} steps: in every group all rewards were equal, since {reason}"
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> float:

@@ -12,7 +12,7 @@ from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.manifest import interpreter
-from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of
+from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of, no_signal
 from adora_vl.record.rollouts import ROLLOUTS
 from adora_vl.utils.cli import amount, spelled
 from eval.benchmark import for_data
@@ -89,6 +89,8 @@ def summary_lines(
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
     lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
+    silence = no_signal(history)
+    lines += ["", f"warning: {silence}"] if silence else []
     rows = figure_rows(history)
     if rows:
         lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}"]

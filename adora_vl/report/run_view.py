@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from adora_vl.data.prompts import lettered
 from adora_vl.record.manifest import adora_options, facts_of_run, methods_of, read_manifest, recipe_of
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS, no_signal, read_metrics
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
 from adora_vl.rewards.grade import comparison
 from adora_vl.utils.errors import UserError
@@ -144,6 +144,8 @@ def _load(folder: Path, max_rollouts: int) -> RunView:
         missing = "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
         raise UserError(f"RUN: {str(folder)!r} {missing}; name the output_dir of a training run")
     view = RunView(folder.resolve().name, metrics, facts=facts_of_run(read_manifest(folder)))
+    if silence := no_signal(metrics):
+        view.notes.append(f"Warning: {silence}.")
     if found:
         _add_groups(view, found, max_rollouts)
     else:

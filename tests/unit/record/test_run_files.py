@@ -45,6 +45,7 @@ from adora_vl.record.metrics import (
     adora_metrics,
     as_line,
     duration,
+    no_signal,
     progress_line,
     read_metrics,
     resumed_lines,
@@ -101,6 +102,30 @@ LOGS = {
     "adora/drift": 2.1e-6, "seconds/rollout": 12.34, "seconds/grading": 0.02, "seconds/policy": 7.5,
     "seconds/sync": 0.5, "seconds/other": 0.1, "grad_norm": 1.0,
 }  # fmt: skip
+
+
+def _log(step, silent=True, **figures):
+    return {"step": step, "reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": float(silent), **figures}
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        ({"adora/pass_rate": 0.0}, "no answer was right"),
+        ({"adora/pass_rate": 1.0, "reward": 1.0}, "every answer was right"),
+        ({"adora/pass_rate": 0.5, "reward": 0.25}, "every answer had the reward 0.25"),
+        ({"adora/pass_rate": 0.5, "reward_std": 0.5}, "the answers to a problem are all alike"),
+    ],
+)
+def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
+    began = [_log(1), _log(2, silent=False)]
+    history = [*began, *(_log(step, **figures) for step in range(3, 8)), {"step": 7, "eval_reward": 0.0}]
+    said = no_signal(history)
+    assert said is not None and "in the last 5 steps" in said and reason in said
+    assert no_signal([*began, _log(7, **figures)]) == said  # logged every fifth step
+    assert no_signal(history[:-2]) is None  # four steps may be chance
+    assert no_signal([*history, _log(8, silent=False)]) is None
+    assert no_signal([]) is None
 
 
 def test_the_progress_line():
