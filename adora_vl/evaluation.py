@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.data.prompt_lengths import OverlongPrompts, Size
     from adora_vl.rollout.agreement import HasEngine
-    from eval.benchmark import Benchmark, Problem
+    from eval.records import Benchmark, Problem
 
 
 @dataclass(frozen=True)

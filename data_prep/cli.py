@@ -200,7 +200,8 @@ def _filter(arguments: argparse.Namespace) -> None:
     # the engines of `eval` are imported by this command alone
     from data_prep import filter as filtering
     from data_prep.filter import Keep
-    from eval.inference.engines import AnswerEngineSettings, check_model, default_engine
+    from eval.inference.engines import check_model, default_engine
+    from eval.inference.requests import AnswerEngineSettings
 
     if (arguments.model is None) == (arguments.predictions is None):
         raise UserError("model: give --model, to sample answers with, or --predictions, answers that are there")

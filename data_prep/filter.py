@@ -20,6 +20,7 @@ from adora_vl.data.dataset import (
     SPLITS,
     Manifest,
     Row,
+    data_hash,
     features_of,
     load_split,
     read_manifest,
@@ -29,15 +30,18 @@ from adora_vl.data.dataset import (
     write_split,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
+from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import amount
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from data_prep.output import complete_or_absent, refuse_foreign
 from eval.geometry3k import BENCHMARK, load
-from eval.inference.engines import AnswerEngine, AnswerEngineSettings, build_engine
-from eval.inference.predictions import PREDICTIONS, Prediction, read_predictions
-from eval.inference.provenance import FILE_NAME, data_hash, model_hash, read
+from eval.inference.engines import build_engine
+from eval.inference.predictions import PREDICTIONS, read_predictions
+from eval.inference.provenance import FILE_NAME, read
+from eval.inference.requests import AnswerEngine, AnswerEngineSettings
 from eval.inference.runner import infer
+from eval.records import Prediction
 from eval.scoring.score import grade_row
 
 RATES_FILE = "pass_rates.jsonl"  # in the output: id, right answers and answers of every problem of the split

@@ -6,11 +6,16 @@ import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
+from PIL import Image
+
 from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import asks_for_answer_tags
+from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import (
     MAX_SEED,
     Parser,
@@ -27,29 +32,14 @@ from adora_vl.utils.cli import (
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.files import check_folder, check_json, make_folder, written_to
 from adora_vl.utils.hub import notes_on
-from eval.benchmark import Benchmark, Problem
 from eval.inference.endpoint import endpoint_of
-from eval.inference.engines import (
-    ENGINES,
-    AnswerEngineSettings,
-    build_engine,
-    check_loadable,
-    check_model,
-    default_engine,
-)
+from eval.inference.engines import build_engine, check_loadable, check_model, default_engine
 from eval.inference.predictions import PREDICTIONS, SCORE, read_predictions
-from eval.inference.provenance import (
-    FILE_NAME,
-    OF_THE_RUN,
-    Fields,
-    model_hash,
-    read,
-    settle_prompts,
-    versions,
-    write_json,
-)
+from eval.inference.provenance import FILE_NAME, OF_THE_RUN, Fields, read, settle_prompts, versions, write_json
+from eval.inference.requests import ENGINES, AnswerEngineSettings
 from eval.inference.runner import Ranks, infer, ranks
-from eval.scoring.score import Score, Scored, score
+from eval.records import Benchmark, Problem, Score, Scored
+from eval.scoring.score import score
 from eval.scoring.table import table
 
 VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
@@ -236,7 +226,7 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     check_loadable(settings)
     everything, data_hash = benchmark.load(options)
     if options.blank_image:
-        everything = _with_grey_images(everything)
+        everything = with_grey_images(everything)
     problems = everything[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
     hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)  # a server shows no weights
@@ -263,11 +253,19 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
         )
 
 
-def _with_grey_images(problems: list[Problem]) -> list[Problem]:
-    """The problems with grey pictures. Raises `UserError` where none has a picture."""
+def with_grey_images(problems: Sequence[Problem]) -> list[Problem]:
+    """The same questions with an evenly grey picture of the same size in place of each.
+
+    Raises `UserError` where none has a picture.
+    """
     if not any(problem.n_images for problem in problems):
         raise UserError("blank_image: the problems have no images; leave it out")
-    return [problem.with_grey_images() for problem in problems]
+    return [replace(problem, images=partial(_grey, problem)) if problem.n_images else problem for problem in problems]
+
+
+def _grey(problem: Problem) -> list[Image.Image]:
+    sizes = [image.size for image in problem.images()] if problem.sizes is None else problem.sizes()
+    return [Image.new("RGB", size, (128, 128, 128)) for size in sizes]
 
 
 def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:

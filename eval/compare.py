@@ -16,8 +16,9 @@ from typing import Any
 
 from adora_vl.utils.cli import Parser, amount, exit_code_of, text
 from adora_vl.utils.errors import UserError
-from eval.benchmark import NAMES, Published, named
+from eval.benchmark import NAMES, named
 from eval.inference.predictions import SCORE
+from eval.records import Published
 from eval.scoring.score import missing_answers, own_cells
 from eval.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
 

@@ -15,17 +15,16 @@ from adora_vl.utils.cli import imports
 with imports():
     from PIL import Image
 
-    from adora_vl.data.dataset import load_split
+    from adora_vl.data.dataset import data_hash, load_split
     from adora_vl.data.images import decoded_image, image_size
     from adora_vl.data.prompts import NAMES_OF_CHOICES, Template, template
     from adora_vl.data.rows import has_choices, problem_with_prompt, problem_with_row, rows_without_pixels
     from adora_vl.rewards import grade as graded_as_in_training
     from adora_vl.utils.cli import amount, optional, text
-    from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
-    from eval.inference.predictions import Prediction, RowErrors
-    from eval.inference.provenance import OF_THE_RUN, data_hash
-    from eval.scoring.score import Graded, OwnFigures, RowGrade
+    from eval.inference.predictions import RowErrors
+    from eval.inference.provenance import OF_THE_RUN
+    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,7 +55,7 @@ def _rules(options: Namespace) -> dict[str, Any]:
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
     """The number of reference answers that the grader cannot read, and the rules in words."""
-    unusable = sum(item.reason.startswith("gold_") for item in graded)
+    unusable = sum(item.grade.reason.startswith("gold_") for item in graded)
     warning = f"{amount(unusable, 'gold')} cannot be graded against; see the items with a gold_ reason"
     by = "rounded decimals accepted" if options.rounding else "exact answers"
     return OwnFigures(

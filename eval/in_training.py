@@ -10,12 +10,11 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 
-from eval.benchmark import Benchmark, Problem
 from eval.command import score_defaults
-from eval.inference.engines import AnswerEngine
-from eval.inference.predictions import Prediction
+from eval.inference.requests import AnswerEngine
 from eval.inference.runner import Ask, answer
-from eval.scoring.score import Score, own_cells, score
+from eval.records import Benchmark, Prediction, Problem, Score
+from eval.scoring.score import own_cells, score
 
 
 def answer_all(problems: Sequence[Problem], engine: AnswerEngine, system_prompt: str | None) -> list[Prediction]:

@@ -10,11 +10,9 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.rewards.knights import knights_verdict, roles_in
-    from eval.benchmark import Benchmark
     from eval.command import main
     from eval.geometry3k import load
-    from eval.inference.predictions import Prediction
-    from eval.scoring.score import RowGrade
+    from eval.records import Benchmark, Prediction, RowGrade
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:

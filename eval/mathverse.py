@@ -16,14 +16,14 @@ with imports():
     from adora_vl.rewards.grade import grade as graded_answer
     from adora_vl.utils.cli import amount
     from adora_vl.utils.openai_client import EndpointError
-    from eval.benchmark import Benchmark, Problem
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_rows, unaskable
-    from eval.inference.predictions import Prediction, missing_fields
+    from eval.inference.predictions import missing_fields
+    from eval.records import JUDGE_FAILED, Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.judge import Question, add_extraction_options, extractions, judge_of, reported, reports
-    from eval.scoring.number import JUDGE_FAILED, Extraction, extract_number, plain
-    from eval.scoring.score import CORRECT, FAILED, WRONG, Graded, OwnFigures, RowGrade, cell
+    from eval.scoring.number import extract_number, plain
+    from eval.scoring.score import cell, verdict
 
 TEXT_ONLY = "Text Only"
 VERSIONS = ("Text Dominant", "Text Lite", "Vision Intensive", "Vision Dominant", "Vision Only", TEXT_ONLY)
@@ -179,23 +179,21 @@ def _words(response: str) -> list[str]:
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row. What a judge was asked and could not say is a failure."""
+    """The verdict on a row."""
     extraction, groups = row["read"], _groups(row)
     answer = "" if extraction.text is None else str(extraction.text)
     same: Extraction | None = row.get("same")
-    failed = next((each for each in (extraction, same) if each is not None and each.how == JUDGE_FAILED), None)
-    if failed is not None:
-        return RowGrade(FAILED, None, JUDGE_FAILED, groups, failed)
     if same is not None:
-        return RowGrade(CORRECT if same.text == "1" else WRONG, answer, "judge", groups, extraction)
+        judged = same if same.how == JUDGE_FAILED else extraction
+        return RowGrade(verdict(same.text == "1"), answer, "judge", groups, judged)
     if row["question_type"] == "free-form":
         right, reason = same_answer(answer, row["answer"])
-        return RowGrade(CORRECT if right else WRONG, answer, reason, groups, extraction)
+        return RowGrade(verdict(right), answer, reason, groups, extraction)
     choices = choices_of(row)
     letter, wanted = _letter(answer, choices), reference_letter(row, choices)
     if wanted is None:
-        return RowGrade(WRONG, letter, "gold_several_letters", groups, extraction)
-    return RowGrade(CORRECT if letter == wanted else WRONG, letter, "letter", groups, extraction)
+        return RowGrade(verdict(False), letter, "gold_several_letters", groups, extraction)
+    return RowGrade(verdict(letter == wanted), letter, "letter", groups, extraction)
 
 
 def _letter(answer: str, choices: Sequence[str]) -> str:
@@ -222,7 +220,7 @@ def _rules(options: Namespace) -> dict[str, Any]:
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
     """The overall figure, which the benchmark takes over its five versions with images; and what no answer can meet."""
     five = [item for row, item in zip(rows, graded, strict=True) if row["problem_version"] != TEXT_ONLY]
-    several = sum(item.reason == "gold_several_letters" for item in graded)
+    several = sum(item.grade.reason == "gold_several_letters" for item in graded)
     warnings = [f"{amount(several, 'reference answer')} with several letters, which no answer meets"] if several else []
     lines = ["note: not the official score, which asks a judge whether an answer is right"]
     if options.extraction == "judge":

@@ -16,14 +16,24 @@ with imports():
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.utils.cli import amount
     from adora_vl.utils.errors import UserError
-    from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
     from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
-    from eval.inference.predictions import Prediction, missing_fields
+    from eval.inference.predictions import missing_fields
+    from eval.mathvision_value import latex_value
+    from eval.records import (
+        CORRECT,
+        Benchmark,
+        Extraction,
+        Graded,
+        OwnFigures,
+        Prediction,
+        Problem,
+        Published,
+        RowGrade,
+    )
     from eval.scoring.judge import Question, add_extraction_options, extractions
-    from eval.scoring.latex_value import latex_value
-    from eval.scoring.number import JUDGE_FAILED, Extraction, extract_number
-    from eval.scoring.score import CORRECT, FAILED, WRONG, Graded, OwnFigures, RowGrade, extraction_item
+    from eval.scoring.number import extract_number
+    from eval.scoring.score import extraction_item, verdict
 
 _INSTRUCTION = (
     'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a multiple choice '
@@ -225,19 +235,17 @@ def _unboxed(row: Prediction, read: Extraction) -> Extraction:
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row by `options.rules`. An extraction that the judge could not make is a failure."""
+    """The verdict on a row by `options.rules`."""
     form = "multiple choice" if row["options"] else "free form"
     groups = {"level": [str(row["level"])], "subject": [row["subject"]], "form": [form]}
     read = row["read"]
-    if read.how == JUDGE_FAILED:
-        return RowGrade(FAILED, None, read.how, groups, read)
     answer = str(read.text or "")
     if options.rules == "official":
         hit = official_hit(answer, row["answer"], row["options"])
     else:
         boxed = rf"\boxed{{{answer}}}"
         hit = graded_as_in_training(boxed, row["answer"], choices=row["options"] or None).verdict == CORRECT
-    return RowGrade(CORRECT if hit else WRONG, answer, read.how, groups, read)
+    return RowGrade(verdict(hit), answer, read.how, groups, read)
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:

@@ -12,13 +12,12 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import lettered
-    from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
     from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
-    from eval.inference.predictions import Prediction, missing_fields
+    from eval.inference.predictions import missing_fields
+    from eval.records import Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
     from eval.scoring.judge import Kind, Question, add_extraction_options, extractions
-    from eval.scoring.number import JUDGE_FAILED
-    from eval.scoring.score import CORRECT, FAILED, WRONG, Graded, OwnFigures, RowGrade, by_problem, counted
+    from eval.scoring.score import by_problem, counted, verdict
 
 _HINT = "Hint: Please answer the question "
 _CHOICE = "and provide the correct option letter, e.g., A, B, C, D, at the end."
@@ -210,14 +209,12 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row by `options.rules`. An extraction that the judge could not make is a failure."""
-    extraction, groups = row["read"], _groups(row)
-    if extraction.how == JUDGE_FAILED:
-        return RowGrade(FAILED, None, extraction.how, groups, extraction)
-    if options.ignore_empty_extractions and not str(extraction.text or "").strip():
-        return RowGrade(WRONG, None, extraction.how, groups, extraction)
-    hit = judge_extraction(row, extraction.text, options.rules)
-    return RowGrade(CORRECT if hit.correct else WRONG, hit.prediction, extraction.how, groups, extraction)
+    """The verdict on a row by `options.rules`."""
+    extraction: Extraction = row["read"]
+    hit = Hit(False, None)
+    if str(extraction.text or "").strip() or not options.ignore_empty_extractions:
+        hit = judge_extraction(row, extraction.text, options.rules)
+    return RowGrade(verdict(hit.correct), hit.prediction, extraction.how, _groups(row), extraction)
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
@@ -233,15 +230,16 @@ def _groups(row: Prediction) -> dict[str, list[str]]:
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
     """The entry of a row under `items` in the score file."""
-    fields = {"verdict": graded.verdict, "correct": graded.correct, "answer": row["answer"]}
-    read = {"extraction": row["read"].text, "prediction": graded.extracted}
-    return {**fields, **read, "how": graded.reason}
+    grade, fields = graded.grade, {"correct": graded.correct, "answer": row["answer"]}
+    read = {"extraction": row["read"].text, "prediction": grade.extracted}
+    return {"verdict": grade.verdict, **fields, **read, "how": grade.reason}
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
     """ID and OOD as ADORA's table has them (docs/evaluation.md)."""
     times = [
-        item.groups.get("task", []).count(_GEOMETRY_TASK) + item.groups.get("skills", []).count(_GEOMETRY_SKILL)
+        item.grade.groups.get("task", []).count(_GEOMETRY_TASK)
+        + item.grade.groups.get("skills", []).count(_GEOMETRY_SKILL)
         for item in graded
     ]
     correct, total = sum(n * item.correct for n, item in zip(times, graded, strict=True)), sum(times)

@@ -17,12 +17,12 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
-    from eval.benchmark import Benchmark, Problem, Published
     from eval.command import main
     from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
-    from eval.inference.predictions import Prediction, key, missing_fields, read_predictions
+    from eval.inference.predictions import key, missing_fields, read_predictions
+    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import CORRECT, WRONG, Graded, OwnFigures, RowGrade, by_problem, extraction_item, grade_row
+    from eval.scoring.score import by_problem, extraction_item, grade_row, verdict
     from eval.scoring.statistics import bootstrap
     from eval.scoring.table import percent
 
@@ -69,9 +69,9 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     groups = {"category": [row["category"]], "l2_category": [row["l2_category"]]}
     if options.rules == "official":
         hit = official_hit(row["response"], row["answer"])
-        return RowGrade(CORRECT if hit else WRONG, row["response"][:20], "official", groups)
+        return RowGrade(verdict(hit), row["response"][:20], "official", groups)
     extracted, how = extract_choice(row["response"], options_of(row["question"]))
-    return RowGrade(CORRECT if extracted == row["answer"].strip().upper() else WRONG, extracted, how, groups)
+    return RowGrade(verdict(extracted == row["answer"].strip().upper()), extracted, how, groups)
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:

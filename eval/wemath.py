@@ -13,12 +13,12 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.utils.cli import amount
-    from eval.benchmark import Benchmark, Problem
     from eval.command import main
     from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
-    from eval.inference.predictions import Prediction, missing_fields
+    from eval.inference.predictions import missing_fields
+    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import CORRECT, WRONG, Graded, OwnFigures, RowGrade, by_problem, counted, mean_with_interval
+    from eval.scoring.score import by_problem, counted, mean_with_interval, verdict
     from eval.scoring.table import percent
 
 RuleSet = Literal["official", "letter"]
@@ -76,7 +76,7 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     groups = {"steps": [_STEPS[steps]]} if step == "multi" else {
         "steps": ["one step"], "concept": [row["knowledge concept"]]
     }  # fmt: skip
-    return RowGrade(CORRECT if letter == row["answer"] else WRONG, letter, how, groups)
+    return RowGrade(verdict(letter == row["answer"]), letter, how, groups)
 
 
 def _key(row: Prediction) -> tuple[str, str]:

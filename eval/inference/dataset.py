@@ -22,9 +22,9 @@ from adora_vl.utils.cli import optional, read_json, text
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hub import no_hub, why_missing
-from eval.benchmark import Problem
-from eval.inference.engines import HUB_ID
 from eval.inference.predictions import RowErrors, missing_fields, row_fault
+from eval.inference.requests import HUB_ID
+from eval.records import Problem
 
 Row = dict[str, Any]
 _ENDINGS = (".parquet", ".jsonl", ".json")

@@ -19,7 +19,7 @@ from PIL import Image
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, Reply, check_url
-from eval.inference.engines import AnswerEngineSettings, AnswerRequest, Unanswerable
+from eval.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 
 _BATCH = 64  # answers that are written at once
 _LOCAL = ("min_pixels", "max_pixels", "revision")

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 from adora_vl.utils.cli import MistakesError, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, unwritable, written_to
+from eval.records import Prediction
 
 PREDICTIONS, SCORE = "predictions.jsonl", "score.json"  # in the output folder of `run`
 REQUIRED_FIELDS = ("pid", "answer", "response")
 # The finish reasons of a problem that was never asked: its image is broken, or its prompt leaves no room for an answer.
 IMAGE_FAILED, TOO_LONG = "image_failed", "prompt_too_long"
 NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
-Prediction = dict[str, Any]
 
 
 def key(row: Prediction) -> tuple[str, int]:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl import __version__
-from adora_vl.data.dataset import data_hash as data_hash
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
-from adora_vl.models.load import model_hash as model_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 from adora_vl.utils.versions import installed

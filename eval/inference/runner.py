@@ -20,13 +20,10 @@ from adora_vl.data.prompts import conversation_with_images
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import make_folder, written_to
-from eval.benchmark import Problem
-from eval.inference.engines import AnswerEngine, AnswerEngineSettings, AnswerRequest, Unanswerable
 from eval.inference.predictions import (
     IMAGE_FAILED,
     PREDICTIONS,
     TOO_LONG,
-    Prediction,
     PredictionLog,
     absorb_parts,
     key,
@@ -35,6 +32,8 @@ from eval.inference.predictions import (
     sort_rows,
 )
 from eval.inference.provenance import FILE_NAME, Fields, note, settle
+from eval.inference.requests import AnswerEngine, AnswerEngineSettings, AnswerRequest, Unanswerable
+from eval.records import Prediction, Problem
 
 _PATIENCE = timedelta(days=7)  # how long a rank waits for the slowest one
 # Variables of a launcher; an engine that sees them would wait for the other processes.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from adora_vl.data.prompts import without_letters
 from adora_vl.rewards import grade
 from adora_vl.rewards.completion import answer_block, last_boxed
-from eval.scoring.number import MAX_CHARS, Extraction, concluding_number, plain, refuses, sentences
+from eval.records import Extraction
+from eval.scoring.number import MAX_CHARS, concluding_number, plain, refuses, sentences
 
 # Words that say that the next letter is the answer. `option B` alone does not: it may be called wrong.
 _STATED = (

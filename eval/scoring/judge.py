@@ -21,9 +21,10 @@ from adora_vl.utils.cli import amount, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import written_to
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
-from eval.inference.predictions import NOT_ASKED, Prediction
+from eval.inference.predictions import NOT_ASKED
+from eval.records import JUDGE_FAILED, Extraction, Prediction
 from eval.scoring.choice import extract_choice
-from eval.scoring.number import JUDGE_FAILED, MAX_CHARS, Extraction, extract_list, extract_number
+from eval.scoring.number import MAX_CHARS, extract_list, extract_number
 
 Kind = Literal["choice", "integer", "float", "list", "text"]
 

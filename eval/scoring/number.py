@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from typing import Any, NamedTuple
 
 from adora_vl.rewards.completion import last_boxed
+from eval.records import Extraction
 
 MAX_CHARS = 50_000  # of the end of a response
 # A model that runs on after its answer writes the next exercise by itself, with the words of the prompt.
@@ -23,19 +23,6 @@ _REFUSAL = re.compile(
     r"no (?:information|image|data|way)|(?:need|provide|without) (?:more|further|additional|any|the|me) )",
     re.IGNORECASE,
 )
-
-
-JUDGE_FAILED = "judge_failed"  # the `how` of an extraction that no judge could make
-
-
-class Extraction(NamedTuple):
-    """The answer in a response, empty if there is none, and how it was found: the rule, `stored`, or by the judge.
-
-    `text` is a string, except for a stored extraction, which is whatever the file has.
-    """
-
-    text: Any
-    how: str
 
 
 def own_part(response: str) -> str:

@@ -6,13 +6,23 @@ import statistics
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, cast
 
 from adora_vl.rewards.completion import REFLECTIVE, reflective_words
-from eval.benchmark import Benchmark
-from eval.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG, Prediction
-from eval.scoring.number import JUDGE_FAILED, Extraction
+from eval.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG
+from eval.records import (
+    CORRECT,
+    FAILED,
+    JUDGE_FAILED,
+    WRONG,
+    Benchmark,
+    Cell,
+    Graded,
+    OwnFigures,
+    Prediction,
+    Score,
+    Scored,
+)
 from eval.scoring.statistics import bootstrap, pass_at, wilson
 
 
@@ -53,8 +63,6 @@ def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
     }
 
 
-CORRECT, WRONG = "correct", "wrong"
-FAILED = "failed"  # not asked, or the extraction failed; counts as not correct
 # By total pixels of the first image: the upper ends of the groups.
 _SIZES = (
     (128 * 128, "to 128x128"),
@@ -62,97 +70,6 @@ _SIZES = (
     (512 * 512, "to 512x512"),
     (1024 * 1024, "to 1024x1024"),
 )
-
-
-class Cell(TypedDict):
-    """A share of right answers. A figure that is no count has `accuracy` alone."""
-
-    accuracy: float
-    correct: NotRequired[int]
-    total: NotRequired[int]
-    wilson_95: NotRequired[list[float]]
-
-
-class Score(TypedDict):
-    """The figures that every score has. The figures of a benchmark's own (`OwnFigures`) stand beside them."""
-
-    benchmark: str
-    correct: int
-    total: int
-    accuracy: float
-    wilson_95: list[float]
-    groups: dict[str, dict[str, Cell]]
-    verdicts: dict[str, int]
-    image_failed: int
-    too_long: int
-    samples: NotRequired[dict[str, Any]]  # avg@k and pass@k, if a problem has several answers
-    tokens: dict[str, dict[str, float | int] | None]
-    truncated: dict[str, Any] | None
-    reflective_words: dict[str, Any] | None
-    empty_responses: int
-    rules: dict[str, Any]
-    extraction_mix: NotRequired[dict[str, int]]  # of a benchmark that extracts answers: how often in which way
-    extraction_failed: NotRequired[int]
-    coverage: NotRequired[dict[str, int | None]]  # of a score file, as the following two
-    versions: NotRequired[dict[str, str]]
-    fingerprint: NotRequired[dict[str, Any] | None]
-    items: list[dict[str, Any]]
-
-
-class RowGrade(NamedTuple):
-    """A benchmark's verdict on one answer.
-
-    `extracted` is the answer that was compared. `reason` says how it was found, or why it got its verdict. `groups`
-    gives, for each kind of group, the groups in which the answer is counted. `extraction` is the answer as it was read
-    out of the response, if that is a step of its own.
-    """
-
-    verdict: str
-    extracted: str | None
-    reason: str
-    groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed
-    extraction: Extraction | None = None
-
-
-@dataclass(frozen=True)
-class Graded:
-    """One graded answer: its `RowGrade`, and what the score needs of its row."""
-
-    pid: str
-    verdict: str
-    extracted: str | None
-    reason: str
-    n_tokens: int | None = None
-    groups: dict[str, list[str]] = field(default_factory=dict)
-    sample: int = 0
-    extraction: Extraction | None = None
-
-    @property
-    def correct(self) -> bool:
-        return self.verdict == CORRECT
-
-
-@dataclass(frozen=True)
-class OwnFigures:
-    """What a benchmark adds to its score; the score file has `figures` and `notes` under their own keys.
-
-    `figures`: under each key named figures, cells (see `cell`) or, for what is no count, shares. Each is a row of the
-    table, a column of a comparison and a number in the log of a training. None: nothing to count. A text explains them.
-    `notes`: anything else. `lines` and `warnings` are printed below the table. `by`: the rules in words, for its head.
-    """
-
-    figures: dict[str, dict[str, Cell | float | str | None]] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
-    lines: Sequence[str] = ()
-    warnings: Sequence[str] = ()
-    by: str | None = None
-
-
-class Scored(NamedTuple):
-    """A score, and what its benchmark says about it."""
-
-    score: Score
-    summary: OwnFigures
 
 
 def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, *, answer_tags: bool = False) -> Scored:
@@ -179,15 +96,19 @@ def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, 
 
 
 def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Graded:
-    """One row as its benchmark grades it. A problem that was never asked failed, whatever its response is."""
+    """One row as its benchmark grades it, or failed: where its problem was never asked, or the judge could not say."""
     grade = benchmark.grade(row, options)
-    verdict, extracted, reason = grade.verdict, grade.extracted, grade.reason
+    grade = grade._replace(groups={**grade.groups, **common_groups(row)})
     if row.get("finish_reason") in NOT_ASKED:
-        verdict, extracted, reason = FAILED, None, row.get("error") or row["finish_reason"]
-    groups = {**grade.groups, **common_groups(row)}
-    return Graded(
-        row["pid"], verdict, extracted, reason, row.get("n_tokens"), groups, row.get("sample", 0), grade.extraction
-    )
+        grade = grade._replace(verdict=FAILED, extracted=None, reason=row.get("error") or row["finish_reason"])
+    elif grade.extraction is not None and grade.extraction.how == JUDGE_FAILED:
+        grade = grade._replace(verdict=FAILED, extracted=None, reason=JUDGE_FAILED)
+    return Graded(row["pid"], grade, row.get("n_tokens"), row.get("sample", 0))
+
+
+def verdict(right: bool) -> str:
+    """The verdict on an answer that could be judged."""
+    return CORRECT if right else WRONG
 
 
 def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
@@ -219,13 +140,14 @@ def _as_cell(value: Cell | float | str | None) -> Cell | str | None:
 
 def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
     """A benchmark's entry of an answer, where the answer is first extracted and then compared."""
-    fields = {"verdict": graded.verdict, "correct": graded.correct, "answer": row["answer"]}
-    return {**fields, "extraction": graded.extracted, "how": graded.reason}
+    grade, fields = graded.grade, {"correct": graded.correct, "answer": row["answer"]}
+    return {"verdict": grade.verdict, **fields, "extraction": grade.extracted, "how": grade.reason}
 
 
 def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
     """The entry of an answer under `items` in the score file."""
-    shown = {"verdict": graded.verdict, "extracted": graded.extracted, "reason": graded.reason}
+    verdict, extracted, reason, *_ = graded.grade
+    shown = {"verdict": verdict, "extracted": extracted, "reason": reason}
     if benchmark.item is not None:
         shown = benchmark.item(row, graded)
     return {"pid": graded.pid, **({"sample": graded.sample} if graded.sample else {}), **shown}
@@ -233,7 +155,7 @@ def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, An
 
 def _extractions(graded: Sequence[Graded]) -> dict[str, Any]:
     """How the answers were extracted, and how often that failed; nothing for a benchmark without such a step."""
-    mix = Counter(item.extraction.how for item in graded if item.extraction is not None)
+    mix = Counter(item.grade.extraction.how for item in graded if item.grade.extraction is not None)
     return {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]} if mix else {}
 
 
@@ -253,15 +175,15 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
     """Counts over all answers (at least one) and by group. Problems that were not asked are counted too."""
     members: dict[str, dict[str, list[Graded]]] = defaultdict(lambda: defaultdict(list))
     for item in graded:
-        for key, values in item.groups.items():
+        for key, values in item.grade.groups.items():
             for value in values:
                 members[key][value].append(item)
     counts: dict[str, Any] = {
         **cell(graded),
         "groups": {key: {value: cell(members[key][value]) for value in sorted(members[key])} for key in members},
-        "verdicts": dict(Counter(item.verdict for item in graded).most_common()),
-        "image_failed": sum(item.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded),
-        "too_long": sum(item.groups.get("finish_reason") == [TOO_LONG] for item in graded),
+        "verdicts": dict(Counter(item.grade.verdict for item in graded).most_common()),
+        "image_failed": sum(item.grade.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded),
+        "too_long": sum(item.grade.groups.get("finish_reason") == [TOO_LONG] for item in graded),
     }
     samples = _samples(graded)
     return counts | ({"samples": samples} if samples else {})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from adora_vl.utils.cli import amount
-from eval.scoring.score import Cell, OwnFigures, Score, Scored, missing_answers, own_cells
+from eval.records import Cell, OwnFigures, Score, Scored
+from eval.scoring.score import missing_answers, own_cells
 
 _MANY = 16  # values of a group in the table; the score file has all
 

@@ -12,7 +12,8 @@ from unittest import mock
 
 from eval import command
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
-from eval.inference.engines import AnswerEngine, AnswerEngineSettings, build_engine
+from eval.inference.engines import build_engine
+from eval.inference.requests import AnswerEngine, AnswerEngineSettings
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
 

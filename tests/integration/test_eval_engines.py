@@ -21,7 +21,8 @@ from eval import command as eval_command
 from eval.command import main
 from eval.geometry3k import BENCHMARK
 from eval.inference.chat import ChatProcessor
-from eval.inference.predictions import Prediction, read_predictions
+from eval.inference.predictions import read_predictions
+from eval.records import Prediction
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 

@@ -17,7 +17,8 @@ from adora_vl.doctor.engine import Examination, examine
 from adora_vl.rollout.agreement import difference, read_prompts, score
 from adora_vl.utils.checks import as_json
 from eval.inference.chat import ChatProcessor
-from eval.inference.engines import AnswerEngineSettings, AnswerRequest, TransformersEngine, VLLMEngine
+from eval.inference.engines import TransformersEngine, VLLMEngine
+from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 
 Rows = Sequence[dict[str, Any]]
 TOKENS = 8  # of an answer

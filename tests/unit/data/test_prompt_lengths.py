@@ -43,9 +43,9 @@ from adora_vl.record.manifest import facts_of_run
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import prepare_engine_environment
-from eval.benchmark import Problem
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
+from eval.records import Problem
 from tests.support.benchmark_data import mathvista_rows, mmstar_rows, write_geometry3k, write_mathvista, write_mmstar
 from tests.unit.data.test_loading import ids_of_epochs
 from tests.unit.data_prep.data_prep_support import drawing, encoded

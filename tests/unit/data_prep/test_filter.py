@@ -17,7 +17,7 @@ from adora_vl.utils.openai_client import Reply
 from data_prep import filter as filtering
 from data_prep.cli import main
 from data_prep.filter import Keep, Tally, filter_dataset, samples_folder, tallies
-from eval.inference.engines import AnswerEngineSettings, AnswerRequest
+from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 
 RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows, with four samples
 

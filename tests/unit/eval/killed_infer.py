@@ -11,9 +11,9 @@ from pathlib import Path
 from PIL import Image
 
 from adora_vl.utils.openai_client import Reply
-from eval.benchmark import Problem
-from eval.inference.engines import AnswerEngineSettings, AnswerRequest
+from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 from eval.inference.runner import infer
+from eval.records import Problem
 
 PROBLEMS, SAMPLES = 200, 2
 

@@ -23,12 +23,12 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from data_prep.synthetic.generate import generate
 from eval import command
-from eval.benchmark import Benchmark
 from eval.command import main, parse
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.inference.chat import ChatProcessor
 from eval.inference.predictions import PredictionLog, read_predictions
 from eval.mmstar import BENCHMARK as MMSTAR
+from eval.records import Benchmark
 
 NEEDED = ["--model", "M", "--data", "D", "--output", "O"]
 

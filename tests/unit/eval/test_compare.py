@@ -10,15 +10,15 @@ import pytest
 
 from adora_vl.report.compare import main as gain
 from eval.compare import main
-from eval.scoring.score import Graded, aggregate
+from eval.records import Graded, RowGrade
+from eval.scoring.score import aggregate, verdict
 
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:
     graded = [
-        Graded(str(i), "correct" if hit == "1" else "wrong", None, "r", groups={"task": ["ab"[i % 2]]})
-        for i, hit in enumerate(right)
+        Graded(str(i), RowGrade(verdict(hit == "1"), None, "r", {"task": ["ab"[i % 2]]})) for i, hit in enumerate(right)
     ]
-    items = [{"pid": item.pid, "verdict": item.verdict} for item in graded]
+    items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     score = aggregate(graded) | {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items} | more
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(score))

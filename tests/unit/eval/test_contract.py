@@ -19,12 +19,13 @@ from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
 from eval import __main__ as evaluate
 from eval import benchmark as list_of_benchmarks
-from eval.benchmark import NAMES, Benchmark, Problem, for_data, named
-from eval.command import main, parse, score_defaults
+from eval.benchmark import NAMES, for_data, named
+from eval.command import main, parse, score_defaults, with_grey_images
 from eval.compare import main as compare
 from eval.in_training import figures
 from eval.inference.dataset import load_rows, unaskable
-from eval.scoring.score import CORRECT, WRONG, OwnFigures, RowGrade, cell, score
+from eval.records import CORRECT, WRONG, Benchmark, OwnFigures, Problem, RowGrade
+from eval.scoring.score import cell, score
 from tests.conftest import REPOSITORY
 from tests.support import benchmark_data as support
 
@@ -59,9 +60,10 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     assert benchmark.name == name
     problems = problems_of(benchmark, DATA[name](tmp_path))
     assert len({problem.pid for problem in problems}) == len(problems) == 4
-    for problem in problems:
+    all_grey = with_grey_images(problems) if problems[0].n_images else problems
+    for problem, other in zip(problems, all_grey, strict=True):
         assert problem.prompt and len(problem.images()) == problem.n_images
-        grey = problem.with_grey_images().images()
+        grey = other.images()
         assert [image.size for image in grey] == [image.size for image in problem.images()]
         assert all(image.getcolors() == [(image.width * image.height, (128, 128, 128))] for image in grey)
     rows = [

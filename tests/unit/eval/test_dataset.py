@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 from adora_vl.data.images import UnreadableImageError
 from adora_vl.utils.errors import UserError
 from eval import mathvista, mmstar
-from eval.benchmark import Problem
+from eval.records import Problem
 from tests.support.benchmark_data import MATHVISTA, mathvista_rows, mmstar_rows, write_mathvista, write_mmstar
 
 

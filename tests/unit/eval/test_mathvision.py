@@ -14,7 +14,7 @@ from adora_vl.evaluation import _load as task
 from eval.command import main, parse
 from eval.in_training import figures
 from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
-from eval.scoring.latex_value import latex_value
+from eval.mathvision_value import latex_value
 from tests.conftest import SHARED
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, write_mathvision

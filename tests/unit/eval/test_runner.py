@@ -16,16 +16,17 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from adora_vl.data.dataset import load_split, write_split
+from adora_vl.data.dataset import data_hash, load_split, write_split
+from adora_vl.models.load import model_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from data_prep.synthetic.generate import generate
-from eval.benchmark import Problem
 from eval.geometry3k import problems as geometry3k_problems
-from eval.inference.engines import AnswerEngine, AnswerEngineSettings, AnswerRequest
-from eval.inference.predictions import IMAGE_FAILED, Prediction, PredictionLog, key, part_path, read_predictions
-from eval.inference.provenance import Fields, data_hash, model_hash
+from eval.inference.predictions import IMAGE_FAILED, PredictionLog, key, part_path, read_predictions
+from eval.inference.provenance import Fields
+from eval.inference.requests import AnswerEngine, AnswerEngineSettings, AnswerRequest
 from eval.inference.runner import Alone, Ranks, Summary, infer, ranks, take_gpu
+from eval.records import Prediction, Problem
 from tests.conftest import REPOSITORY
 from tests.unit.eval import killed_infer
 

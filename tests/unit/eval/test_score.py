@@ -17,11 +17,12 @@ from eval.command import score_file
 from eval.geometry3k import BENCHMARK, answer_form
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.in_training import answer_all, figures
-from eval.inference.engines import AnswerRequest
 from eval.inference.predictions import IMAGE_FAILED, read_predictions
+from eval.inference.requests import AnswerRequest
 from eval.inference.runner import Ask, answer
 from eval.mathvista import BENCHMARK as MATHVISTA
-from eval.scoring.score import Graded, aggregate, grade_row
+from eval.records import Graded, RowGrade
+from eval.scoring.score import aggregate, grade_row, verdict
 from eval.scoring.statistics import bootstrap, mcnemar, pass_at, sign_flips, wilson
 from eval.scoring.table import table
 from tests.conftest import Case
@@ -75,7 +76,7 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
 def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     right = {"a": "1100", "b": "0000", "c": "1111"}
     graded = [
-        Graded(pid, "correct" if hit == "1" else "wrong", None, "r", sample=sample)
+        Graded(pid, RowGrade(verdict(hit == "1"), None, "r"), sample=sample)
         for pid, hits in right.items()
         for sample, hit in enumerate(hits)
     ]
@@ -111,12 +112,12 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
 
 def test_aggregation_counted_by_hand() -> None:
     graded = [
-        Graded("a", "correct", "5", "same_number", 10, {"goal": ["Angle"], "family": ["circle"]}),
-        Graded("b", "correct", "6", "same_number", 20, {"goal": ["Length"]}),
-        Graded("c", "wrong", "7", "different_number", 40, {"goal": ["Angle"]}),
-        Graded("d", "unparseable", None, "no_box", 50, {"goal": ["Angle"]}),
-        Graded("e", "failed", None, "broken", None, {"goal": ["Angle"]}),
-        Graded("f", "wrong", "1", "gold_not_read", None, {}),
+        Graded("a", RowGrade("correct", "5", "same_number", {"goal": ["Angle"], "family": ["circle"]}), 10),
+        Graded("b", RowGrade("correct", "6", "same_number", {"goal": ["Length"]}), 20),
+        Graded("c", RowGrade("wrong", "7", "different_number", {"goal": ["Angle"]}), 40),
+        Graded("d", RowGrade("unparseable", None, "no_box", {"goal": ["Angle"]}), 50),
+        Graded("e", RowGrade("failed", None, "broken", {"goal": ["Angle"]})),
+        Graded("f", RowGrade("wrong", "1", "gold_not_read")),
     ]
     score = aggregate(graded)
     assert (score["correct"], score["total"], score["accuracy"]) == (2, 6, pytest.approx(1 / 3))
@@ -161,7 +162,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert "1 answer cut off" in shown
     # A failed image is never graded, even if something that looks right stands in the response.
     failed = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
-    assert grade_row(BENCHMARK, failed, Namespace(rounding=False, answer_tags=False)).verdict == "failed"
+    assert grade_row(BENCHMARK, failed, Namespace(rounding=False, answer_tags=False)).grade.verdict == "failed"
 
 
 def test_answer_form(subtests: pytest.Subtests) -> None:

@@ -55,7 +55,8 @@ from benchmarks.methods import (
 )
 from benchmarks.slice import PUBLISHED, build_model, by_quarters, draw_rows, slice_config, write_data
 from benchmarks.step import answer_lengths, mrope
-from eval.scoring.score import Graded, aggregate
+from eval.records import Graded, RowGrade
+from eval.scoring.score import aggregate, verdict
 from eval.scoring.statistics import half_width
 
 
@@ -267,10 +268,10 @@ KINDS = {"0": "crossing, vertical", "1": "crossing, vertical", "2": "circle, dia
 
 def score(right: str):
     graded = [
-        Graded(pid, "correct" if hit == "1" else "wrong", None, "r", groups={"kind": [KINDS[pid]]})
+        Graded(pid, RowGrade(verdict(hit == "1"), None, "r", {"kind": [KINDS[pid]]}))
         for pid, hit in zip(KINDS, right, strict=True)
     ]
-    items = [{"pid": item.pid, "verdict": item.verdict, "extracted": "5", "reason": "r"} for item in graded]
+    items = [{"pid": item.pid, "verdict": item.grade.verdict, "extracted": "5", "reason": "r"} for item in graded]
     return {**aggregate(graded), "benchmark": "geometry3k", "rules": {}, "items": items}
 
 

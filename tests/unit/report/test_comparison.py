@@ -12,7 +12,8 @@ from adora_vl.report.__main__ import main
 from adora_vl.report.compare import PASS_RATE, at_budget, between_seeds, read_compared, rollouts_per_step
 from adora_vl.report.compare import main as gain
 from eval.geometry3k import BENCHMARK
-from eval.scoring.score import Graded, aggregate
+from eval.records import Graded, RowGrade
+from eval.scoring.score import aggregate, verdict
 from eval.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 
 CONFIG = {
@@ -36,8 +37,8 @@ def run(folder: Path, rates: list[float], right: int | None = None, *, seconds: 
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
-        graded = [Graded(str(i), "correct" if i < right else "wrong", None, "r") for i in range(20)]
-        items = [{"pid": item.pid, "verdict": item.verdict} for item in graded]
+        graded = [Graded(str(i), RowGrade(verdict(i < right), None, "r")) for i in range(20)]
+        items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
         score = aggregate(graded) | {"benchmark": "geometry3k", "rules": {}, "items": items}
         (folder / "eval").mkdir()
         (folder / "eval" / "score.json").write_text(json.dumps(score))
@@ -188,12 +189,15 @@ def score_file(path: Path, right: str, **more: Any) -> str:
     """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right answer."""
     graded = [
         Graded(
-            str(number), "correct" if hit == "1" else "wrong", None, "r",
-            groups={"family": ["crossing"], "kind": [f"crossing, {('supplementary', 'vertical')[number % 2]}"]},
+            str(number),
+            RowGrade(
+                verdict(hit == "1"), None, "r",
+                {"family": ["crossing"], "kind": [f"crossing, {('supplementary', 'vertical')[number % 2]}"]},
+            ),
         )
         for number, hit in enumerate(right)
     ]  # fmt: skip
-    items = [{"pid": item.pid, "verdict": item.verdict} for item in graded]
+    items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     path.write_text(json.dumps(aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | more))
     return str(path)
 

@@ -30,7 +30,8 @@ from adora_vl.utils import hub
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
-from eval.inference.engines import AnswerEngineSettings, build_engine
+from eval.inference.engines import build_engine
+from eval.inference.requests import AnswerEngineSettings
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support.tiny_run import arguments
 

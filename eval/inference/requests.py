@@ -1,0 +1,63 @@
+"""What an engine is asked, and what it answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from PIL import Image
+
+from adora_vl.data.prompts import Message
+from adora_vl.utils.openai_client import Endpoint, Reply
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
+EngineName = Literal["vllm", "transformers", "openai"]
+ENGINES: tuple[EngineName, ...] = ("vllm", "transformers", "openai")
+
+
+class AnswerRequest(NamedTuple):
+    """Messages with one placeholder per image, the images in the same order, and the seed for sampling this answer."""
+
+    messages: list[Message]
+    images: list[Image.Image]
+    seed: int = 0
+
+
+class Unanswerable(NamedTuple):
+    """A request that no attempt could answer, because its prompt does not fit the model's context."""
+
+    reason: str
+
+
+class AnswerEngine(Protocol):
+    """Answers requests, `batch_size` at a time."""
+
+    batch_size: int
+
+    def generate(self, requests: Sequence[AnswerRequest]) -> Sequence[Reply | Unanswerable | None]:
+        """One answer per request, in their order; None for one that failed and can be asked for again."""
+        ...
+
+
+@dataclass(frozen=True)
+class AnswerEngineSettings:
+    """The settings from which an engine is built. `temperature` 0 is greedy, and `dtype` `auto` is the model's own.
+
+    `max_images` and `max_text_bytes` are upper bounds for all requests. vLLM's context length is set from them.
+    """
+
+    model: str
+    engine: EngineName
+    revision: str | None = None
+    dtype: str = "auto"
+    max_tokens: int = 2048
+    temperature: float = 0.0
+    seed: int = 0
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    batch_size: int | None = None
+    max_images: int = 1
+    max_text_bytes: int = 4096
+    endpoint: Endpoint | None = None  # of the engine `openai`
