@@ -221,7 +221,12 @@ def watch_launcher() -> None:
     *thread* of the parent ends.
     """
     if under_launcher():
-        threading.Thread(target=_hang_up_without, args=(os.getppid(),), name="launcher-watch", daemon=True).start()
+        watch_parent()
+
+
+def watch_parent() -> None:
+    """As `watch_launcher`, whoever the parent is."""
+    threading.Thread(target=_hang_up_without, args=(os.getppid(),), name="launcher-watch", daemon=True).start()
 
 
 def _hang_up_without(parent: int) -> None:

@@ -16,8 +16,16 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from adora_vl.utils.launch import prepare_engine_environment
-from benchmarks.attenuation.report import add_runs, all_tables, conditions, draw_curves, write_report
+from adora_vl.utils.launch import prepare_engine_environment, watch_parent
+from benchmarks.attenuation.report import (
+    CROSSED,
+    add_runs,
+    all_tables,
+    conditions,
+    draw_curves,
+    unknown_commits,
+    write_report,
+)
 from benchmarks.attenuation.start import arithmetic_folder, build_arithmetic, build_start, fingerprint
 from benchmarks.attenuation.task import SETTINGS, read_settings
 
@@ -42,18 +50,25 @@ def train_all(settings: Path, output: Path, workers: int) -> int:
     words += ["--commit", commit(), "--workers", str(workers)]
     output.mkdir(parents=True, exist_ok=True)
     plan = read_settings(settings)
-    for number in sorted({job.arithmetic for job in plan.jobs()}):
+    for number in sorted({job.model for job in plan.jobs()}):
         build_arithmetic(arithmetic_folder(output, number), plan.start, number)
     running = []
-    for worker in range(workers):
-        with (output / f"worker-{worker}.log").open("a") as log:
-            own = [*words, "--worker", str(worker)]
-            running.append(subprocess.Popen(own, cwd=REPOSITORY, env=environment, stdout=log, stderr=log))
-    return sum(process.wait() != 0 for process in running)
+    try:
+        for worker in range(workers):
+            with (output / f"worker-{worker}.log").open("a") as log:
+                own = [*words, "--worker", str(worker)]
+                running.append(subprocess.Popen(own, cwd=REPOSITORY, env=environment, stdout=log, stderr=log))
+        return sum(process.wait() != 0 for process in running)
+    finally:
+        for process in running:
+            process.terminate()
 
 
 def work(options: argparse.Namespace) -> None:
-    """What a worker does, with one engine: the runs of its share of the seeds that have no result, in their order."""
+    """What a worker does, with one engine: the runs of its share of the seeds that have no result, in their order. It
+    ends with the command that started it, also where that one is killed.
+    """
+    watch_parent()
     prepare_engine_environment()
     from benchmarks.attenuation.run import YOKED_TO, keep_one_engine, read_record, run_job, write_result
 
@@ -61,12 +76,12 @@ def work(options: argparse.Namespace) -> None:
     keep_one_engine()
     for job in settings.jobs():
         result = options.output / "runs" / f"{job.name}.json"
-        if job.seed % options.workers != options.worker or result.is_file():
+        if (job.seed + job.model) % options.workers != options.worker or result.is_file():
             continue
-        arithmetic = arithmetic_folder(options.output, job.arithmetic)
-        start = options.output / "starts" / (f"{job.arithmetic}-{job.seed}" if job.arithmetic else str(job.seed))
+        arithmetic = arithmetic_folder(options.output, job.model)
+        start = options.output / "starts" / (f"{job.model}-{job.seed}" if job.model else str(job.seed))
         build_start(start, arithmetic, settings.start, job.seed)
-        facts = {"commit": options.commit, "arithmetic": fingerprint(arithmetic)}
+        facts = {"plan": options.settings.stem, "commit": options.commit, "arithmetic": fingerprint(arithmetic)}
         try:
             arm = settings.arms[job.arm].get(YOKED_TO)
             record = read_record(result.with_name(f"{replace(job, arm=arm).name}.json")) if arm else None
@@ -84,14 +99,15 @@ def print_tables(file: Path, curves: Path | None) -> int:
     """Every table, from the file with all runs that an earlier command wrote, and the curves of what has two arms."""
     try:
         runs = [json.loads(line) for line in file.read_text().splitlines()]
-        tables = all_tables(runs) if conditions(runs) else ""
+        tables = all_tables(runs, unknown_commits(runs)) if conditions(runs) else ""
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SystemExit(f"--tables: {file} is no runs.jsonl of this command ({error!r})") from None
     if not tables:
         raise SystemExit(f"--tables: {file} has no run")
     print(tables)
     if curves:
-        draw_curves(runs, conditions(runs, arms=2), curves)
+        own = [run for run in runs if run["plan"] != CROSSED]
+        draw_curves(own, conditions(own, arms=2), curves)
     return 0
 
 

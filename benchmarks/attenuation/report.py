@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import subprocess
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from adora_vl.utils.files import replace_file
+from benchmarks.attenuation.task import REWARDS
 from eval.scoring.statistics import half_width, sign_flips
 
 ARMS = {
@@ -92,12 +95,15 @@ TRAINING: Columns = (
 )
 
 
-Pair = tuple[str, int]
+Pair = tuple[int, int]
 
 
 def pair_of(run: Run) -> Pair:
-    """Runs that agree in this share their start: the arithmetic model that it is made of, and the seed."""
-    return run.get("arithmetic", ""), run["seed"]
+    """Runs that agree in this have the same problems and the same plan of a start: the seed of the arithmetic model
+    that it is made of, and their own. Another machine teaches other weights by that plan. So a condition has a seed's
+    runs of one machine alone, and the seed counts once.
+    """
+    return run["model"], run["seed"]
 
 
 LASTING: Columns = (
@@ -155,13 +161,13 @@ def by_recipe(runs: Sequence[Run], regime: str) -> list[str]:
 
 def by_model(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
     """A Markdown table of ADORA against GRPO for each arithmetic model, if starts are made of several."""
-    models = list(dict.fromkeys(run.get("arithmetic", "") for run in runs))
+    models = sorted({(run["model"], run["arithmetic"]) for run in runs})
     lines = [
         f"| {regime}, `{recipe}`: starts of | seeds | GRPO | ADORA 0.1 | ADORA - GRPO [95 %] | smallest |",
         "|---|---|---|---|---|---|",
     ]
-    for number, model in enumerate(models, 1):
-        own = [run for run in runs if run.get("arithmetic", "") == model]
+    for model, weights in models:
+        own = [run for run in runs if (run["model"], run["arithmetic"]) == (model, weights)]
         ahead = paired(own, regime, recipe, "adora", "grpo", end("accuracy"))
         if not ahead:
             continue
@@ -170,7 +176,7 @@ def by_model(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
             for arm in ("grpo", "adora")
         ]
         cells = f"{len(ahead)} | {means[0]:.1f} | {means[1]:.1f} | {interval(ahead)} | {min(ahead):+.1f}"
-        lines.append(f"| arithmetic model {number} | {cells} |")
+        lines.append(f"| arithmetic model {model}, `{weights}` | {cells} |")
     return lines if len(lines) > 3 else []
 
 
@@ -309,16 +315,30 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def add_runs(output: Path, file: Path) -> int:
-    """Append the finished runs of an output folder to a file of runs, where they are not there yet. Says how many."""
+    """Append the finished runs of an output folder to a file of runs. Returns how many. What is there stays as it is,
+    and runs of a seed of which the file has runs from another machine's start stay out.
+    """
 
-    def place(run: Run) -> tuple[Any, ...]:
-        return (*pair_of(run), run["regime"], run["recipe"], run["arm"], run["engine"])
+    def seed(run: Run) -> tuple[Any, ...]:
+        return (*pair_of(run), *(run[key] for key in ("plan", "regime", "recipe", "engine", "reward")))
 
     kept = [json.loads(line) for line in file.read_text().splitlines()]
-    there = set(map(place, kept))
-    new = [run for run in read_runs(output / "runs") if place(run) not in there]
+    there, starts = {(*seed(run), run["arm"]) for run in kept}, {seed(run): run["arithmetic"] for run in kept}
+    new = [
+        run
+        for run in read_runs(output / "runs")
+        if (*seed(run), run["arm"]) not in there and starts.get(seed(run), run["arithmetic"]) == run["arithmetic"]
+    ]
     replace_file(file, "".join(json.dumps(run) + "\n" for run in [*kept, *new]))
     return len(new)
+
+
+def unknown_commits(runs: Sequence[Run]) -> list[str]:
+    """The commits of runs that are not in the history of this repository; none where there is no history."""
+    names = sorted({run["commit"].rstrip("+") for run in runs})
+    ancestor = ("git", "-C", str(Path(__file__).parent), "merge-base", "--is-ancestor")
+    lost = [name for name in names if subprocess.run([*ancestor, name, "HEAD"], capture_output=True).returncode]
+    return lost if lost != names else []
 
 
 def conditions(runs: Sequence[Run], arms: int = 1) -> list[tuple[str, str]]:
@@ -327,8 +347,88 @@ def conditions(runs: Sequence[Run], arms: int = 1) -> list[tuple[str, str]]:
     return [one for one in known if sum(bool(select(runs, *one, arm)) for arm in ARMS) >= arms]
 
 
-def all_tables(runs: Sequence[Run]) -> str:
-    """All tables as Markdown."""
+CROSSED = "crossed"  # the plan whose unit is the arithmetic model
+# Of a reward: one recipe and arm against another.
+_AGAINST = (
+    (("grpo", "adora"), ("grpo", "grpo")),
+    (("grpo", "adora"), ("grpo", "random")),
+    (("grpo", "adora"), ("dr_grpo", "grpo")),
+    (("grpo", "random"), ("grpo", "grpo")),
+    (("grpo", "adora_then_grpo"), ("grpo", "adora")),
+    (("dapo", "adora"), ("dapo", "grpo")),
+    (("dapo", "adora"), ("dapo", "random")),
+    (("dapo", "adora"), ("dapo", "rate")),
+    (("dapo", "adora"), ("dr_grpo", "grpo")),
+    (("dapo", "random"), ("dapo", "grpo")),
+    (("dapo", "adora_then_grpo"), ("dapo", "adora")),
+)
+
+
+def of_models(
+    runs: Sequence[Run], reward: str, recipe: str, arm: str, value: Callable[[Run], float | None]
+) -> dict[int, float]:
+    """A figure of each arithmetic model in percent: the mean over its starts."""
+    wanted = (reward, recipe, arm)
+    chosen = [run for run in runs if (run["reward"], run["recipe"], run["arm"]) == wanted]
+    found = {model: [value(run) for run in chosen if run["model"] == model] for model in {r["model"] for r in chosen}}
+    return {model: 100 * statistics.fmean(v for v in found[model] if v is not None) for model in sorted(found)}
+
+
+def crossed(runs: Sequence[Run]) -> list[list[str]]:
+    """Two Markdown tables with the arithmetic model as the unit: the means of every arm, and differences."""
+    wholes = sorted({(run["reward"], run["recipe"], run["arm"]) for run in runs}, key=_crossed_order)
+    levels = [
+        "| reward | loss, arm | runs | accuracy, end | by model | B, end | chains, end | runs that end with chains |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for reward, recipe, arm in wholes:
+        own = [run for run in runs if (run["reward"], run["recipe"], run["arm"]) == (reward, recipe, arm)]
+        figures = [of_models(runs, reward, recipe, arm, end(key)) for key in ("accuracy", "accuracy_B", "chains")]
+        means = [f"{statistics.fmean(figure.values()):.1f}" for figure in figures]
+        each = " / ".join(f"{value:.1f}" for value in figures[0].values())
+        with_chains = f"{sum(map(mostly_chains, own)):.0f} of {len(own)}"
+        cells = [reward, f"`{recipe}`, {ARMS[arm]}", str(len(own)), means[0], each, *means[1:], with_chains]
+        levels.append(f"| {' | '.join(cells)} |")
+    differences = [
+        "| reward | difference in points [95 %] | models | accuracy, end | mean over steps | chains, end | p |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for reward in dict.fromkeys(reward for reward, _, _ in wholes):
+        for one, other in _AGAINST:
+            cells = []
+            for value in (end("accuracy"), area("accuracy"), end("chains")):
+                first, second = (of_models(runs, reward, *which, value) for which in (one, other))
+                cells.append([first[model] - second[model] for model in first.keys() & second.keys()])
+            if len(cells[0]) > 1:
+                title = " - ".join(f"`{recipe}`, {ARMS[arm]}" for recipe, arm in (one, other))
+                texts = " | ".join(map(interval, cells))
+                differences.append(f"| {reward} | {title} | {len(cells[0])} | {texts} | {sign_flips(cells[0]):.3f} |")
+    return [levels, differences]
+
+
+def _crossed_order(place: tuple[str, str, str]) -> tuple[int, int, int]:
+    reward, recipe, arm = place
+    return REWARDS.index(reward), ("grpo", "dr_grpo", "dapo").index(recipe), list(ARMS).index(arm)
+
+
+def all_tables(runs: Sequence[Run], unknown: Sequence[str] = ()) -> str:
+    """All tables as Markdown. `unknown`: commits that are not in the history of this repository."""
+    every, runs = runs, [run for run in runs if run["plan"] != CROSSED]
+    own = [run for run in every if run["plan"] == CROSSED]
+    tables = _tables(runs) if runs else []
+    tables += [["## Crossed"], *crossed(own)] if own else []
+    parts = ["\n".join(table) + "\n" for table in tables if table]
+    seconds = [run["processor_seconds"] for run in every]
+    commits = ", ".join(sorted({run["commit"] for run in every}))
+    ends = f"{sum(seconds) / 60:.0f} processor minutes, {statistics.fmean(seconds):.0f} s a run."
+    parts.append(f"{len(every)} runs of commit {commits}; {ends}")
+    lost = Counter(run["commit"] for run in every if run["commit"] in unknown)
+    parts += [f"{number} of them name commit {name}, which is not in this repository." for name, number in lost.items()]
+    return "\n".join(parts) + "\n"
+
+
+def _tables(runs: Sequence[Run]) -> list[list[str]]:
+    """Those whose unit is the seed."""
     known = conditions(runs)
     tables = [
         summary(runs, "accuracy, end", end("accuracy")),
@@ -339,12 +439,7 @@ def all_tables(runs: Sequence[Run]) -> str:
     for regime, recipe in known:
         tables += [[f"## {regime}, `{recipe}`"], levels(runs, regime, recipe, HELD_OUT)]
         tables += [levels(runs, regime, recipe, TRAINING), comparisons(runs, regime, recipe)]
-    parts = ["\n".join(table) + "\n" for table in [*tables, engines(runs)] if table]
-    seconds = sum(run["processor_seconds"] for run in runs)
-    commits = ", ".join(sorted({run["commit"] for run in runs}))
-    mean = statistics.fmean(run["processor_seconds"] for run in runs)
-    parts.append(f"{len(runs)} runs of commit {commits}; {seconds / 60:.0f} processor minutes, {mean:.0f} s a run.")
-    return "\n".join(parts) + "\n"
+    return [*tables, engines(runs)]
 
 
 def write_report(output: Path) -> None:
@@ -353,6 +448,6 @@ def write_report(output: Path) -> None:
     if not conditions(runs):
         return
     (output / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
-    (output / "tables.md").write_text(all_tables(runs))
+    (output / "tables.md").write_text(all_tables(runs, unknown_commits(runs)))
     draw_curves(runs, conditions(runs), output / "curves.png")
     print((output / "tables.md").read_text())

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,19 @@ def keep_one_engine() -> None:
 
 
 class AnswerCounts:
-    """What the rollouts of a batch are: counts by family and kind of answer."""
+    """What the rollouts of a batch are: counts by family and kind of answer, right by what the run rewards. Of chains
+    those are counted too whose every step is right.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, reward: str) -> None:
+        self.reward = reward
         self.counts: dict[str, float] = defaultdict(float)
 
     def add(self, text: str, problem: ChainProblem, tokens: int) -> bool:
-        kind, right = "chain" if is_chain(text) else "guess", is_right(text, problem.chain, problem.answer)
-        for key in (f"{kind}_{problem.family}", f"{kind}_{problem.family}_right" if right else "", "tokens_" + kind):
+        kind, right = "chain" if is_chain(text) else "guess", is_right(text, problem, self.reward)
+        whole = "whole_chains" if text == problem.chain else ""
+        own = f"{kind}_{problem.family}"
+        for key in (own, f"{own}_right" if right else "", whole, "tokens_" + kind):
             if key:
                 self.counts[key] += tokens if key.startswith("tokens") else 1
         return right
@@ -71,7 +76,7 @@ class AnswerCounts:
         for key in ("accuracy", "chains"):
             out[key] = sum(weight[f] * (out[f"{key}_{f}"] or 0.0) for f in "AB")
         chains, guesses = (sum(self.counts[f"{kind}_{f}"] for f in "AB") for kind in ("chain", "guess"))
-        out["chain_accuracy"] = sum(self.counts[f"chain_{f}_right"] for f in "AB") / chains if chains else None
+        out["chain_accuracy"] = self.counts["whole_chains"] / chains if chains else None
         total = self.counts["tokens_chain"] + self.counts["tokens_guess"]
         out["tokens"] = total / max(1, chains + guesses)
         return out
@@ -140,7 +145,7 @@ class HeldOutCurve(TrainerCallback):
                 top_k=0,
                 max_new_tokens=self.trainer.max_completion_length,
             )
-        tally = AnswerCounts()
+        tally = AnswerCounts(self.job.reward)
         for problem, ids in zip(self.held_out, out_BT[:, asked["input_ids"].shape[1] :], strict=True):
             text = tokenizer.decode(ids, skip_special_tokens=True)
             tally.add(text, problem, int((ids != tokenizer.pad_token_id).sum()))
@@ -175,7 +180,7 @@ def run_job(
     batches: list[dict[str, Any]] = []
 
     def graded(prompts: Any, completions: Any, completion_ids: Any, number: Any, **kwargs: Any) -> list[float]:
-        tally = AnswerCounts()
+        tally = AnswerCounts(job.reward)
         asked = zip(completions, number, completion_ids, strict=True)
         rewards = [float(tally.add(text, drawn[row], len(ids))) for text, row, ids in asked]
         batches.append(tally.figures())
@@ -202,8 +207,7 @@ def run_job(
     del trainer, watch.trainer, weights, model
     gc.collect()
     return {
-        "regime": job.regime, "recipe": job.recipe, "seed": job.seed, "arm": job.arm, "engine": job.engine,
-        **facts,
+        **asdict(job), **facts,
         "held_out": rounded(watch.points), "steps": rounded(batches),
         "seconds": round(time.perf_counter() - began, 1),
         "processor_seconds": round(time.process_time() - processor, 1),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,17 @@ def is_chain(text: str) -> bool:
     return not text.startswith("guess")
 
 
-def is_right(text: str, problem_chain: str, answer: int) -> bool:
+REWARDS = ("steps", "digit")  # what a chain has to have right: every step, or the last digit alone
+
+
+def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
     """A guess is right by its digit. A chain is right if every step is: else a chain that ends in one of two digits
-    whatever it has computed would be a long guess, and chains would not be what they stand for.
+    whatever it has computed would be a long guess, and chains would not be what they stand for. The reward `digit`
+    asks for no more.
     """
-    return text == problem_chain if is_chain(text) else text == f"{GUESS}{answer}"
+    if not is_chain(text):
+        return text == f"{GUESS}{problem.answer}"
+    return text == problem.chain if reward == "steps" else text.endswith(f"={problem.answer}")
 
 
 @dataclass(frozen=True)
@@ -142,18 +149,20 @@ class Trial:
     seed: int
     arm: str
     engine: bool  # whether vLLM samples the rollouts, or Transformers
-    arithmetic: int = 0  # the seed of the arithmetic model that the start is made of
+    model: int = 0  # the seed of the arithmetic model that the start is made of
+    reward: str = "steps"
 
     @property
     def name(self) -> str:
-        model = f"-arithmetic-{self.arithmetic}" if self.arithmetic else ""
-        return f"{self.regime}-{self.recipe}-{self.seed}-{self.arm}{'-engine' if self.engine else ''}{model}"
+        model = f"-arithmetic-{self.model}" if self.model else ""
+        reward = f"-{self.reward}" if self.reward != "steps" else ""
+        return f"{self.regime}-{self.recipe}-{self.seed}-{self.arm}{'-engine' if self.engine else ''}{model}{reward}"
 
 
 @dataclass(frozen=True)
 class Settings:
     """`recipes`: keys of the config by name. `runs`: regime, recipe, number of seeds; optionally arms, the first seed,
-    whether to use the engine, and the seed of the arithmetic model."""
+    whether to use the engine, the seeds of the arithmetic models, and what is rewarded."""
 
     start: Teaching
     steps: int
@@ -175,9 +184,10 @@ class Settings:
         for entry in self.runs:
             first = entry.get("first_seed", 0)
             for seed in range(first, first + entry["seeds"]):
-                for arm in entry.get("arms", self.arms):
-                    model = entry.get("arithmetic", 0)
-                    yield Trial(entry["regime"], entry["recipe"], seed, arm, entry.get("engine", False), model)
+                for model, reward in product(entry.get("models", [0]), entry.get("rewards", REWARDS[:1])):
+                    for arm in entry.get("arms", self.arms):
+                        own = (entry["regime"], entry["recipe"], seed, arm, entry.get("engine", False))
+                        yield Trial(*own, model, reward)
 
 
 def read_settings(path: Path = SETTINGS) -> Settings:

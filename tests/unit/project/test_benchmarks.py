@@ -29,6 +29,7 @@ from adora_vl.rewards.grade import grade
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from benchmarks import methods
 from benchmarks.attenuation import report, task
+from benchmarks.attenuation.__main__ import RUNS
 from benchmarks.attenuation.__main__ import main as attenuation
 from benchmarks.attenuation.report import end
 from benchmarks.attenuation.run import YOKED_TO, SignalWeights
@@ -59,12 +60,14 @@ from eval.records import Graded, RowGrade
 from eval.scoring.score import aggregate, verdict
 from eval.scoring.statistics import half_width
 
+PLANS = sorted(task.SETTINGS.parent.glob("*.yaml"))
+
 
 def test_a_chain_is_what_its_form_asks_for():
     for problem in task.problems(200, task.Regime(5), "x"):
         text, digit = task.chain_text(*task.read_form(problem.prompt), [False] * 5)
         assert (text, digit) == (problem.chain, problem.answer)
-        assert task.is_right(problem.chain, problem.chain, problem.answer)
+        assert task.is_right(problem.chain, problem)
 
 
 def test_families_differ_in_the_answer_alone():
@@ -90,7 +93,7 @@ def test_the_teacher_guesses_half_of_the_time_and_slips_as_often_as_it_should():
     chains = [(problem, text) for problem, text in told if task.is_chain(text)]
     right: dict[bool, list[tuple[str, bool]]] = {True: [], False: []}
     for problem, text in told:
-        right[task.is_chain(text)].append((problem.family, task.is_right(text, problem.chain, problem.answer)))
+        right[task.is_chain(text)].append((problem.family, task.is_right(text, problem)))
     assert len(chains) / 6000 == pytest.approx(0.5, abs=0.03)
     assert statistics.fmean(ok for _, ok in right[True]) == pytest.approx((1 - task.SLIP) ** 5, abs=0.02)
     assert statistics.fmean(ok for family, ok in right[False] if family == "A") == pytest.approx(0.5, abs=0.04)
@@ -107,16 +110,23 @@ def test_where_short_is_right_chains_cannot_be_relied_on():
 def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
     problem = task.problems(1, task.Regime(2), "x")[0]
     broken = problem.chain.replace("=", "=0", 1)
-    assert not task.is_right(broken, problem.chain, problem.answer)
-    assert task.is_right(f"guess: {problem.answer}", problem.chain, problem.answer)
-    assert not task.is_right(f"guess: {problem.answer} ", problem.chain, problem.answer)
+    assert not task.is_right(broken, problem) and task.is_right(broken, problem, "digit")
+    other = problem.chain[:-1] + str((problem.answer + 1) % 10)
+    for reward in task.REWARDS:
+        assert not task.is_right(other, problem, reward)
+        assert task.is_right(f"guess: {problem.answer}", problem, reward)
+        assert not task.is_right(f"guess: {problem.answer} ", problem, reward)
 
 
 def run(arm, seed, accuracy, engine=False):
-    held_out = [{"step": step, "accuracy": a, "chains": 0.5} for step, a in zip((0, 10, 20), accuracy, strict=True)]
+    held_out = [
+        {"step": step, "accuracy": a, "accuracy_B": a, "chains": 0.5}
+        for step, a in zip((0, 10, 20), accuracy, strict=True)
+    ]
     figures = {"tds_share": 0.3, "weight_mean": 0.7, "chains": 0.5}
-    place = {"regime": "R2", "recipe": "grpo", "arm": arm, "seed": seed, "engine": engine}
-    return {**place, "held_out": held_out, "steps": [{"step": 5, **figures}]}
+    place = {"regime": "R2", "recipe": "grpo", "arm": arm, "seed": seed, "engine": engine, "model": 0}
+    facts = {"reward": "steps", "plan": "settings", "commit": "abc", "arithmetic": "1f", "processor_seconds": 60.0}
+    return {**place, **facts, "held_out": held_out, "steps": [{"step": 5, **figures}]}
 
 
 def test_the_tables_pair_runs_by_their_seed():
@@ -137,7 +147,6 @@ def test_one_file_of_all_runs_prints_every_table(tmp_path, capsys, monkeypatch):
         run("adora", seed, (0.2, 0.4, 0.4)) for seed in (0, 1)
     ]
     for one in made:
-        one |= {"commit": "abc", "processor_seconds": 60.0}
         (tmp_path / "runs").mkdir(exist_ok=True)
         (tmp_path / "runs" / f"{one['arm']}-{one['seed']}.json").write_text(json.dumps(one))
     report.write_report(tmp_path)
@@ -155,25 +164,22 @@ def test_one_file_of_all_runs_prints_every_table(tmp_path, capsys, monkeypatch):
         attenuation()
 
 
-def test_runs_are_added_to_those_of_another_machine_once_and_pair_with_their_own(tmp_path, capsys, monkeypatch):
-    """The same seed has another start there, so what differs between machines is no difference between arms."""
+def test_runs_are_added_once_and_never_to_the_seed_of_another_machine(tmp_path, capsys, monkeypatch):
+    """The same seed has another start there: it would count twice, and the start would look like the arm."""
     kept = tmp_path / "kept.jsonl"
     (tmp_path / "runs").mkdir()
-    facts = {"commit": "abc", "processor_seconds": 60.0}
-    theirs = run("grpo", 0, (0.2, 0.3, 0.4)) | facts
+    theirs = run("grpo", 0, (0.2, 0.3, 0.4)) | {"arithmetic": "2e"}
     kept.write_text(json.dumps(theirs) + "\n")
-    ours = [
-        run(arm, 0, (0.2, 0.3, last)) | facts | {"arithmetic": "1f"} for arm, last in (("grpo", 0.6), ("adora", 0.7))
-    ]
-    for one in ours:
-        (tmp_path / "runs" / f"{one['arm']}.json").write_text(json.dumps(one))
+    for seed in (0, 1):
+        for arm, last in (("grpo", 0.6), ("adora", 0.7)):
+            (tmp_path / "runs" / f"{arm}-{seed}.json").write_text(json.dumps(run(arm, seed, (0.2, 0.3, last))))
     for added in (2, 0):
         command = ["attenuation", "--output", str(tmp_path), "--add", str(kept)]
         monkeypatch.setattr(sys, "argv", command)
         attenuation()
         assert f"{added} runs added" in capsys.readouterr().out
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert lines[0] == theirs and [line["arm"] for line in lines] == ["grpo", "adora", "grpo"]
+    assert lines[0] == theirs and [(line["arm"], line["seed"]) for line in lines[1:]] == [("adora", 1), ("grpo", 1)]
     row = next(line for line in report.summary(lines, "accuracy", end("accuracy")) if line.startswith("| R2"))
     assert row.startswith("| R2, `grpo` | 50.0 (2) | 70.0 (1) |"), row
     assert report.paired(lines, "R2", "grpo", "adora", "grpo", end("accuracy")) == pytest.approx([10.0])
@@ -181,7 +187,7 @@ def test_runs_are_added_to_those_of_another_machine_once_and_pair_with_their_own
 
 def test_recipes_and_arithmetic_models_have_a_row_each():
     runs = [run(arm, seed, (0.2, 0.3, last)) for seed in (0, 1) for arm, last in (("grpo", 0.4), ("adora", 0.8))]
-    runs += [one | {"arithmetic": "1f", "seed": one["seed"] + 6} for one in runs]
+    runs += [one | {"arithmetic": "2e", "model": 1, "seed": one["seed"] + 6} for one in runs]
     assert report.by_recipe(runs, "R2") == [], "one recipe needs no table of recipes"
     rows = report.by_recipe([*runs, run("grpo", 0, (0.2, 0.3, 0.5)) | {"recipe": "kl"}], "R2")[2:]
     assert [row.split(" | ")[:3] for row in rows] == [
@@ -191,8 +197,27 @@ def test_recipes_and_arithmetic_models_have_a_row_each():
     ]
     models = report.by_model(runs, "R2", "grpo")[2:]
     figures = "2 | 40.0 | 80.0 | **+40.0 [+40.0, +40.0]** | +40.0 |"
-    assert models == [f"| arithmetic model {number} | {figures}" for number in (1, 2)]
+    assert models == [f"| arithmetic model {model} | {figures}" for model in ("0, `1f`", "1, `2e`")]
     assert report.by_model(runs[:4], "R2", "grpo") == []
+
+
+def test_crossed_runs_have_the_arithmetic_model_as_their_unit():
+    """Three starts of one model are one figure; what one model says alone cannot be certain."""
+    runs = [
+        run(arm, seed, (0.2, 0.3, last + model / 10)) | {"model": model, "plan": "crossed"}
+        for model in (3, 4)
+        for seed in (20, 21, 22)
+        for arm, last in (("grpo", 0.4), ("adora", 0.6 + (seed - 21) / 10))
+    ]
+    levels, differences = report.crossed(runs)
+    assert levels[2:] == [
+        "| steps | `grpo`, GRPO | 6 | 75.0 | 70.0 / 80.0 | 75.0 | 50.0 | 0 of 6 |",
+        "| steps | `grpo`, ADORA 0.1 | 6 | 95.0 | 90.0 / 100.0 | 95.0 | 50.0 | 0 of 6 |",
+    ]
+    assert [row.split(" | ")[1:4] for row in differences[2:]] == [
+        ["`grpo`, ADORA 0.1 - `grpo`, GRPO", "2", "**+20.0 [+20.0, +20.0]**"]
+    ]
+    assert "## Crossed" in report.all_tables([*runs, run("grpo", 0, (0.2, 0.3, 0.4))])
 
 
 def test_a_run_of_the_engine_is_compared_and_not_counted():
@@ -229,8 +254,19 @@ def test_a_yoked_run_has_the_mean_weights_of_another_on_groups_of_its_own():
     assert weights.means == pytest.approx([0.1]), "a free run is left as it is"
 
 
-def test_the_settings_name_what_there_is():
-    settings = task.read_settings()
+def test_every_run_of_the_page_stands_in_a_plan_and_counts_once():
+    runs = [json.loads(line) for line in RUNS.read_text().splitlines()]
+    keys = ("regime", "recipe", "seed", "arm", "engine", "model", "reward")
+    names = [(one["plan"], task.Trial(**{key: one[key] for key in keys}).name) for one in runs]
+    planned = {(plan.stem, job.name) for plan in PLANS for job in task.read_settings(plan).jobs()}
+    assert len(set(names)) == len(names) and set(names) <= planned
+    starts = {(one["plan"], *(one[key] for key in keys if key != "arm"), one["arithmetic"]) for one in runs}
+    assert len({start[:-1] for start in starts}) == len(starts), "all arms of a seed share one start"
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.stem)
+def test_the_settings_name_what_there_is(plan):
+    settings = task.read_settings(plan)
     jobs = list(settings.jobs())
     assert len({job.name for job in jobs}) == len(jobs)
     assert {job.regime for job in jobs} <= set(settings.regimes)

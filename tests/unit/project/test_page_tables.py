@@ -78,7 +78,7 @@ def graders(folder, rows):
 def stored_runs(folder, *tables):
     said = all_tables([json.loads(line) for line in RUNS.read_text().splitlines()]).replace("**", "").splitlines()
     assert [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in said] == []
-    assert f"```\n{said[-1]}\n```" in TEXT, "how many runs, of which commit"
+    assert f"```\n{said[-1]}\n" in TEXT, "how many runs, of which commit"
 
 
 def before_training(folder, plain, demo, budget):
