@@ -15,12 +15,22 @@ Shape suffixes used throughout the project:
 are in `experimental`.
 """
 
-from adora_vl.advantage.adora import AdoraOptions, AdoraWeighting, weigh_groups
+from adora_vl.advantage.adora import Adora, AdoraWeighting, weigh_groups
 from adora_vl.advantage.groups import Groups, Schedule
 from adora_vl.advantage.grpo import group_advantages, is_constant
-from adora_vl.advantage.methods import METHODS, AdvantagePipeline, Method
+from adora_vl.advantage.method import Method, option
+from adora_vl.advantage.methods import METHODS, AdvantagePipeline
 
 __all__ = [
-    "METHODS", "AdoraOptions", "AdoraWeighting", "AdvantagePipeline", "Groups", "Method", "Schedule",
-    "group_advantages", "is_constant", "weigh_groups",
+    "METHODS",
+    "Adora",
+    "AdoraWeighting",
+    "AdvantagePipeline",
+    "Groups",
+    "Method",
+    "Schedule",
+    "group_advantages",
+    "is_constant",
+    "option",
+    "weigh_groups",
 ]  # fmt: skip

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from adora_vl.advantage.groups import Groups, Schedule, one_of, scheduled, within
+from adora_vl.advantage.groups import Groups, Schedule, scheduled, within
+from adora_vl.advantage.method import Method, RunKeys, option
 
-MODES = ("attenuation", "amplification", "off")
-CRITERIA = ("length", "difficulty")
-COMBINATIONS = ("any", "all")
-EMPTY_WRONG = ("attenuate", "keep")
-TIES = ("attenuate", "keep")
-NO_CORRECT = ("keep", "attenuate")
-ASSIGNMENTS = ("criterion", "random", "reversed", "rate")
+if TYPE_CHECKING:
+    from adora_vl.advantage.methods import AdvantagePipeline
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ def difficulty_advantage(facts: GroupFacts, tau: float, needs_correct: bool = Fa
 
 
 def assign_weights(
-    weighting: AdoraWeighting, signal_P: Tensor, options: AdoraOptions, *, seed: int, step: int
+    weighting: AdoraWeighting, signal_P: Tensor, options: Adora, *, seed: int, step: int
 ) -> AdoraWeighting:
     """The weights of ADORA or of a control, which gives them to other groups or scales the learning rate instead.
 
@@ -155,41 +152,44 @@ class AdoraWeighting:
 
 
 @dataclass(frozen=True)
-class AdoraOptions:
-    """ADORA's options. In a run those that are not given take the values of the `adora_*` keys.
+class Adora(Method):
+    """Raises `ValueError` for an unknown name, or a factor on the wrong side of 1."""
 
-    Raises `ValueError` for an unknown name, or a factor on the wrong side of 1.
-    """
+    source = "arXiv 2602.10019"
 
-    mode: str = "attenuation"  # gives `factor` to TDS groups; "amplification" to TAS groups, "off" to none
-    factor: Schedule | float = 0.1  # the weight; the reference uses 0.1 for attenuation
-    criteria: tuple[str, ...] = ("length",)  # "length", "difficulty", or both
-    combine: str = "any"  # whether a group is TAS if any criterion holds, or only if "all" hold
-    tau: Schedule | float = 0.5  # the highest pass rate at which the difficulty criterion holds, 0 included (Eq. 6)
-    # What the length criterion says of a group without an untruncated wrong rollout. "attenuate": it is TDS, as in the
-    # VLM reference. "keep": it is TAS.
-    empty_wrong: str = "attenuate"
-    # What it says of a group whose longest correct rollout is exactly as long as the mean of the wrong ones.
-    # "attenuate": it is TDS, as in the references. "keep": it is TAS.
-    ties: str = "attenuate"
-    # What happens to a group without a correct rollout that no criterion makes TAS; its rewards can still differ (0.0
-    # and 0.1). "keep": it is not TDS, as in the VLM reference. "attenuate": it is TDS, as in the LLM reference.
-    no_correct: str = "keep"
-    difficulty_needs_correct: bool = False  # True makes the difficulty criterion fail at a pass rate of 0
-    steps: tuple[int, int] | None = None  # [first, end): the only steps in which ADORA is on; None means all
-    assign: str = "criterion"  # which groups get the weights; all but "criterion" are controls
+    mode: str = option(
+        "attenuation", "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (no weights).",
+        "attenuation", "amplification", "off",
+    )  # fmt: skip
+    factor: Schedule | float = option(0.1, "The weight that the mode gives; the reference attenuates by 0.1.")
+    criteria: tuple[str, ...] = option(("length",), "Criteria of an advantageous prompt.", "length", "difficulty")
+    combine: str = option("any", "A prompt is TAS if any or all criteria hold.", "any", "all")
+    tau: Schedule | float = option(0.5, "The highest pass rate at which the difficulty criterion holds (Eq. 6).")
+    empty_wrong: str = option(
+        "attenuate", "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
+        "attenuate", "keep",
+    )  # fmt: skip
+    ties: str = option(
+        "attenuate", "Length criterion where right and wrong are equally long: attenuate (as the references) or keep.",
+        "attenuate", "keep",
+    )  # fmt: skip
+    no_correct: str = option(
+        "keep", "Groups without a correct rollout that meet no criterion, whose rewards can still differ: keep (VLM "
+        "reference) or attenuate (LLM reference).", "keep", "attenuate",
+    )  # fmt: skip
+    difficulty_needs_correct: bool = option(
+        False, "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there."
+    )
+    steps: tuple[int, int] | None = option(None, "[first, end): the only steps in which it is on; null: all.")
+    assign: str = option(
+        "criterion", "Which groups get the weights; all but criterion are controls.",
+        "criterion", "random", "reversed", "rate",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        one_of("mode", self.mode, MODES)
-        one_of("combine", self.combine, COMBINATIONS)
-        one_of("empty_wrong", self.empty_wrong, EMPTY_WRONG)
-        one_of("ties", self.ties, TIES)
-        one_of("no_correct", self.no_correct, NO_CORRECT)
-        one_of("assign", self.assign, ASSIGNMENTS)
+        super().__post_init__()
         if not self.criteria:
-            raise ValueError(f"criteria: [] is empty; name one or both of {', '.join(CRITERIA)}")
-        for name in self.criteria:
-            one_of("criteria", name, CRITERIA)
+            raise ValueError("criteria: [] is empty; name one or both of length, difficulty")
         low, high = min(scheduled(self.factor).values), max(scheduled(self.factor).values)
         if self.mode == "attenuation" and not 0 < low <= high <= 1:
             wrong = high if high > 1 else low
@@ -206,8 +206,37 @@ class AdoraOptions:
         """Whether groups get other weights than 1 in a step, counted from 0."""
         return self.mode != "off" and within(step, self.steps)
 
+    @property
+    def plain(self) -> bool:
+        return self.mode == "off" or set(scheduled(self.factor).values) == {1.0}
 
-def weigh_groups(groups: Groups, options: AdoraOptions | None = None, step: int = 0) -> AdoraWeighting:
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        assert run.weighting is not None
+        return advantages_PG * run.weighting.weights_P[:, None]
+
+    def check(self, keys: RunKeys) -> None:
+        """`assign: rate` scales the learning rate, for whole optimizer steps of one generation each."""
+        if self.assign != "rate":
+            return
+        if keys.adora_replay_groups:
+            raise ValueError(
+                f"adora_replay_groups: {keys.adora_replay_groups} with assign: rate, which would learn from earlier "
+                "groups at the rate of the present ones; set adora_replay_groups: 0"
+            )
+        if keys.steps_per_generation * keys.num_iterations % keys.gradient_accumulation_steps:
+            raise ValueError(
+                f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which needs optimizer steps of "
+                "one generation each; make steps_per_generation x num_iterations a multiple of "
+                f"gradient_accumulation_steps: {keys.gradient_accumulation_steps}"
+            )
+        if keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None:
+            raise ValueError(
+                "assign: rate does not work with DeepSpeed, which takes its optimizer step before its learning rate "
+                "can be scaled; train without DeepSpeed"
+            )
+
+
+def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
     """The weight that multiplies the group-normalised advantages of each prompt, and why.
 
     Args:
@@ -222,7 +251,7 @@ def weigh_groups(groups: Groups, options: AdoraOptions | None = None, step: int 
     Raises:
         ValueError: shapes that differ.
     """
-    options = AdoraOptions() if options is None else options
+    options = Adora() if options is None else options
     rewards_PG, lengths_PG = groups.rewards_PG, groups.lengths_PG
     if rewards_PG.ndim != 2 or rewards_PG.shape != lengths_PG.shape:
         raise ValueError(f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both be (P, G)")

@@ -21,14 +21,17 @@ weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from adora_vl.advantage.groups import one_of
+from adora_vl.advantage.groups import Groups
+from adora_vl.advantage.method import Method, RunKeys, Settings, option
 
-MEASURES = ("magnitude", "surrogate")
+if TYPE_CHECKING:
+    from adora_vl.advantage.methods import AdvantagePipeline
+
 OUTSIDE = -1  # the bin of prompts whose rollouts are all right or all wrong
 
 
@@ -138,14 +141,55 @@ def daro(
 
 
 @dataclass(frozen=True)
-class DaroOptions:
-    learning_rate: float = 0.05
-    bin_loss: str = "magnitude"
-    by_bin_tokens: bool = True
-    drop_outside: bool = True
-    floor: float = 1e-2
+class Daro(Method):
+    settings: ClassVar[Settings] = {"loss_type": "dapo"}
+    source = "arXiv 2510.09001"
+
+    learning_rate: float = option(0.05, "Of the weights, which Adam updates once per generation.")
+    bin_loss: str = option(
+        "magnitude", "A bin's loss: the magnitude of its terms, or surrogate, the absolute value of their signed sum.",
+        "magnitude", "surrogate",
+    )  # fmt: skip
+    by_bin_tokens: bool = option(True, "Divide by the tokens of the bin instead of by all tokens.")
+    drop_outside: bool = option(True, "Give 0 to prompts without a right rollout and to those with only right ones.")
+    floor: float = option(1e-2, "The smallest loss of a bin that counts; no weight can grow beyond 1 / floor.")
 
     def __post_init__(self) -> None:
-        one_of("bin_loss", self.bin_loss, MEASURES)
+        super().__post_init__()
         if self.learning_rate < 0 or self.floor <= 0:
             raise ValueError(f"learning_rate: {self.learning_rate} must be at least 0 and floor: {self.floor} above 0")
+
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        """Weigh the advantages with the present weights, then update the weights on the same loss.
+
+        This runs on the CPU. On a GPU sums by index are added in any order, and all ranks have to agree to the bit.
+        """
+        generations, bins = advantages_PG.shape[1], max(1, advantages_PG.shape[1] - 1)
+        raw_PG, tokens_PG, rates_P, scored_PG = (
+            t.cpu() for t in (advantages_PG, groups.loss_tokens_PG, groups.pass_rate_P, groups.scored_PG)
+        )
+        bins_P, learned = bins_of(rates_P, generations), run.daro_weights(bins, self)
+        weights_M = learned.weights_M
+        shape = {"by_bin_tokens": self.by_bin_tokens, "drop_outside": self.drop_outside}
+        weighed_PG = daro(raw_PG, tokens_PG, rates_P, weights_M, scored_PG, **shape)
+        losses_M = bin_losses(raw_PG, torch.where(scored_PG, tokens_PG, 0.0), bins_P, bins, self.bin_loss)
+        present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bins) > 0
+        for number, (weight, loss, present) in enumerate(zip(weights_M, losses_M, present_M, strict=True), 1):
+            run.figures[f"daro/weight_{number}_of_{generations}"] = weight.item()
+            if present:
+                run.figures[f"daro/loss_{number}_of_{generations}"] = loss.item()
+        learned.update(losses_M, present_M)
+        return weighed_PG.to(advantages_PG.device)
+
+    def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
+        inside_P = bins_of(groups.pass_rate_P, groups.rewards_PG.shape[1]) != OUTSIDE
+        return signal_P & inside_P if self.drop_outside else signal_P
+
+    def check(self, keys: RunKeys) -> None:
+        if self.by_bin_tokens and keys.loss_type != "dapo":
+            raise ValueError(
+                f"loss_type: {keys.loss_type} with adora_method: daro, whose normalisation by bin needs loss_type: dapo"
+            )
+
+    def costs(self, keys: RunKeys) -> str:
+        return f"{keys.num_generations - 1} learned weights, saved in every checkpoint"

@@ -5,13 +5,18 @@ The options of each say what they may be, and are checked when they are made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from adora_vl.advantage.groups import Schedule, one_of
+from adora_vl.advantage.groups import Groups, Schedule
 from adora_vl.advantage.grpo import deviation, group_advantages, is_constant
+from adora_vl.advantage.method import Method, RunKeys, Settings, option
+
+if TYPE_CHECKING:
+    from adora_vl.advantage.methods import AdvantagePipeline
 
 
 def a_grae(
@@ -149,11 +154,6 @@ def d3s(advantages: Tensor, *, scored: Tensor | None = None, keep: float = 0.5, 
     return chosen.view_as(advantages)
 
 
-CENTRES = ("median", "mean")
-SPREADS = ("mad", "std")
-RRB_RULES = ("range", "all_low")
-
-
 def mc_grpo(
     rewards: Tensor, *, centre: str = "median", spread: str = "mad", exclude_pivot: bool = True, eps: float = 1e-4
 ) -> Tensor:
@@ -272,92 +272,171 @@ def ssb(advantages: Tensor, *, scored: Tensor | None = None, share: float = 1.0,
     return advantages * (1 + share * free.sum() * chance / chance.sum())
 
 
-@dataclass(frozen=True)
-class McGrpoOptions:
-    centre: str = "median"
-    spread: str = "mad"
-    exclude_pivot: bool = True
-
-    def __post_init__(self) -> None:
-        one_of("centre", self.centre, CENTRES)
-        one_of("spread", self.spread, SPREADS)
+class _FromRewards(Method):
+    @property
+    def remakes(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
-class NgrpoOptions:
-    virtual: int = 1
-    max_reward: float = 1.0
+class McGrpo(_FromRewards):
+    source = "arXiv 2601.22582"
+
+    centre: str = option("median", "What is subtracted.", "median", "mean")
+    spread: str = option("mad", "The divisor: the median absolute deviation or the standard one.", "mad", "std")
+    exclude_pivot: bool = option(True, "Leave the median rollout out of the update.")
+
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        return mc_grpo(groups.rewards_PG, centre=self.centre, spread=self.spread, exclude_pivot=self.exclude_pivot)
+
+    def check(self, keys: RunKeys) -> None:
+        count = keys.num_generations
+        if count % 2 == 0:
+            raise ValueError(
+                f"num_generations: {count} is even; adora_method: mc_grpo samples one more, the median: {count + 1}"
+            )
+
+    def costs(self, keys: RunKeys) -> str:
+        return f"of {keys.num_generations} rollouts per prompt, the median is not learned from"
+
+
+@dataclass(frozen=True)
+class Ngrpo(_FromRewards):
+    settings: ClassVar[Settings] = {"epsilon": 0.16, "epsilon_high": 0.24}
+    source = "arXiv 2509.18851"
+
+    virtual: int = option(1, "How many rollouts are imagined per group.")
+    max_reward: float = option(1.0, "Their reward.")
 
     def __post_init__(self) -> None:
         if self.virtual < 0:
             raise ValueError(f"virtual: {self.virtual} must be at least 0")
 
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        return ngrpo(groups.rewards_PG, virtual=self.virtual, max_reward=self.max_reward)
+
 
 @dataclass(frozen=True)
-class AGraeOptions:
-    curriculum: bool = True
-    alpha: float | None = 1.0
+class AGrae(Method):
+    source = "arXiv 2602.05548"
+
+    curriculum: bool = option(True, "Easy prompts first, hard ones later.")
+    alpha: float | None = option(1.0, "Pass rate of the batch from which on nothing is reduced; null: always.")
 
     def __post_init__(self) -> None:
         if self.alpha is not None and self.alpha <= 0:
             raise ValueError(f"alpha: {self.alpha} must be above 0, or null")
 
+    @property
+    def plain(self) -> bool:
+        return not self.curriculum and self.alpha is None
+
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        rates_P, scored_PG = groups.pass_rate_P, groups.scored_PG
+        return a_grae(advantages_PG, rates_P, scored=scored_PG, curriculum=self.curriculum, alpha=self.alpha)
+
 
 @dataclass(frozen=True)
-class CanonOptions:
-    """`measure` is length or entropy. Entropy is estimated by the mean of -log p over the sampled tokens."""
+class Canon(_FromRewards):
+    settings: ClassVar[Settings] = {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": 0.28}
+    source = "arXiv 2509.23962"
 
-    measure: str = "entropy"
-    inter: Schedule = field(default_factory=lambda: Schedule(1.0))
+    measure: str = option(
+        "entropy", "What makes the halves: length, or entropy, the mean of -log p over the sampled tokens.",
+        "length", "entropy",
+    )  # fmt: skip
+    inter: Schedule = option(Schedule(1.0), "1 compares with the other half, 0 with the own one, 0.5 is Dr. GRPO.")
 
     def __post_init__(self) -> None:
-        one_of("measure", self.measure, ("length", "entropy"))
+        super().__post_init__()
         if not 0 <= min(self.inter.values) <= max(self.inter.values) <= 1:
             raise ValueError(f"inter: {self.inter.values} must lie between 0 and 1")
 
+    @property
+    def reads_surprisal(self) -> bool:
+        return self.measure == "entropy"
+
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        measure_PG = groups.lengths_PG if self.measure == "length" else groups.surprisal_PG
+        if measure_PG is None:
+            raise ValueError("measure: entropy needs the log-probabilities of the rollouts")
+        return canon(groups.rewards_PG, measure_PG, inter=self.inter.at(groups.step))
+
+    def check(self, keys: RunKeys) -> None:
+        if self.reads_surprisal and not keys.use_vllm:
+            raise ValueError("measure: entropy needs use_vllm: true, else set measure: length")
+
+    def costs(self, keys: RunKeys) -> str:
+        return "vLLM returns the log-probabilities of the rollouts" if keys.use_vllm else ""
+
 
 @dataclass(frozen=True)
-class D3sOptions:
+class D3s(Method):
     """The authors begin with few rollouts and keep more later. The default of 0.5 is ours."""
 
-    keep: Schedule = field(default_factory=lambda: Schedule(0.5))
-    across: str = "group"
+    source = "arXiv 2509.22115"
+
+    keep: Schedule = option(Schedule(0.5), "The share of the rollouts that is kept.")
+    across: str = option("group", "Choose within each group, or among all of the batch.", "group", "batch")
 
     def __post_init__(self) -> None:
-        one_of("across", self.across, ("group", "batch"))
+        super().__post_init__()
         if not 0 < min(self.keep.values) <= max(self.keep.values) <= 1:
             raise ValueError(f"keep: {self.keep.values} must be above 0 and at most 1")
 
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        return d3s(advantages_PG, scored=groups.scored_PG, keep=self.keep.at(groups.step), across=self.across)
+
+    def costs(self, keys: RunKeys) -> str:
+        return "rollouts that are not chosen are still sampled and graded"
+
 
 @dataclass(frozen=True)
-class SsbOptions:
-    share: float = 1.0
-    replay_alpha: float = 1.0
+class Ssb(Method):
+    source = "arXiv 2504.08837, 2504.16656"
+
+    share: float = option(1.0, "The share of the free places that are filled; 0 is GRPO.")
+    replay_alpha: float = option(1.0, "0 draws all samples equally often; more prefers large advantages.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1 or self.replay_alpha < 0:
             raise ValueError(f"share: {self.share} must be in 0 to 1, replay_alpha: {self.replay_alpha} at least 0")
 
+    @property
+    def plain(self) -> bool:
+        return self.share == 0
+
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        return ssb(advantages_PG, scored=groups.scored_PG, share=self.share, alpha=self.replay_alpha)
+
 
 @dataclass(frozen=True)
-class RrbOptions:
-    """`rule: range` is `rrb`, with the first two numbers; `all_low` is `rrb_all_low`, with the last two.
+class Rrb(Method):
+    source = "arXiv 2603.01106"
 
-    `full_range`: the best reward minus the worst, 1 for our presets. The power is 1 in the paper; 0 is GRPO. `low` and
-    `low_factor` are the repository's; a factor of 1 is GRPO.
-    """
-
-    rule: str = "range"
-    full_range: float = 1.0
-    range_power: float = 1.0
-    low: float = 0.15
-    low_factor: float = 0.1
+    rule: str = option("range", "range is `rrb`; all_low is `rrb_all_low`, the repository's.", "range", "all_low")
+    full_range: float = option(1.0, "range: the best reward minus the worst, 1 for our presets.")
+    range_power: float = option(1.0, "range: 1 in the paper; 0 is GRPO.")
+    low: float = option(0.15, "all_low: rewards below it are low.")
+    low_factor: float = option(0.1, "all_low: the factor of a group of low rewards; 1 is GRPO.")
 
     def __post_init__(self) -> None:
-        one_of("rule", self.rule, RRB_RULES)
+        super().__post_init__()
         if self.full_range <= 0 or self.range_power < 0:
             raise ValueError(
                 f"full_range: {self.full_range} must be above 0, range_power: {self.range_power} at least 0"
             )
         if not 0 <= self.low_factor <= 1:
             raise ValueError(f"low_factor: {self.low_factor} must be between 0 and 1")
+
+    @property
+    def plain(self) -> bool:
+        return self.range_power == 0 if self.rule == "range" else self.low_factor == 1
+
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        if self.rule == "all_low":
+            return rrb_all_low(advantages_PG, groups.rewards_PG, low=self.low, factor=self.low_factor)
+        return rrb(advantages_PG, groups.rewards_PG, full_range=self.full_range, power=self.range_power)
+
+    def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
+        return signal_P & self.apply(groups, torch.ones_like(groups.rewards_PG), run).any(dim=1)

@@ -10,18 +10,6 @@ from torch import Tensor
 
 from adora_vl.advantage.grpo import is_constant
 
-
-def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raises `ValueError` for a value of the option `name` that is none of those known."""
-    if value not in known:
-        raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """The options of a method that is fully described by keys of TRL."""
-
-
 SHAPES = ("constant", "linear", "cosine")
 
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
+
+from adora_vl.advantage.method import Method, RunKeys, Settings, option
+
+if TYPE_CHECKING:
+    from adora_vl.advantage.groups import Groups
+    from adora_vl.advantage.methods import AdvantagePipeline
 
 SCALES = ("group", "batch", "none")
 
@@ -101,8 +108,66 @@ def drop_constant(advantages: Tensor, tokens: Tensor, silent: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DapoOptions:
-    """`overlong_cache`: over so many last tokens before the limit the reward falls by up to 1. None: it does not."""
+class Grpo(Method):
+    source = "arXiv 2402.03300"
 
-    drop_constant: bool = True
-    overlong_cache: int | None = None
+    @property
+    def plain(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class DrGrpo(Grpo):
+    settings: ClassVar[Settings] = {"loss_type": "dr_grpo", "scale_rewards": "none"}
+    source = "arXiv 2503.20783"
+
+
+@dataclass(frozen=True)
+class LitePpo(Grpo):
+    settings: ClassVar[Settings] = {"loss_type": "dapo", "scale_rewards": "batch"}
+    source = "arXiv 2508.08221"
+
+
+@dataclass(frozen=True)
+class Dapo(Method):
+    settings: ClassVar[Settings] = {
+        "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "mask_truncated_completions": True, "beta": 0.0,
+    }  # fmt: skip
+    source = "arXiv 2503.14476"
+
+    drop_constant: bool = option(True, "Take the mean over the tokens of the groups that have a signal.")
+    overlong_cache: int | None = option(
+        None, "Over so many last tokens before max_completion_length the reward falls by up to 1; null: it does not."
+    )
+
+    @property
+    def remakes(self) -> bool:
+        return self.overlong_cache is not None
+
+    @property
+    def plain(self) -> bool:
+        return not self.drop_constant and self.overlong_cache is None
+
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        if self.overlong_cache is not None:
+            advantages_PG = group_advantages(self._lowered(groups, run), scale=run.scale)
+        if self.drop_constant:
+            silent_PG = ~advantages_PG.any(dim=1, keepdim=True) | ~groups.scored_PG
+            advantages_PG = drop_constant(advantages_PG, groups.loss_tokens_PG, silent_PG)
+        return advantages_PG
+
+    def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
+        return ~is_constant(self._lowered(groups, run)) if self.overlong_cache else signal_P
+
+    def _lowered(self, groups: Groups, run: AdvantagePipeline) -> Tensor:
+        return groups.rewards_PG + overlong_penalty(groups.lengths_PG, run.max_length, self.overlong_cache or 0)
+
+    def check(self, keys: RunKeys) -> None:
+        if self.overlong_cache is not None and not 0 < self.overlong_cache <= keys.max_completion_length:
+            raise ValueError(
+                f"overlong_cache: {self.overlong_cache} must be above 0 and at most max_completion_length: "
+                f"{keys.max_completion_length}"
+            )
+
+    def costs(self, keys: RunKeys) -> str:
+        return "groups without signal are dropped and not replaced"

@@ -44,13 +44,13 @@ Fingerprint = dict[str, str]
 
 def fingerprint(
     *settings: Any, data: Sequence[Path | str], model: Path | str, revision: str, processes: int,
-    sharding: str = "none", rewards: Mapping[str, str] | None = None, left_out: Sequence[str] = (),
+    sharding: str = "none", own: Mapping[str, str] | None = None, left_out: Sequence[str] = (),
 ) -> Fingerprint:  # fmt: skip
     """Every key that influences the steps, with its value as text.
 
     `settings` are the run's dataclasses, `data` the folders of its data sets in their order, `model` a folder or
-    hub id, `sharding` is from `sharding_of`, `rewards` the hash of each file with reward functions, `left_out` the ids
-    of rows that are not trained on.
+    hub id, `sharding` is from `sharding_of`, `own` the hash of each file of the user's code, by what it is for,
+    `left_out` the ids of rows that are not trained on.
     """
     values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     constant = spelled(values.get("lr_scheduler_type")) == "constant"
@@ -65,7 +65,7 @@ def fingerprint(
     }
     return {
         **kept,
-        **{f"reward {file}": digest for file, digest in (rewards or {}).items()},
+        **(own or {}),
         **({"rows left out": _summary(left_out)} if left_out else {}),
         "processes": str(processes),
         "sharding": sharding,

@@ -1,36 +1,77 @@
-"""Which method computes the advantages: its block of options, and what it needs from a run."""
+"""Which methods compute the advantages: their options, and what they need from a run."""
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from adora_vl.advantage import METHODS, AdvantagePipeline, Schedule
-from adora_vl.advantage.adora import AdoraOptions
+import torch
+from torch import Tensor
+
+from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, Schedule, group_advantages
+from adora_vl.advantage.adora import Adora
 from adora_vl.utils.cli import read_json
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+from adora_vl.utils.own_files import (
+    LOAD_TIMEOUT_S,
+    FromFile,
+    OverdueError,
+    deadline,
+    from_file,
+    is_function,
+    is_own,
+    own_name,
+)
 
 KEEP = "keep_settings"  # in the block of options: the keys of TRL that the method must not set
 
 
+@dataclass(frozen=True)
+class OwnFunction(Method):
+    """A function of the user's, `(groups, advantages) -> advantages`, as a method."""
+
+    function: Callable[[Groups, Tensor], Tensor]
+
+    def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        return self.function(groups, advantages_PG)
+
+
+def _is_method(value: object) -> bool:
+    return is_function(value) or (isinstance(value, type) and issubclass(value, Method))
+
+
 def method_names(config: Any) -> list[str]:
-    """The names in `adora_method`, in order. Raises `UserError` for an unknown one, naming the nearest."""
+    """The names in `adora_method`, in order: methods of ours, and FILE.py:NAME. Raises `UserError` for an unknown one,
+    naming the nearest.
+    """
     names = [name.strip() for name in str(config.adora_method).split("+")]
     for name in names:
-        if name not in METHODS:
+        if name not in METHODS and not is_own(name):
             raise UserError(
                 f"adora_method: unknown method {name!r}, use one of {', '.join(METHODS)}{did_you_mean(name, METHODS)}"
             )
     if len(set(names)) < len(names):
         raise UserError(f"adora_method: {config.adora_method} names a method twice")
-    for name in names[1:]:
-        if METHODS[name].remakes:
-            raise UserError(
-                f"adora_method: {config.adora_method}: {name} starts from the rewards, so it must stand first"
-            )
     return names
+
+
+def _from_file(name: str) -> FromFile:
+    return from_file("adora_method", name, noun="method", fits=_is_method)
+
+
+def _kind(name: str) -> Any:
+    """The class of a method, or the user's function."""
+    return _from_file(name).value if is_own(name) else METHODS[name]
+
+
+def method_hashes(config: Any) -> dict[str, str]:
+    """A hash of each file that a method comes from, with its neighbours."""
+    found = [_from_file(name) for name in method_names(config) if is_own(name)]
+    return {one.file: one.hash for one in found}
 
 
 def _block(config: Any) -> dict[str, Any]:
@@ -42,7 +83,7 @@ def _block(config: Any) -> dict[str, Any]:
 def set_method_settings(config: Any) -> list[str]:
     """Set the keys of TRL that belong to the method. Returns one note per key that changed. Raises `UserError`."""
     names, keep = method_names(config), _block(config).get(KEEP, [])
-    settings = {key: (value, name) for name in names for key, value in METHODS[name].settings.items()}
+    settings = {key: (value, name) for name in names for key, value in getattr(_kind(name), "settings", {}).items()}
     if not isinstance(keep, list) or not set(map(str, keep)) <= settings.keys():
         able = ", ".join(settings) or "none"
         raise UserError(
@@ -110,11 +151,12 @@ def _from_keys(config: Any) -> dict[str, Any]:
     }
 
 
-def chosen_methods(config: Any) -> dict[str, Any]:
-    """The options of each method, in order. Raises `UserError` for an unknown option or a wrong value."""
+def chosen_methods(config: Any) -> dict[str, Method]:
+    """The methods with their options, in order. Raises `UserError` for an unknown option or a wrong value."""
     names, block = method_names(config), _block(config)
     block.pop(KEEP, None)
-    owners = {each.name: name for name in names for each in fields(METHODS[name].options)}
+    kinds = {name: _kind(name) for name in names}
+    owners = {option: name for name in names for option in _options_of(kinds[name])}
     for key in block:
         if key not in owners:
             known = ", ".join(owners) or "none"
@@ -122,24 +164,37 @@ def chosen_methods(config: Any) -> dict[str, Any]:
                 f"adora_method_options: unknown option '{key}' of {config.adora_method}, it has {known}"
                 f"{did_you_mean(str(key), owners)}"
             )
-    chosen: dict[str, Any] = {}
-    for name in names:
-        options = METHODS[name].options
-        types_of = get_type_hints(options)
-        given = {key: _convert(key, value, types_of[key]) for key, value in block.items() if owners[key] == name}
+    chosen: dict[str, Method] = {}
+    for name, kind in kinds.items():
+        given = {key: value for key, value in block.items() if owners[key] == name}
+        if not isinstance(kind, type):
+            chosen[own_name(name)] = OwnFunction(partial(kind, **given) if given else kind)
+            continue
+        types_of = get_type_hints(kind)
+        given = {key: _convert(key, value, types_of[key]) for key, value in given.items()}
         try:
-            chosen[name] = options(**{**(_from_keys(config) if name == "adora" else {}), **given})
+            chosen[own_name(name)] = kind(**{**(_from_keys(config) if name == "adora" else {}), **given})
         except ValueError as error:  # its text begins with the option, which for ADORA may be a key of the config
             is_key = name == "adora" and str(error).partition(":")[0] not in given
             raise UserError(f"{'adora_' if is_key else 'adora_method_options: '}{error}") from error
+    for name, method in list(chosen.items())[1:]:
+        if method.remakes:
+            raise UserError(
+                f"adora_method: {config.adora_method}: {name} starts from the rewards, so it must stand first"
+            )
     return chosen
+
+
+def _options_of(kind: Any) -> list[str]:
+    """The names of a method's options: fields of its class, or what a function takes beside groups and advantages."""
+    return [each.name for each in fields(kind)] if isinstance(kind, type) else [*inspect.signature(kind).parameters][2:]
 
 
 def method_run(config: Any) -> AdvantagePipeline:
     """The run's methods with their state."""
     return AdvantagePipeline(
         chosen_methods(config),
-        judged_by=AdoraOptions(**{**_from_keys(config), "mode": "off"}),
+        judged_by=Adora(**{**_from_keys(config), "mode": "off"}),
         scale=str(config.scale_rewards),
         max_length=config.max_completion_length,
         sums_rewards=config.multi_objective_aggregation == "sum_then_normalize",
@@ -148,70 +203,42 @@ def method_run(config: Any) -> AdvantagePipeline:
 
 
 def check_method(config: Any) -> None:
-    """Check that the other keys fit the method. Raises `UserError`."""
-    chosen = chosen_methods(config)
-    for name in chosen:
-        if METHODS[name].remakes and config.multi_objective_aggregation != "sum_then_normalize":
+    """Check that the other keys fit the methods, and try those of the user's. Raises `UserError`."""
+    for name, method in chosen_methods(config).items():
+        if method.remakes and config.multi_objective_aggregation != "sum_then_normalize":
             raise UserError(
                 f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one reward each"
             )
-    if "mc_grpo" in chosen and config.num_generations % 2 == 0:
-        count = config.num_generations
-        raise UserError(
-            f"num_generations: {count} is even; adora_method: mc_grpo samples one more, the median: {count + 1}"
-        )
-    canon = chosen.get("canon")
-    if canon is not None and canon.measure == "entropy" and not config.use_vllm:
-        raise UserError("adora_method: canon with measure: entropy needs use_vllm: true, else set measure: length")
-    _check_assignment(config, chosen.get("adora"))
-    daro = chosen.get("daro")
-    if daro is not None and daro.by_bin_tokens and config.loss_type != "dapo":
-        raise UserError(
-            f"loss_type: {config.loss_type} with adora_method: daro, whose normalisation by bin needs loss_type: dapo"
-        )
-    dapo = chosen.get("dapo")
-    if dapo is not None and dapo.overlong_cache is not None:
-        if not 0 < dapo.overlong_cache <= config.max_completion_length:
-            raise UserError(
-                f"adora_method_options: overlong_cache: {dapo.overlong_cache} must be above 0 and at most "
-                f"max_completion_length: {config.max_completion_length}"
-            )
-        if next(iter(chosen)) != "dapo" or config.multi_objective_aggregation != "sum_then_normalize":
-            raise UserError(
-                "adora_method_options: overlong_cache changes rewards: dapo must stand first in adora_method, and "
-                "multi_objective_aggregation be sum_then_normalize"
-            )
+        try:
+            method.check(config)
+        except ValueError as error:  # its text begins with a key, or with an option
+            of_option = str(error).partition(":")[0] in {each.name for each in fields(method)}
+            raise UserError(f"{'adora_method_options: ' if of_option else ''}{error}") from error
+        if name not in METHODS:
+            _try(name, method, config)
 
 
-def _check_assignment(config: Any, adora: AdoraOptions | None) -> None:
-    if adora is None or adora.assign != "rate":
-        return
-    if config.adora_replay_groups:
+def _try(name: str, method: Method, config: Any) -> None:
+    """Two groups as they come, one of them without signal. Raises `UserError` where the user's method fails."""
+    rewards_PG = torch.zeros(2, config.num_generations)
+    rewards_PG[0, 0] = 1.0
+    lengths_PG = torch.full_like(rewards_PG, config.max_completion_length)
+    groups = Groups(rewards_PG, lengths_PG, lengths_PG < 0, surprisal_PG=lengths_PG)
+    run, given_PG = AdvantagePipeline({name: method}), group_advantages(rewards_PG)
+    try:
+        with deadline(LOAD_TIMEOUT_S):
+            made = method.apply(groups, given_PG.clone(), run)
+            fits = isinstance(made, Tensor) and made.shape == given_PG.shape and bool(made.isfinite().all())
+    except (Exception, OverdueError) as error:
+        raise UserError(f"adora_method: {name}, tried before the run: {in_one_line(error)}") from error
+    if not fits:
         raise UserError(
-            f"adora_replay_groups: {config.adora_replay_groups} with assign: rate, which would learn from earlier "
-            "groups at the rate of the present ones; set adora_replay_groups: 0"
-        )
-    if config.steps_per_generation * config.num_iterations % config.gradient_accumulation_steps:
-        raise UserError(
-            f"steps_per_generation: {config.steps_per_generation} with assign: rate, which needs optimizer steps of "
-            "one generation each; make steps_per_generation x num_iterations a multiple of "
-            f"gradient_accumulation_steps: {config.gradient_accumulation_steps}"
-        )
-    if config.deepspeed is not None or getattr(config, "deepspeed_plugin", None) is not None:
-        raise UserError(
-            "adora_method_options: assign: rate does not work with DeepSpeed, which takes its optimizer step before "
-            "its learning rate can be scaled; train without DeepSpeed"
+            f"adora_method: {name}, tried before the run: it returned {made!s:.60}, not finite advantages of shape "
+            f"{tuple(given_PG.shape)}"
         )
 
 
 def method_needs(config: Any) -> list[str]:
     """What the methods cost beyond GRPO, one line each, for the first lines of the run."""
-    needs = {
-        "mc_grpo": f"mc_grpo: of {config.num_generations} rollouts per prompt, the median is not learned from",
-        "daro": f"daro: {config.num_generations - 1} learned weights, saved in every checkpoint",
-        "canon": "canon: vLLM returns the log-probabilities of the rollouts" if config.use_vllm else "",
-        "dapo": "dapo: groups without signal are dropped and not replaced",
-        "d3s": "d3s: rollouts that are not chosen are still sampled and graded",
-    }
-    lines = [needs[name] for name in method_names(config) if needs.get(name)]
-    return [*getattr(config, "method_notes", []), *lines]
+    costs = {name: method.costs(config) for name, method in chosen_methods(config).items()}
+    return [*getattr(config, "method_notes", []), *(f"{name}: {cost}" for name, cost in costs.items() if cost)]

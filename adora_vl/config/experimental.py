@@ -66,8 +66,7 @@ def check_noise(config: Any) -> None:
             f"adora_noisy_rollouts: {share} needs use_vllm: true and vllm_mode: colocate, where a rollout can see "
             "another image than its group; else set it to 0"
         )
-    canon = chosen_methods(config).get("canon")
-    if canon is not None and canon.measure == "entropy":
+    if any(method.reads_surprisal for method in chosen_methods(config).values()):
         raise UserError(
             f"adora_noisy_rollouts: {share} leaves canon's measure: entropy without log-probabilities on the clean "
             "image; set measure: length, or adora_noisy_rollouts: 0"

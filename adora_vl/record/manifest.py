@@ -147,13 +147,13 @@ def run_manifest(
     plan: str,
     processes: int,
     checkpoint: str | None,
-    rewards: Mapping[str, str] | None = None,
+    own: Mapping[str, str] | None = None,
     left_out: int = 0,
 ) -> Manifest:
     """The manifest of a run that starts now, or resumes from `checkpoint`. `settings`: the dataclasses of the run.
 
-    `rows`: those that are trained on. `rewards`: the hash of each file with reward functions. `left_out`: rows whose
-    prompts are too long (`adora_overlong_prompts`).
+    `rows`: those that are trained on. `own`: the hash of each file of the user's code, by what it is for. `left_out`:
+    rows whose prompts are too long (`adora_overlong_prompts`).
     """
     config = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     return {
@@ -163,7 +163,7 @@ def run_manifest(
         "data": _data(data, config.get("adora_mixture"), rows, fingerprint.get("dataset"), left_out),
         "model": {"name": config.get("model_name_or_path"), "fingerprint": fingerprint.get("model")},
         "prompt": json.loads(fingerprint.get("adora_prompt", "null")),  # null: each row was its problem alone
-        "rewards": dict(rewards or {}),
+        "own": dict(own or {}),
         "batches": plan,
         "versions": versions(),
         "commit": git_commit(),

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from adora_vl.advantage import METHODS, AdoraOptions, AdoraWeighting, Groups
+from adora_vl.advantage import Adora, AdoraWeighting, Groups
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scores import Scores
 from adora_vl.utils.files import replace_file
@@ -357,9 +357,9 @@ class TieNotice:
 
     SHARE, GROUPS = 0.1, 50  # nothing is said below either
 
-    def __init__(self, options: AdoraOptions, *, speaks: bool) -> None:
+    def __init__(self, options: Adora, *, speaks: bool) -> None:
         """`options`: of the run's ADORA, with the mode `off` where it has none."""
-        self._silent = not speaks or options.mode != "attenuation" or METHODS["adora"].plain(options)
+        self._silent = not speaks or options.mode != "attenuation" or options.plain
         self._marked = self._ties = 0
 
     def count(self, weighting: AdoraWeighting) -> None:

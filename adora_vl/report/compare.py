@@ -103,7 +103,7 @@ def read_compared(folder: Path) -> ComparedRun:
     settings |= {
         "data": manifest["data"].get("fingerprint"),
         "model": manifest["model"].get("fingerprint") or manifest["model"].get("name"),
-        "rewards": manifest.get("rewards") or {},
+        "own": manifest.get("own") or {},
         **{key: manifest.get(key) for key in ("commit", "device", "versions")},
     }
     notes = [] if manifest.get("status") == "finished" else [f"{folder}: the run is {manifest.get('status')}"]

@@ -23,6 +23,7 @@ from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_o
 from adora_vl.checkpoint.resume import StartPoint
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config.advantage import method_hashes
 from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
 from adora_vl.config.checks import (
     check_config,
@@ -172,6 +173,14 @@ class Checked:
         return self.folder.now
 
     @property
+    def own(self) -> dict[str, str]:
+        """A hash of each file with code of the user's, by what it is for."""
+        return {
+            **{f"reward {file}": one for file, one in self.rewards.hashes.items()},
+            **{f"method {file}": one for file, one in method_hashes(self.config).items()},
+        }
+
+    @property
     def first(self) -> bool:
         """Whether this is the first rank."""
         return bool(self.config.process_index == 0)
@@ -191,7 +200,7 @@ class Checked:
             plan=self.plan.describe(),
             processes=self.where.sharding.processes,
             checkpoint=self.start.checkpoint,
-            rewards=self.rewards.hashes,
+            own=self.own,
             left_out=len(self.left_out),
         )
 
@@ -470,7 +479,7 @@ def _fingerprint(run: Checked) -> Fingerprint:
         revision=run.model.model_revision,
         processes=run.where.sharding.processes,
         sharding=run.where.sharding.name if run.where.paper else sharding_of(run.config),
-        rewards=run.rewards.hashes,
+        own=run.own,
         left_out=run.left_out,
     )
     return {**found, **further}

@@ -97,8 +97,9 @@ def _find(key: str, entry: str, folders: Sequence[Path], noun: str) -> Path:
 
 
 def _may_be_meant(module: ModuleType, name: str, value: object) -> bool:
-    """Whether it is public and not an imported function."""
-    return not (name.startswith("_") or (inspect.isroutine(value) and value.__module__ != module.__name__))
+    """Whether it is public and not an imported function or class."""
+    imported = (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != module.__name__
+    return not (imported or name.startswith("_"))
 
 
 def with_neighbours(path: Path) -> set[Path]:

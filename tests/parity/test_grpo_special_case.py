@@ -9,8 +9,8 @@ import torch
 from trl import GRPOTrainer
 
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages
-from adora_vl.advantage.adora import AdoraOptions
-from adora_vl.advantage.daro import DaroOptions
+from adora_vl.advantage.adora import Adora
+from adora_vl.advantage.daro import Daro
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import SWITCHES
 from adora_vl.models.load import PRETRAINED, load_processor
@@ -147,8 +147,8 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
     ours = two_steps(
         AdoraGRPOTrainer, tmp_path, adora_method="daro+adora", adora_criteria=["difficulty"], adora_tau=0.2
     )
-    options = AdoraOptions(criteria=("difficulty",), tau=Schedule(0.2))
-    method = AdvantagePipeline({"daro": DaroOptions(), "adora": options})
+    options = Adora(criteria=("difficulty",), tau=Schedule(0.2))
+    method = AdvantagePipeline({"daro": Daro(), "adora": options})
     for step, batch in enumerate(ours["batches"]):
         rewards, lengths = batch["scores"].rewards.all_BF[:, 0].view(-1, 8), batch["scores"].lengths_B.view(-1, 8)
         groups = Groups(rewards, lengths, lengths >= 26, step=step)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adora_vl.advantage import METHODS, AdoraOptions, AdvantagePipeline, Groups, group_advantages, weigh_groups
+from adora_vl.advantage import METHODS, Adora, AdvantagePipeline, Groups, group_advantages, weigh_groups
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def batch(rewards, lengths=None, surprisal=None, **facts) -> Groups:
 
 def run(name, groups, options=None, scale="group"):
     """A method as the trainer applies it, on GRPO's advantages."""
-    method = AdvantagePipeline({name: METHODS[name].options() if options is None else options}, scale=scale)
+    method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)
     return method(groups, group_advantages(groups.rewards_PG, scale=scale))
 
 
@@ -38,4 +38,4 @@ def adora_weights(
 ) -> torch.Tensor:
     """The weights of groups, with rollouts of so many tokens as truncated."""
     groups = Groups(rewards, lengths, lengths >= truncated_at, correct_above=correct_above)
-    return weigh_groups(groups, AdoraOptions(**options)).weights_P
+    return weigh_groups(groups, Adora(**options)).weights_P

@@ -14,7 +14,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages, weigh_groups
-from adora_vl.advantage.adora import AdoraOptions
+from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.grpo import is_constant
 from adora_vl.config.advantage import check_method, method_run
 from adora_vl.config.command_line import parse
@@ -151,9 +151,9 @@ def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(subtests):
                 assert strict.item() == pytest.approx(0.1) and kept.item() == 1.0
             weighting = weigh_groups(Groups(*group, group[1] >= 100))
             assert weighting.ties_P.tolist() == [tied]
-            kept_ties = weigh_groups(Groups(*group, group[1] >= 100), AdoraOptions(ties="keep")).ties_P
+            kept_ties = weigh_groups(Groups(*group, group[1] >= 100), Adora(ties="keep")).ties_P
             assert not kept_ties.any(), "what is kept is no TDS group"
-            alone = weigh_groups(Groups(*group, group[1] >= 100), AdoraOptions(criteria=("difficulty",)))
+            alone = weigh_groups(Groups(*group, group[1] >= 100), Adora(criteria=("difficulty",)))
             assert not alone.ties_P.any(), "lengths do not count without their criterion"
 
 
@@ -234,7 +234,7 @@ def test_the_key_reaches_the_criterion():
 
 
 def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_steps():
-    options = AdoraOptions(
+    options = Adora(
         criteria=("difficulty",),
         factor=Schedule(0.1, 0.5, "linear", (0, 4)),
         tau=Schedule(0.25, 0.75, "linear", (4, 8)),
@@ -260,11 +260,11 @@ def groups(seed=0, step=0, prompts=40) -> Groups:
 
 
 def judged(assign, batch, seed=5, **options):
-    return AdvantagePipeline({"adora": AdoraOptions(assign=assign, **options)}, seed=seed).weigh(batch)
+    return AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=seed).weigh(batch)
 
 
 def applied(assign, batch, **options):
-    run = AdvantagePipeline({"adora": AdoraOptions(assign=assign, **options)}, seed=5)
+    run = AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=5)
     return run(batch, group_advantages(batch.rewards_PG)), run
 
 
@@ -347,10 +347,10 @@ def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advant
 
 def test_rate_survives_a_checkpoint_between_two_updates_of_a_generation():
     _, run = applied("rate", groups())
-    resumed = AdvantagePipeline({"adora": AdoraOptions(assign="rate")}, seed=5)
+    resumed = AdvantagePipeline({"adora": Adora(assign="rate")}, seed=5)
     resumed.load(json.loads(json.dumps(run.state())))
     assert resumed.rate == run.rate != 1.0
-    assert AdvantagePipeline({"adora": AdoraOptions()}).state() == {}
+    assert AdvantagePipeline({"adora": Adora()}).state() == {}
 
 
 def test_the_optimizer_steps_with_the_scaled_rate_and_has_its_own_again():

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Schedule, group_advantages
-from adora_vl.advantage.adora import AdoraOptions
-from adora_vl.advantage.daro import OUTSIDE, DaroOptions, DaroWeights, bin_losses, bins_of, daro
+from adora_vl.advantage.adora import Adora
+from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of, daro
 from adora_vl.advantage.experimental import (
-    AGraeOptions,
-    CanonOptions,
-    D3sOptions,
-    McGrpoOptions,
-    NgrpoOptions,
-    RrbOptions,
-    SsbOptions,
+    AGrae,
+    Canon,
+    D3s,
+    McGrpo,
+    Ngrpo,
+    Rrb,
+    Ssb,
     a_grae,
     canon,
     d3s,
@@ -38,8 +38,8 @@ from adora_vl.advantage.experimental import (
     ssb,
     upper_half,
 )
-from adora_vl.advantage.groups import NoOptions, within
-from adora_vl.advantage.grpo import DapoOptions, drop_constant, overlong_penalty
+from adora_vl.advantage.groups import within
+from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo, drop_constant, overlong_penalty
 from adora_vl.utils.launch import free_port
 from tests.unit.advantage.methods_support import batch, float64, run  # noqa: F401
 
@@ -72,7 +72,7 @@ def test_a_constant_group_is_exactly_zero(subtests):
 def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method():
     groups = batch([[0.1] * 7, [1.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]])
     noisy = torch.full((2, 7), 6e-4)
-    result = AdvantagePipeline({"adora": AdoraOptions()})(groups, noisy)
+    result = AdvantagePipeline({"adora": Adora()})(groups, noisy)
     assert result[0].tolist() == [0.0] * 7 and (result[1] != 0).all()
 
 
@@ -89,16 +89,14 @@ def test_dapo_by_hand():
     kept = drop_constant(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[5, 5], [20, 10]]), silent)
     assert kept.tolist() == [[4.0, -4.0], [0.0, 0.0]]  # 40 tokens, of which 10 are left
     groups = batch([[1.0, 1.0, 0.0]], [[10, 95, 10]])
-    method = AdvantagePipeline({"dapo": DapoOptions(overlong_cache=10)}, max_length=100)
+    method = AdvantagePipeline({"dapo": Dapo(overlong_cache=10)}, max_length=100)
     advantages = method(groups, group_advantages(groups.rewards_PG))
     assert advantages.tolist() == group_advantages(torch.tensor([[1.0, 0.5, 0.0]])).tolist()
 
 
 def test_adora_amplifies_with_dapos_pieces():
     groups = batch([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[9, 5, 5, 5], [4, 4, 4, 4]])
-    chain = AdvantagePipeline(
-        {"dapo": DapoOptions(), "adora": AdoraOptions(mode="amplification", factor=Schedule(2.0))}
-    )
+    chain = AdvantagePipeline({"dapo": Dapo(), "adora": Adora(mode="amplification", factor=Schedule(2.0))})
     raw = group_advantages(groups.rewards_PG)
     torch.testing.assert_close(chain(groups, raw)[0], raw[0] * 2.0 * (24 + 16) / 24)
     assert chain(groups, raw)[1].tolist() == [0.0] * 4
@@ -203,11 +201,11 @@ def test_rrbs_other_rule_by_hand():
     advantages = torch.tensor([[-1.0, 1.0]]).repeat(4, 1)
     assert rrb_all_low(advantages, rewards)[:, 1].tolist() == [0.1, 1.0, 1.0, 0.1]
     groups = batch([[0.0, 0.1], [0.1, 1.0]])
-    published, own = run("rrb", groups), run("rrb", groups, RrbOptions(rule="all_low"))
+    published, own = run("rrb", groups), run("rrb", groups, Rrb(rule="all_low"))
     before = group_advantages(groups.rewards_PG)
     assert own.tolist() == [(before[0] * 0.1).tolist(), before[1].tolist()]
     assert (published[1] / before[1]).tolist() == pytest.approx([0.9, 0.9])
-    assert torch.equal(run("rrb", groups, RrbOptions(rule="all_low", low_factor=1.0)), before)
+    assert torch.equal(run("rrb", groups, Rrb(rule="all_low", low_factor=1.0)), before)
 
 
 def test_rrb_only_shrinks_and_keeps_signs_and_ranks():
@@ -301,23 +299,23 @@ def _steps(method, count, first=0):
 
 def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     """The state goes through JSON, as in a checkpoint's manifest."""
-    whole = AdvantagePipeline({"daro": DaroOptions()})
+    whole = AdvantagePipeline({"daro": Daro()})
     expected = _steps(whole, 8)[5:]
-    first = AdvantagePipeline({"daro": DaroOptions()})
+    first = AdvantagePipeline({"daro": Daro()})
     _steps(first, 5)
-    resumed = AdvantagePipeline({"daro": DaroOptions()})
+    resumed = AdvantagePipeline({"daro": Daro()})
     resumed.load(json.loads(json.dumps(first.state())))
     assert resumed.state() == first.state(), "also where the run stops again before its first batch"
     assert all(torch.equal(a, b) for a, b in zip(_steps(resumed, 3, first=5), expected, strict=True))
     assert resumed.state() == whole.state()
-    fresh = AdvantagePipeline({"daro": DaroOptions()})
+    fresh = AdvantagePipeline({"daro": Daro()})
     assert not torch.equal(_steps(fresh, 1, first=5)[0], expected[0])
     with pytest.raises(ValueError, match="3 saved weights, but 7 bins"):
         DaroWeights(7, 0.1).load(DaroWeights(3, 0.1).state())
 
 
 def test_each_bin_of_daro_is_logged():
-    method = AdvantagePipeline({"daro": DaroOptions()})
+    method = AdvantagePipeline({"daro": Daro()})
     _steps(method, 1)
     assert {f"daro/weight_{n}_of_4" for n in (1, 2, 3)} <= method.figures.keys()
     assert "daro/loss_2_of_4" in method.figures
@@ -347,22 +345,22 @@ def test_a_wrong_schedule_is_refused(subtests):
 
 
 WRONG_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [  # the options or the formula, what is wrong, what is named
-    (DaroOptions, {"bin_loss": "mean"}, "bin_loss"),
-    (DaroOptions, {"floor": 0.0}, "floor"),
-    (McGrpoOptions, {"centre": "mode"}, "centre"),
-    (McGrpoOptions, {"spread": "range"}, "spread"),
-    (NgrpoOptions, {"virtual": -1}, "virtual"),
-    (AGraeOptions, {"alpha": 0.0}, "alpha"),
-    (CanonOptions, {"measure": "words"}, "measure"),
-    (CanonOptions, {"inter": Schedule(1.5)}, "inter"),
-    (D3sOptions, {"keep": Schedule(0.0)}, "keep"),
-    (D3sOptions, {"across": "run"}, "across"),
-    (SsbOptions, {"share": 1.5}, "share"),
-    (SsbOptions, {"replay_alpha": -1.0}, "replay_alpha"),
-    (RrbOptions, {"full_range": 0.0}, "full_range"),
-    (RrbOptions, {"range_power": -1.0}, "range_power"),
-    (RrbOptions, {"rule": "ranges"}, "rule"),
-    (RrbOptions, {"low_factor": 1.5}, "low_factor"),
+    (Daro, {"bin_loss": "mean"}, "bin_loss"),
+    (Daro, {"floor": 0.0}, "floor"),
+    (McGrpo, {"centre": "mode"}, "centre"),
+    (McGrpo, {"spread": "range"}, "spread"),
+    (Ngrpo, {"virtual": -1}, "virtual"),
+    (AGrae, {"alpha": 0.0}, "alpha"),
+    (Canon, {"measure": "words"}, "measure"),
+    (Canon, {"inter": Schedule(1.5)}, "inter"),
+    (D3s, {"keep": Schedule(0.0)}, "keep"),
+    (D3s, {"across": "run"}, "across"),
+    (Ssb, {"share": 1.5}, "share"),
+    (Ssb, {"replay_alpha": -1.0}, "replay_alpha"),
+    (Rrb, {"full_range": 0.0}, "full_range"),
+    (Rrb, {"range_power": -1.0}, "range_power"),
+    (Rrb, {"rule": "ranges"}, "rule"),
+    (Rrb, {"low_factor": 1.5}, "low_factor"),
     (overlong_penalty, {"lengths": torch.zeros(1), "max_length": 100, "cache": 0}, "overlong_cache"),
 ]
 
@@ -378,19 +376,19 @@ BY_SETTINGS = {"grpo", "dr_grpo", "lite_ppo"}  # TRL's own keys are all there is
 
 # The setting of each method at which it is GRPO: (options, the scale of the GRPO that it then is)
 NEUTRAL = {
-    "grpo": (NoOptions(), "group"),
-    "dr_grpo": (NoOptions(), "none"),
-    "lite_ppo": (NoOptions(), "batch"),
-    "dapo": (DapoOptions(drop_constant=False), "group"),
-    "adora": (AdoraOptions(mode="off"), "group"),
-    "daro": (DaroOptions(learning_rate=0.0, by_bin_tokens=False, drop_outside=False), "group"),
-    "mc_grpo": (McGrpoOptions(centre="mean", spread="std", exclude_pivot=False), "group"),
-    "ngrpo": (NgrpoOptions(virtual=0), "group"),
-    "a_grae": (AGraeOptions(curriculum=False, alpha=None), "group"),
-    "canon": (CanonOptions(inter=Schedule(0.5)), "none"),
-    "d3s": (D3sOptions(keep=Schedule(1.0)), "group"),
-    "ssb": (SsbOptions(share=0.0), "group"),
-    "rrb": (RrbOptions(range_power=0.0), "group"),
+    "grpo": (Grpo(), "group"),
+    "dr_grpo": (DrGrpo(), "none"),
+    "lite_ppo": (LitePpo(), "batch"),
+    "dapo": (Dapo(drop_constant=False), "group"),
+    "adora": (Adora(mode="off"), "group"),
+    "daro": (Daro(learning_rate=0.0, by_bin_tokens=False, drop_outside=False), "group"),
+    "mc_grpo": (McGrpo(centre="mean", spread="std", exclude_pivot=False), "group"),
+    "ngrpo": (Ngrpo(virtual=0), "group"),
+    "a_grae": (AGrae(curriculum=False, alpha=None), "group"),
+    "canon": (Canon(inter=Schedule(0.5)), "none"),
+    "d3s": (D3s(keep=Schedule(1.0)), "group"),
+    "ssb": (Ssb(share=0.0), "group"),
+    "rrb": (Rrb(range_power=0.0), "group"),
 }
 
 
@@ -428,10 +426,10 @@ def test_the_default_is_not_grpo(subtests):
 def test_plain_is_what_the_trainer_leaves_untouched():
     plain = {name for name, (options, _) in NEUTRAL.items() if AdvantagePipeline({name: options}).is_plain}
     assert plain == BY_SETTINGS | {"dapo", "adora", "a_grae", "ssb", "rrb"}
-    assert AdvantagePipeline({"adora": AdoraOptions(factor=Schedule(1.0))}).is_plain
-    assert AdvantagePipeline({"rrb": RrbOptions(rule="all_low", low_factor=1.0)}).is_plain
-    assert not AdvantagePipeline({"rrb": RrbOptions(rule="all_low", range_power=0.0)}).is_plain
-    assert not any(AdvantagePipeline({n: METHODS[n].options()}).is_plain for n in METHODS if n not in BY_SETTINGS)
+    assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).is_plain
+    assert AdvantagePipeline({"rrb": Rrb(rule="all_low", low_factor=1.0)}).is_plain
+    assert not AdvantagePipeline({"rrb": Rrb(rule="all_low", range_power=0.0)}).is_plain
+    assert not any(AdvantagePipeline({n: METHODS[n]()}).is_plain for n in METHODS if n not in BY_SETTINGS)
 
 
 def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
@@ -441,15 +439,13 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
         ("grpo",): ([True, False, False, True], {}),
         ("ngrpo", "dapo"): ([True, True, False, True], {}),
         ("ngrpo", "adora"): ([True, True, False, True], {}),
-        ("dapo",): ([True] * 4, {"dapo": DapoOptions(overlong_cache=30)}),
+        ("dapo",): ([True] * 4, {"dapo": Dapo(overlong_cache=30)}),
         ("daro",): ([True, False, False, False], {}),
         ("ngrpo", "rrb"): ([True, False, False, True], {}),
     }
     for names, (wanted, given) in cases.items():
         with subtests.test("+".join(names)):
-            method = AdvantagePipeline(
-                {name: given.get(name, METHODS[name].options()) for name in names}, max_length=40
-            )
+            method = AdvantagePipeline({name: given.get(name, METHODS[name]()) for name in names}, max_length=40)
             assert method.signal(groups).tolist() == wanted and method.state() == {}
             advantages = method(groups, group_advantages(groups.rewards_PG))
             assert advantages.any(dim=1).tolist() == wanted, "so no method takes one for silent"
@@ -458,7 +454,7 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
 def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
     groups = batch([[1.0, 0], [0.0, 0], [0.0, 0]])
-    both = AdvantagePipeline({"ngrpo": NgrpoOptions(), "dapo": DapoOptions()})
+    both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
     assert torch.equal(both(groups, torch.zeros(3, 2)), ngrpo(groups.rewards_PG))
 
 
@@ -478,7 +474,7 @@ def test_a_shift_of_all_rewards_changes_nothing(subtests):
         with subtests.test(name):
             groups = random_batch()
             shifted = replace(groups, rewards_PG=groups.rewards_PG + 2, correct_above=2.5)
-            options = NgrpoOptions(max_reward=3.0) if name == "ngrpo" else None
+            options = Ngrpo(max_reward=3.0) if name == "ngrpo" else None
             torch.testing.assert_close(run(name, shifted, options), run(name, groups), rtol=0, atol=1e-9)
 
 
@@ -489,7 +485,7 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
             scaled = replace(groups, rewards_PG=groups.rewards_PG * 4, correct_above=2.0)
             undivided = METHODS[name].settings.get("scale_rewards") == "none"
             scale = "none" if undivided else "group"
-            options = {"ngrpo": NgrpoOptions(max_reward=4.0), "rrb": RrbOptions(full_range=4.0)}.get(name)
+            options = {"ngrpo": Ngrpo(max_reward=4.0), "rrb": Rrb(full_range=4.0)}.get(name)
             expected = run(name, groups, scale=scale) * (4 if undivided else 1)
             # eps is added to a deviation that is four times as large
             torch.testing.assert_close(run(name, scaled, options, scale), expected, rtol=5e-3, atol=1e-3)
@@ -546,12 +542,12 @@ def test_the_package_needs_torch_and_nothing_else():
 RANKS = """
 import sys, torch, torch.distributed as dist
 from adora_vl.advantage import METHODS, Groups, AdvantagePipeline, group_advantages
-from adora_vl.advantage.adora import AdoraOptions
+from adora_vl.advantage.adora import Adora
 rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 generator = torch.Generator().manual_seed(0)
-cases = [(name, METHODS[name].options()) for name in METHODS]
-cases += [("adora", AdoraOptions(assign=assign)) for assign in ("random", "reversed", "rate")]
+cases = [(name, METHODS[name]()) for name in METHODS]
+cases += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
 for name, options in cases:
     method = AdvantagePipeline({name: options}, seed=3)
     for step in range(3):

@@ -230,8 +230,8 @@ def test_a_run_of_an_earlier_version_is_told_how_to_go_on(tmp_path):
 
 def test_a_reward_function_that_was_edited_is_another_run():
     def of(digest: str) -> dict[str, str]:
-        rewards = {"my_rewards.py": digest}
-        return fingerprint(AdoraKeys(), data=["d"], model="m", revision="r", processes=1, rewards=rewards)
+        own = {"reward my_rewards.py": digest}
+        return fingerprint(AdoraKeys(), data=["d"], model="m", revision="r", processes=1, own=own)
 
     assert differences(of("1a"), of("1a")) == [] and differences(of("1a"), of("2b")) == [
         "reward my_rewards.py: 1a -> 2b"

@@ -7,10 +7,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+import torch
 
-from adora_vl.advantage import METHODS, Schedule
+from adora_vl.advantage import METHODS, Groups, Schedule, group_advantages
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.advantage import check_method, chosen_methods, method_needs, method_run
+from adora_vl.config.advantage import check_method, method_hashes, method_needs, method_run
 from adora_vl.config.command_line import parse
 from adora_vl.utils.errors import UserError
 
@@ -25,7 +26,7 @@ def config(method: str = "adora", options: str = "", **keys: object) -> AdoraGRP
 def test_the_default_is_adora_by_its_own_keys():
     ours = config(adora_factor=0.3, adora_tau=0.4)
     assert ours.adora_method == "adora" and ours.loss_type == "dapo"  # TRL's default is left alone
-    options = chosen_methods(ours)["adora"]
+    options = method_run(ours).judged_by
     assert (options.factor, options.tau, options.mode) == (Schedule(0.3), Schedule(0.4), "attenuation")
     assert not method_run(ours).is_plain and method_needs(ours) == []
     assert method_run(config(adora_mode="off")).is_plain
@@ -80,7 +81,7 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
     ("d3s", '{"keep": 0}', {}, "keep.*above 0"),
     ("rrb", '{"full_range": 0}', {}, "full_range: 0.0 must be above 0"),
     ("mc_grpo", "", {}, "num_generations: 8 is even.*the median: 9"),
-    ("canon", "", {}, "canon with measure: entropy needs use_vllm"),
+    ("canon", "", {}, "measure: entropy needs use_vllm"),
     ("ngrpo", "", {"multi_objective_aggregation": "normalize_then_sum"}, "ngrpo needs multi_"),
     ("daro", '{"keep_settings": ["loss_type"]}', {"loss_type": "grpo"}, "loss_type: grpo with adora_method: daro"),
     ("dapo", '{"overlong_cache": 9999}', {}, "overlong_cache: 9999"),
@@ -104,7 +105,7 @@ def test_no_option_of_a_method_takes_a_number_that_is_not_finite():
     numbers = [
         (name, option.name)
         for name, method in METHODS.items()
-        for option in fields(method.options)
+        for option in fields(method)
         if "Schedule" in str(option.type) or type(option.default) in (int, float)
     ]
     assert len(numbers) > 12
@@ -121,9 +122,44 @@ def test_what_a_method_needs_stands_in_the_runs_first_lines():
     assert "7 learned weights, saved in every checkpoint" in " ".join(method_needs(config("daro")))
 
 
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The file of docs/methods.md, and what goes wrong in another one, in the working directory."""
+    page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
+    (tmp_path / "my_methods.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (tmp_path / "bad.py").write_text(
+        "def raises(groups, advantages): return 1 / 0\ndef sums(groups, advantages): return advantages.sum()\nx = 1"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signal(mine):
+    groups = Groups(torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0, 1, 0, 0, 0, 0, 0, 0]]), torch.ones(2, 8),
+                    torch.zeros(2, 8, dtype=torch.bool))  # fmt: skip
+    stock = group_advantages(groups.rewards_PG)
+    ours = config("grpo+my_methods.py:cautious", '{"most": 0.5}')
+    check_method(ours)
+    assert torch.equal(method_run(ours)(groups, stock), stock.clamp(-0.5, 0.5))
+    both = method_run(config("my_methods.py:Solvable+adora"))
+    assert both.signal(groups).tolist() == [False, True] and not both(groups, stock)[0].any()
+    before = method_hashes(ours)
+    (mine / "my_methods.py").write_text((mine / "my_methods.py").read_text() + "# edited")
+    assert before.keys() == {"my_methods.py"} and method_hashes(ours) != before
+    for method, options, expected in (
+        ("my_methods.py:Solvible", "", "no method 'Solvible' there; it has cautious, Solvable; did you mean"),
+        ("my_methods.py:Solvable", '{"leest": 1}', "unknown option 'leest' of .*did you mean 'least'"),
+        ("bad.py:x", "", r"x is no method \(it is of type int\)"),
+        ("bad.py:raises", "", "adora_method: raises, tried before the run: ZeroDivisionError"),
+        ("bad.py:sums", "", r"sums, tried before the run: it returned .*, not finite advantages of shape \(2, 8\)"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            check_method(config(method, options))
+
+
 def defaults_of(name: str) -> dict[str, object]:
     made = {one.name: one.default if one.default_factory is MISSING else one.default_factory()
-            for one in fields(METHODS[name].options)}  # fmt: skip
+            for one in fields(METHODS[name])}  # fmt: skip
     return {key: value.start if isinstance(value, Schedule) else value for key, value in made.items()}
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from adora_vl.advantage import AdoraOptions, AdvantagePipeline, Groups
+from adora_vl.advantage import Adora, AdvantagePipeline, Groups
 from adora_vl.config.advantage import check_method
 from adora_vl.config.experimental import check_noise
 from adora_vl.data.dataset import load_split
@@ -241,14 +241,14 @@ def test_a_yoked_run_has_the_mean_weights_of_another_on_groups_of_its_own():
     lengths_PG, signal_P = torch.full((200, 2), 9.0), torch.tensor([True, False]).repeat(100)
     record = [0.1, 0.55, 1.0, None]
     for assign in ("random", "rate"):
-        methods = AdvantagePipeline({"adora": AdoraOptions(assign=assign)})
+        methods = AdvantagePipeline({"adora": Adora(assign=assign)})
         weights = SignalWeights(methods, record)
         found = [methods.weigh(Groups(rewards_PG, lengths_PG, lengths_PG < 0, step=step)) for step in range(4)]
         assert weights.means == pytest.approx([0.1, 0.55, 1.0, 1.0])
         for one, mean in zip(found, weights.means, strict=True):
             assert one.rate == pytest.approx(mean if assign == "rate" else 1.0)
             assert bool((one.weights_P[~signal_P] == 1).all())
-    free = AdvantagePipeline({"adora": AdoraOptions(ties="attenuate")})
+    free = AdvantagePipeline({"adora": Adora(ties="attenuate")})
     weights = SignalWeights(free, None)
     free.weigh(Groups(rewards_PG, lengths_PG, lengths_PG < 0))
     assert weights.means == pytest.approx([0.1]), "a free run is left as it is"

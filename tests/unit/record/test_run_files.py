@@ -17,7 +17,7 @@ import torch
 from datasets import Image as ImageFeature
 from datasets import load_dataset
 
-from adora_vl.advantage import METHODS, AdoraOptions, AdoraWeighting, Groups, weigh_groups
+from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_groups
 from adora_vl.checkpoint.store import problem_of
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.dataset import MADE_BY
@@ -284,7 +284,7 @@ def _weighed(*lengths: list[int], **options: Any) -> AdoraWeighting:
     """One group of a right and two wrong rollouts for each entry."""
     lengths_PG = torch.tensor(lengths)
     rewards_PG = torch.tensor([[1.0, 0.0, 0.0]] * len(lengths))
-    return weigh_groups(Groups(rewards_PG, lengths_PG, lengths_PG >= 100), AdoraOptions(**options))
+    return weigh_groups(Groups(rewards_PG, lengths_PG, lengths_PG >= 100), Adora(**options))
 
 
 def test_ties_are_counted_among_the_groups_that_the_length_marks():
@@ -302,7 +302,7 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
     tie, shorter = [6, 6, 6], [5, 9, 9]
 
     def said(*generations: AdoraWeighting, speaks: bool = True, **options: Any) -> str:
-        notice = TieNotice(AdoraOptions(**options), speaks=speaks)
+        notice = TieNotice(Adora(**options), speaks=speaks)
         for weighting in generations:
             notice.count(weighting)
         return capsys.readouterr().err

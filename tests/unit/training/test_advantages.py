@@ -19,8 +19,8 @@ from datasets import Dataset
 from transformers import GenerationMixin
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups
-from adora_vl.advantage.adora import AdoraOptions, weigh_groups
-from adora_vl.advantage.experimental import D3sOptions
+from adora_vl.advantage.adora import Adora, weigh_groups
+from adora_vl.advantage.experimental import D3s
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import judged_figures, learned_figures
@@ -124,8 +124,8 @@ class Rows(list[Any]):
         return list(numbers)
 
 
-CASES = [(name, METHODS[name].options()) for name in METHODS if name != "mc_grpo"]
-CASES += [("d3s", D3sOptions(across="batch")), ("adora", AdoraOptions(assign="rate"))]
+CASES = [(name, METHODS[name]()) for name in METHODS if name != "mc_grpo"]
+CASES += [("d3s", D3s(across="batch")), ("adora", Adora(assign="rate"))]
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, group_advantages
-from adora_vl.advantage.adora import AdoraOptions, weigh_groups
-from adora_vl.advantage.experimental import CanonOptions, D3sOptions, SsbOptions
-from adora_vl.advantage.grpo import DapoOptions
+from adora_vl.advantage.adora import Adora, weigh_groups
+from adora_vl.advantage.experimental import Canon, D3s, Ssb
+from adora_vl.advantage.grpo import Dapo
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, adora_metrics, leave_out_dissolved, read_metrics
 from adora_vl.record.trackers import show_all
@@ -101,10 +101,10 @@ def test_where_nothing_is_missing_trl_gets_what_it_gathered():
 
 # The tokens of those who have left still stand in the number by which TRL divides. These methods undo that division.
 BY_TOKENS = {"dapo", "daro"}
-CASES = [(name, METHODS[name].options()) for name in METHODS]
-CASES += [("adora", AdoraOptions(assign=assign)) for assign in ("random", "reversed", "rate")]
-CASES += [("canon", CanonOptions(measure="length")), ("d3s", D3sOptions(across="batch")), ("ssb", SsbOptions(0.5))]
-CASES += [("dapo", DapoOptions(overlong_cache=50))]
+CASES = [(name, METHODS[name]()) for name in METHODS]
+CASES += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
+CASES += [("canon", Canon(measure="length")), ("d3s", D3s(across="batch")), ("ssb", Ssb(0.5))]
+CASES += [("dapo", Dapo(overlong_cache=50))]
 
 
 def test_a_group_that_some_have_left_is_the_group_of_the_others(subtests):
@@ -146,7 +146,7 @@ def leave(name: str, options: Any, scale: Any) -> None:
 def test_daro_learns_from_the_tokens_of_those_who_are_left():
     rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN]])
     groups = Groups(rewards_PG, torch.tensor([[10, 30, 500, 500]]), torch.zeros(1, 4, dtype=torch.bool))
-    run = AdvantagePipeline({"daro": METHODS["daro"].options()})
+    run = AdvantagePipeline({"daro": METHODS["daro"]()})
     run(groups, group_advantages(rewards_PG))
     assert run.figures["daro/loss_2_of_4"] == pytest.approx(0.7071, abs=1e-3), "both advantages are of this size"
 
