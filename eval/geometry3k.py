@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.utils.cli import imports
 
 with imports():
-    from PIL import Image
-
     from adora_vl.data.dataset import data_hash, load_split
-    from adora_vl.data.images import decoded_image, image_size
+    from adora_vl.data.images import decoded_image
     from adora_vl.data.prompts import NAMES_OF_CHOICES, Template, template
     from adora_vl.data.rows import has_choices, problem_with_prompt, problem_with_row, rows_without_pixels
     from adora_vl.rewards import grade as graded_as_in_training
     from adora_vl.utils.cli import amount, optional, text
     from eval.command import main
+    from eval.inference.dataset import pictured
     from eval.inference.predictions import RowErrors
     from eval.inference.provenance import OF_THE_RUN
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
+    from eval.scoring.score import metadata_groups
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -67,12 +67,7 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
     """The groups of a row: goal, shapes, family and kind, and form of the answer."""
-    metadata = row.get("metadata") or {}
-    groups = {}
-    for key in _METADATA_GROUPS:
-        value = metadata.get(key)
-        if value:
-            groups[key] = [str(part) for part in value] if isinstance(value, list) else [str(value)]
+    metadata, groups = row.get("metadata") or {}, metadata_groups(row, _METADATA_GROUPS)
     if metadata.get("kind"):
         groups["kind"] = [f"{metadata.get('family')}, {metadata['kind']}"]  # `crossing, vertical`
     return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
@@ -132,12 +127,12 @@ def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:
     texts = dataset.remove_columns("images")
     counts = [count for chunk in encoded["images"][:].chunks for count in chunk.value_lengths().to_pylist()]
     return [
-        Problem(
+        pictured(
             _fields(row),
             row["problem"] if made is None else made(row),
             count or 0,
-            partial(_decode, encoded, index),
-            partial(_sizes, encoded, index),
+            partial(_stored, encoded, index),
+            decoded_image,
         )
         for index, (row, count) in enumerate(zip(texts, counts, strict=True))
     ]
@@ -156,17 +151,8 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _decode(encoded: Dataset, index: int) -> list[Image.Image]:
-    """The images of one row, decoded when they are asked for."""
-    return [decoded_image(content) for content in _stored(encoded, index)]
-
-
-def _sizes(encoded: Dataset, index: int) -> list[tuple[int, int]]:
-    """Width and height of the images of one row, from their headers."""
-    return [image_size(content) for content in _stored(encoded, index)]
-
-
 def _stored(encoded: Dataset, index: int) -> list[bytes]:
+    """The images of one row, read when they are asked for."""
     images = encoded[index]["images"][0].as_py() or []
     return [image["bytes"] or Path(image["path"]).read_bytes() for image in images]
 

@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from adora_vl.utils.cli import imports
@@ -17,13 +18,21 @@ with imports():
     from adora_vl.utils.cli import amount
     from adora_vl.utils.openai_client import EndpointError
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_rows, unaskable
-    from eval.inference.predictions import missing_fields
+    from eval.inference.dataset import add_revision_option, load_problems, without_images
+    from eval.inference.predictions import wrong_fields
     from eval.records import JUDGE_FAILED, Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.judge import Question, add_extraction_options, extractions, judge_of, reported, reports
+    from eval.scoring.judge import (
+        Question,
+        add_extraction_options,
+        extraction_rules,
+        judge_of,
+        reported,
+        reports,
+        with_extractions,
+    )
     from eval.scoring.number import extract_number, plain
-    from eval.scoring.score import cell, verdict
+    from eval.scoring.score import cell, metadata_groups, verdict
 
 TEXT_ONLY = "Text Only"
 VERSIONS = ("Text Dominant", "Text Lite", "Vision Intensive", "Vision Dominant", "Vision Only", TEXT_ONLY)
@@ -92,12 +101,9 @@ def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
 
 def check(row: Prediction) -> str | None:
     """What is wrong with a MathVerse predictions row; None where nothing is."""
-    lacking = missing_fields(row, (*_SCORED, "response"))
-    if lacking:
-        return lacking
-    for field, known in (("problem_version", VERSIONS), ("question_type", _KINDS)):
-        if row[field] not in known:
-            return f"has {field} = {row[field]!r:.60}, expected one of {', '.join(known)}"
+    fault = wrong_fields(row, (*_SCORED, "response"), (), {"problem_version": VERSIONS, "question_type": _KINDS})
+    if fault:
+        return fault
     for field in ("question", "question_for_eval"):
         if not isinstance(row.get(field) or "", str):
             return f"has {field} = {row[field]!r:.60}, expected a string"
@@ -116,8 +122,7 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
     if options.extraction == "rules":
         return [{**row, "read": by_rules(row)} for row in rows]
     judge = judge_of(options) if options.extraction == "judge" else None
-    found = extractions(rows, [question_of(row) for row in rows], options, judge)
-    read = [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
+    read = with_extractions(rows, question_of, options, judge)
     if judge is None:
         return read
     words = reports([_asks_whether_same(row) if _is_left_to_judge(row) else None for row in read], judge, _one_or_zero)
@@ -203,9 +208,8 @@ def _letter(answer: str, choices: Sequence[str]) -> str:
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
-    metadata = row["metadata"] or {}
     groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
-    return groups | {name: [str(metadata[name])] for name in ("subject", "subfield") if metadata.get(name)}
+    return groups | metadata_groups(row, ("subject", "subfield"))
 
 
 _OURS = "ours, in place of the official judge"
@@ -213,8 +217,8 @@ _JUDGED = "ours, and a judge where they do not find a free answer right"
 
 
 def _rules(options: Namespace) -> dict[str, Any]:
-    judge = options.judge_model if options.extraction == "judge" else None
-    return {"rules": _JUDGED if judge else _OURS, "extraction": options.extraction, "judge": judge}
+    found = extraction_rules(options)
+    return {"rules": _JUDGED if found["judge"] else _OURS, **found}
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
@@ -240,26 +244,16 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 
 def _load(options: Namespace, split: str) -> tuple[list[Problem], str]:
-    name = f"query_{options.query}"
-
-    def fault(row: dict[str, Any]) -> str | None:
-        return check({**row, "pid": "", "response": ""}) or unaskable(row[name])
-
-    data, id_column = (options.data, split, options.data_revision), BENCHMARK.id_column
-    loaded = load_rows(*data, _NEEDED, ("image",), fault, id_column=id_column, config=split)
-    problems = loaded.problems(_fields, lambda row: str(row[name]))
-    return [_without_image(one) if one.fields["problem_version"] == TEXT_ONLY else one for one in problems], loaded.hash
+    """The version without images counts its samples from 1 again, so its ids say what they are of."""
+    problems, hashed = load_problems(
+        options, _NEEDED, ("image",), prompt=itemgetter(f"query_{options.query}"), kept=(*_SCORED, "question_for_eval"),
+        check=check, id_column="sample_index", split=split, config=split,
+    )  # fmt: skip
+    return [_text_alone(one) if one.fields["problem_version"] == TEXT_ONLY else one for one in problems], hashed
 
 
-def _without_image(problem: Problem) -> Problem:
-    return replace(problem, n_images=0, images=list, sizes=None)
-
-
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """What a prediction keeps of a row of the data. The version without images counts its samples from 1 again."""
-    number = str(row["sample_index"])
-    pid = f"text_only_{number}" if row["problem_version"] == TEXT_ONLY else number
-    return {"pid": pid, **{name: row.get(name) for name in (*_SCORED, "question_for_eval")}}
+def _text_alone(problem: Problem) -> Problem:
+    return replace(without_images(problem), fields={**problem.fields, "pid": f"text_only_{problem.pid}"})
 
 
 def _data_options(parser: ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from adora_vl.utils.cli import imports
 
@@ -17,8 +17,8 @@ with imports():
     from adora_vl.utils.cli import amount
     from adora_vl.utils.errors import UserError
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
-    from eval.inference.predictions import missing_fields
+    from eval.inference.dataset import add_revision_option, load_problems
+    from eval.inference.predictions import wrong_fields
     from eval.mathvision_value import latex_value
     from eval.records import (
         CORRECT,
@@ -31,7 +31,7 @@ with imports():
         Published,
         RowGrade,
     )
-    from eval.scoring.judge import Question, add_extraction_options, extractions
+    from eval.scoring.judge import Question, add_extraction_options, extraction_rules, with_extractions
     from eval.scoring.number import extract_number
     from eval.scoring.score import extraction_item, verdict
 
@@ -60,8 +60,7 @@ def several_parts(row: dict[str, Any]) -> bool:
     return len(_PLACE.findall(row["question"])) > 1
 
 
-RuleSet = Literal["official", "strict"]
-RULE_SETS: tuple[RuleSet, ...] = ("official", "strict")
+RULE_SETS = ("official", "strict")
 _STATED = ("the final answer is", "the answer is", "the correct answer is", "the answer should be")
 # What the official score removes from an answer, in this order.
 _REMOVED = (
@@ -195,12 +194,9 @@ _SCORED = ("pid", "question", "options", "answer", "level", "subject", "response
 
 def check(row: Prediction) -> str | None:
     """What is wrong with a MathVision predictions row; None where nothing is."""
-    lacking = missing_fields(row, _SCORED)
-    if lacking:
-        return lacking
-    for field in ("question", "subject"):
-        if not isinstance(row[field], str):
-            return f"has {field} = {row[field]!r:.60}, expected a string"
+    fault = wrong_fields(row, _SCORED, ("question", "subject"))
+    if fault:
+        return fault
     options = row["options"]
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
         return f"has options = {options!r:.60}, expected a list of texts"
@@ -216,10 +212,10 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
         if options.extraction != "rules":
             raise UserError(f"extraction: {options.extraction} needs --rules strict; official has its own extraction")
         return [{**row, "read": Extraction(official_answer(row["response"]), "official")} for row in rows]
-    found = extractions(rows, [question_of(row) for row in rows], options)
-    if options.extraction == "rules":
-        found = [_unboxed(row, one) for row, one in zip(rows, found, strict=True)]
-    return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
+    made = with_extractions(rows, question_of, options)
+    if options.extraction != "rules":
+        return made
+    return [{**row, "read": _unboxed(row, row["read"])} for row in made]
 
 
 def question_of(row: Prediction) -> Question:
@@ -258,8 +254,7 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 def _rules(options: Namespace) -> dict[str, Any]:
     if options.rules == "official":
         return {"rules": options.rules}
-    judge = options.judge_model if options.extraction == "judge" else None
-    return {"rules": options.rules, "extraction": options.extraction, "judge": judge}
+    return {"rules": options.rules, **extraction_rules(options)}
 
 
 _NEEDED = ("id", "question", "options", "answer", "level", "subject")
@@ -267,14 +262,8 @@ _NEEDED = ("id", "question", "options", "answer", "level", "subject")
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, and a hash of the data."""
-    data = (options.data, options.split, options.data_revision)
-    loaded = load_rows(*data, _NEEDED, ("decoded_image", "image"), _fault, id_column="id")
-    return loaded.problems(kept("id", _NEEDED[1:]), build_query), loaded.hash
-
-
-def _fault(row: dict[str, Any]) -> str | None:
-    """What is wrong with a row of the data, or None."""
-    return check({**row, "pid": "", "response": ""}) or unaskable(build_query(row), row["options"])
+    images = ("decoded_image", "image")
+    return load_problems(options, _NEEDED, images, prompt=build_query, check=check, id_column="id")
 
 
 def _score_options(parser: ArgumentParser) -> None:

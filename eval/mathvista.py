@@ -6,18 +6,18 @@ import re
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import lettered
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
-    from eval.inference.predictions import missing_fields
+    from eval.inference.dataset import add_revision_option, load_problems
+    from eval.inference.predictions import wrong_fields
     from eval.records import Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
-    from eval.scoring.judge import Kind, Question, add_extraction_options, extractions
-    from eval.scoring.score import by_problem, counted, verdict
+    from eval.scoring.judge import Kind, Question, add_extraction_options, extraction_rules, with_extractions
+    from eval.scoring.score import by_problem, counted, metadata_groups, verdict
 
 _HINT = "Hint: Please answer the question "
 _CHOICE = "and provide the correct option letter, e.g., A, B, C, D, at the end."
@@ -55,7 +55,7 @@ def _asks_for(row: dict[str, Any]) -> str:
 
 
 RuleSet = Literal["official", "published_2023", "vlmevalkit", "vlmevalkit_1680"]
-RULE_SETS: tuple[RuleSet, ...] = ("official", "published_2023", "vlmevalkit", "vlmevalkit_1680")
+RULE_SETS: tuple[RuleSet, ...] = get_args(RuleSet)
 _OF_VLMEVALKIT = ("vlmevalkit", "vlmevalkit_1680")  # before and after its pull request 1680
 # What VLMEvalKit takes for no answer at all.
 _REFUSED = (
@@ -173,26 +173,21 @@ ID_OOD = (
     "both counted twice; OOD is everything correct minus ID's, over all items minus ID's. The split of ADORA's table, "
     "inferred from its figures; because of the double count the intervals are a little too narrow."
 )
-_QUESTION_TYPES, _ANSWER_TYPES = ("multi_choice", "free_form"), ("text", "integer", "float", "list")
+_WORDS = {"question_type": ("multi_choice", "free_form"), "answer_type": ("text", "integer", "float", "list")}
 _MOST_PLACES = 15  # decimal places that a float holds
 _SCORED = ("pid", "question", "question_type", "answer_type", "precision", "choices", "answer", "metadata", "response")
 
 
 def check(row: Prediction) -> str | None:
     """What is wrong with a MathVista predictions row; None where nothing is."""
-    lacking = missing_fields(row, _SCORED)
-    if lacking:
-        return lacking
-    for field, known in (("question_type", _QUESTION_TYPES), ("answer_type", _ANSWER_TYPES)):
-        if row[field] not in known:
-            return f"has {field} = {row[field]!r}, expected one of {', '.join(known)}"
+    fault = wrong_fields(row, _SCORED, ("question",), _WORDS)
+    if fault:
+        return fault
     if row["question_type"] == "multi_choice" and not 1 <= len(row["choices"] or []) <= 26:
         return f"is multiple choice with choices = {row['choices']!r}, expected 1 to 26 of them"
     precision = row["precision"]
     if row["answer_type"] == "float" and not (isinstance(precision, int | float) and 0 <= precision <= _MOST_PLACES):
         return f"has precision = {precision!r}, expected a number from 0 to {_MOST_PLACES} for a float answer"
-    if not isinstance(row["question"], str):
-        return f"has question = {row['question']!r:.60}, expected a string"
     return None
 
 
@@ -204,8 +199,7 @@ def question_of(row: Prediction) -> Question:
 
 def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
     """The rows, each with its `Extraction` under the key `read`."""
-    found = extractions(rows, [question_of(row) for row in rows], options)
-    return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
+    return with_extractions(rows, question_of, options)
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
@@ -219,13 +213,8 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
     """The groups of a row: the fields of MathVista's metadata, each with its values."""
-    metadata = row["metadata"] or {}
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
-    for name in METADATA_GROUPS:
-        value = metadata.get(name)
-        if value:
-            groups[name] = [str(part) for part in value] if isinstance(value, list) else [str(value)]
-    return groups
+    return groups | metadata_groups(row, METADATA_GROUPS)
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
@@ -250,12 +239,8 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 
 
 def _rules(options: Namespace) -> dict[str, Any]:
-    return {
-        "rules": options.rules,
-        "extraction": options.extraction,
-        "ignore_empty_extractions": options.ignore_empty_extractions,
-        "judge": options.judge_model if options.extraction == "judge" else None,
-    }
+    empty = options.ignore_empty_extractions
+    return {"rules": options.rules, "ignore_empty_extractions": empty, **extraction_rules(options)}
 
 
 _NEEDED = ("pid", "question", "question_type", "answer_type", "precision", "choices", "answer", "metadata")
@@ -264,19 +249,13 @@ _KEPT = (*_NEEDED[1:4], "precision", "unit", "choices", "answer", "metadata")
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split (testmini), and a hash of the data."""
-    loaded = load_rows(options.data, options.split, options.data_revision, _NEEDED, ("decoded_image", "image"), _fault)
-    return loaded.problems(kept("pid", _KEPT), _prompt), loaded.hash
+    images = ("decoded_image", "image")
+    return load_problems(options, _NEEDED, images, prompt=_prompt, kept=_KEPT, check=check)
 
 
 def _prompt(row: dict[str, Any]) -> str:
     """`query` is the official prompt where the data has it."""
     return row.get("query") or build_query(row)
-
-
-def _fault(row: dict[str, Any]) -> str | None:
-    """What is wrong with a row of the data, or None."""
-    fault = check({**row, "pid": "", "response": ""})
-    return fault or unaskable(_prompt(row), row["choices"])
 
 
 def _score_options(parser: ArgumentParser) -> None:

@@ -6,11 +6,9 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from adora_vl.utils.cli import imports
 
@@ -18,28 +16,24 @@ with imports():
     from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
-    from eval.inference.predictions import key, missing_fields, read_predictions
+    from eval.inference.dataset import add_revision_option, load_problems
+    from eval.inference.predictions import key, read_predictions, wrong_fields
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.score import by_problem, extraction_item, grade_row, verdict
     from eval.scoring.statistics import bootstrap
     from eval.scoring.table import percent
 
-RuleSet = Literal["official", "letter"]
-RULE_SETS: tuple[RuleSet, ...] = ("official", "letter")
+RULE_SETS = ("official", "letter")
 _SCORED = ("pid", "question", "answer", "category", "l2_category", "response")
 _OPTION = re.compile(r"(?:^|[\s,])([A-Z]): ")
 
 
 def check(row: Prediction) -> str | None:
     """What is wrong with an MMStar predictions row; None where nothing is."""
-    lacking = missing_fields(row, _SCORED)
-    if lacking:
-        return lacking
-    for field in ("question", "category", "l2_category"):
-        if not isinstance(row[field], str):
-            return f"has {field} = {row[field]!r:.60}, expected a string"
+    fault = wrong_fields(row, _SCORED, ("question", "category", "l2_category"))
+    if fault:
+        return fault
     if not re.fullmatch(r"\s*[A-Za-z]\s*", row["answer"]):
         return f"has answer = {row['answer']!r}, expected a letter"
     return None
@@ -141,18 +135,10 @@ _KEPT = (*_NEEDED, "meta_info")
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, the question as it is (its options are in it), and a hash of the data."""
-    data = (options.data, options.split, options.data_revision)
-    fault = partial(_fault, blind=options.no_image)
-    loaded = load_rows(*data, _NEEDED, ("image",), fault, id_column=BENCHMARK.id_column)
-    problems = loaded.problems(kept(BENCHMARK.id_column, _KEPT), itemgetter("question"))
-    if options.no_image:
-        problems = [replace(problem, n_images=0, images=list, sizes=None) for problem in problems]
-    return problems, loaded.hash
-
-
-def _fault(row: dict[str, Any], *, blind: bool) -> str | None:
-    """What is wrong with a row of the data, or None."""
-    return check({**row, "pid": "", "response": ""}) or unaskable(row["question"], has_image=not blind)
+    return load_problems(
+        options, _NEEDED, ("image",), prompt=itemgetter("question"), kept=_KEPT, check=check, id_column="index",
+        blind=options.no_image,
+    )  # fmt: skip
 
 
 def _data_options(parser: ArgumentParser) -> None:

@@ -7,22 +7,21 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.utils.cli import amount
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, kept, load_rows, unaskable
-    from eval.inference.predictions import missing_fields
+    from eval.inference.dataset import add_revision_option, load_problems
+    from eval.inference.predictions import wrong_fields
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.score import by_problem, counted, mean_with_interval, verdict
     from eval.scoring.table import percent
 
-RuleSet = Literal["official", "letter"]
-RULE_SETS: tuple[RuleSet, ...] = ("official", "letter")
+RULE_SETS = ("official", "letter")
 _PROMPT = """\
 Now, we require you to solve a multiple-choice math question. Please briefly describe your thought process and provide \
 the final answer(option).
@@ -51,12 +50,9 @@ def official_letter(response: str) -> str | None:
 
 def check(row: Prediction) -> str | None:
     """What is wrong with a We-Math predictions row; None where nothing is."""
-    lacking = missing_fields(row, (*_NEEDED[1:], "response"))
-    if lacking:
-        return lacking
-    for field in ("ID", "question", "option", "knowledge concept"):
-        if not isinstance(row[field], str):
-            return f"has {field} = {row[field]!r:.60}, expected a string"
+    fault = wrong_fields(row, (*_NEEDED[1:], "response"), ("ID", "question", "option", "knowledge concept"))
+    if fault:
+        return fault
     found = _KEY.fullmatch(str(row["key"]))
     if found is None or not (found[2] == "multi" or 1 <= int(found[2]) <= int(found[1])):
         return f"has key = {row['key']!r:.60}, expected such as 2steps_1, 3steps_3 or 3steps_multi"
@@ -144,14 +140,7 @@ _NEEDED = ("question number", "ID", "key", "knowledge concept", "question", "opt
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split (testmini): every step of a composite problem, and the whole; and a hash of the data."""
-    data = (options.data, options.split, options.data_revision)
-    loaded = load_rows(*data, _NEEDED, ("image_path",), _fault, id_column=BENCHMARK.id_column)
-    return loaded.problems(kept(BENCHMARK.id_column, _NEEDED[1:]), prompt), loaded.hash
-
-
-def _fault(row: dict[str, Any]) -> str | None:
-    """What is wrong with a row of the data, or None."""
-    return check({**row, "pid": "", "response": ""}) or unaskable(row["question"])
+    return load_problems(options, _NEEDED, ("image_path",), prompt=prompt, check=check, id_column=_NEEDED[0])
 
 
 def _score_options(parser: ArgumentParser) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import re
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,87 +31,101 @@ _ENDINGS = (".parquet", ".jsonl", ".json")
 _OF_A_SPLIT = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
 _NAMED = 5  # files in a message
 _LONGEST_PATH = 300  # characters; a longer text is Base64
-Images = Callable[[], list[Image.Image]]
-Sizes = Callable[[], list[tuple[int, int]]]  # width and height of each, from the header
 
 
 @dataclass(frozen=True)
-class LoadedRows:
-    """The rows without their images, how to decode or measure the image of each, and a hash of it all."""
+class _Rows:
+    """The rows without their images, what the image columns of each hold, and a hash of the rows.
+
+    `folder`: where the paths of images lead; None for data from the hub, which has no files.
+    """
 
     rows: list[Row]
-    images: list[Images]
-    sizes: list[Sizes]
+    values: list[Callable[[], list[Any]]]
     hash: str
     origin: str
-    folder: Path | None  # where the paths of images lead; None for data from the hub, which has no files
-
-    def problems(self, fields: Callable[[Row], Row], prompt: Callable[[Row], str]) -> list[Problem]:
-        """A problem for each row. `fields`: what a prediction keeps of it. `prompt`: the text that is asked."""
-        return [
-            Problem(fields(row), prompt(row), 1, images, sizes)
-            for row, images, sizes in zip(self.rows, self.images, self.sizes, strict=True)
-        ]
-
-
-def kept(id_column: str, columns: Sequence[str]) -> Callable[[Row], Row]:
-    """What a prediction keeps of a row of the data: its id as `pid`, and these columns."""
-    return lambda row: {"pid": str(row[id_column]), **{name: row.get(name) for name in columns}}
+    folder: Path | None
 
 
 def add_revision_option(parser: ArgumentParser) -> None:
-    """The option with the `revision` of `load_rows`."""
+    """The option for a `revision` of the data."""
     parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
 
 
-def load_rows(
-    data: str,
-    split: str,
-    revision: str | None,
+def load_problems(
+    options: Namespace,
     needed: Sequence[str],
-    image_columns: Sequence[str],
-    check: Callable[[Row], str | None],
+    image_columns: Sequence[str] = (),
     *,
+    prompt: Callable[[Row], str],
+    kept: Sequence[str] = (),
+    check: Callable[[Row], str | None] = lambda row: None,
     id_column: str = "pid",
+    split: str | None = None,
     config: str | None = None,
-) -> LoadedRows:
-    """The rows of a split. `image_columns`: the columns that may hold the image; the first one that is not null counts.
-    `config`: the part of a dataset on the hub that has several.
+    blind: bool = False,
+) -> tuple[list[Problem], str]:
+    """The problems of `options.data`, as a hub id, a file or a folder, and a hash of the data with their pictures.
 
-    `data` is a hub id, a file, or a folder with Parquet files named after the split (or one named after no split), or
-    `{split}.json`, `.jsonl`, whose rows name image files within the folder. Raises `UserError` with a line for each row
-    that lacks one of `needed` or in which `check` finds something wrong: before an answer is paid for, not when it is
-    scored.
+    A folder has Parquet files named after the split (or one named after no split), or `{split}.json`, `.jsonl`, whose
+    rows name image files within the folder. Raises `UserError` with a line for each row that lacks one of `needed`, in
+    which `check` finds something wrong, or that cannot be asked: before an answer is paid for, not when it is scored.
+
+    - `image_columns`: those that may hold the image; the first one that is not null counts. `blind`: ask without it.
+    - `prompt(row)`: the text that is asked.
+    - `kept`: the columns that a prediction keeps beside the id, which becomes its `pid`; by default the needed ones.
+    - `check(row)`: as a predictions row without a response.
+    - `split`: by default that of the options. `config`: the part of a dataset on the hub that has several.
     """
-    path = Path(data)
+    path, split = Path(options.data), split or options.split
     if path.exists():
         loaded = _local(path, split, image_columns, id_column)
-    elif HUB_ID.fullmatch(data) and not path.parent.is_dir():
-        loaded = _hub(data, split, revision, image_columns, config)
+    elif HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
+        loaded = _hub(options.data, split, getattr(options, "data_revision", None), image_columns, config)
     else:
-        raise UserError(f"data: {data!r} is neither a file or folder here nor a hub id of the form owner/name")
-    _check(loaded, needed, check, id_column, image_columns)
-    return loaded
-
-
-def _check(
-    loaded: LoadedRows,
-    needed: Sequence[str],
-    check: Callable[[Row], str | None],
-    id_column: str,
-    image_columns: Sequence[str],
-) -> None:
-    """Raise `UserError` with one line per row that lacks a field or has a fault, or if there is no row."""
+        raise UserError(f"data: {options.data!r} is neither a file or folder here nor a hub id of the form owner/name")
+    seen = bool(image_columns) and not blind
     wrong = RowErrors(f"data: {loaded.origin}")
     for number, row in enumerate(loaded.rows, start=1):
         as_answered = {**row, "pid": _pid(row, id_column), "response": ""}
-        fault = missing_fields(row, needed) or row_fault(as_answered) or check(row)
-        fault = fault or _leads_out(row, image_columns, loaded.folder)
+        fault = missing_fields(row, needed) or row_fault(as_answered) or check(as_answered)
+        fault = fault or unaskable(prompt(row), has_image=seen) or _leads_out(row, image_columns, loaded.folder)
         if fault:
             wrong.add(f"row {number} {fault}")
     wrong.settle()
     if not loaded.rows:
         raise UserError(f"data: {loaded.origin} has no rows")
+    names = kept or [name for name in needed if name != id_column]
+    problems = []
+    for row, values in zip(loaded.rows, loaded.values, strict=True):
+        fields = {"pid": str(row[id_column]), **{name: row.get(name) for name in names}}
+        stored = partial(_encoded, values, loaded.folder)
+        problems.append(pictured(fields, prompt(row), 1, stored) if seen else Problem(fields, prompt(row), 0, list))
+    return problems, _with_pictures(loaded, image_columns)
+
+
+# Some cameras write a second, smaller picture into the file of a photograph.
+_decoded_first = partial(decoded_image, first_frame=True)
+
+
+def pictured(
+    fields: Row,
+    prompt: str,
+    images: int,
+    stored: Callable[[], list[bytes]],
+    decoded: Callable[[bytes], Image.Image] = _decoded_first,
+) -> Problem:
+    """A problem whose encoded images are read when they are needed; for their sizes alone the headers are."""
+    return Problem(fields, prompt, images, partial(_each, decoded, stored), partial(_each, image_size, stored))
+
+
+def without_images(problem: Problem) -> Problem:
+    """The same question alone."""
+    return replace(problem, n_images=0, images=list, sizes=None)
+
+
+def _each(made: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:
+    return [made(content) for content in stored()]
 
 
 def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
@@ -133,7 +147,7 @@ def _pid(row: Row, id_column: str) -> Any:
     return str(found) if isinstance(found, int) and not isinstance(found, bool) else found
 
 
-def unaskable(prompt: Any, choices: Sequence[str] | None = None, *, has_image: bool = True) -> str | None:
+def unaskable(prompt: Any, *, has_image: bool = True) -> str | None:
     """What is wrong with the text that the model would be asked; None where nothing is.
 
     The text may be empty if there is an image, because a question can be a part of its picture. A literal `<image>` is
@@ -144,10 +158,10 @@ def unaskable(prompt: Any, choices: Sequence[str] | None = None, *, has_image: b
     text = prompt.replace(PLACEHOLDER, " ")
     if has_image and not text.strip():
         text = "-"
-    return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": [], "choices": choices})
+    return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": []})
 
 
-def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str) -> LoadedRows:
+def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str) -> _Rows:
     """The rows of a file, or of the files of a split in a folder."""
     files = [path] if path.is_file() else _files(path, split)
     if files[0].suffix == ".parquet":
@@ -189,7 +203,7 @@ def _tables(files: Iterable[Path]) -> pa.Table:
         raise UserError(f"data: the files of one split have different columns ({error})") from None
 
 
-def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[str], config: str | None) -> LoadedRows:
+def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[str], config: str | None) -> _Rows:
     """The rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
     from datasets import load_dataset
 
@@ -205,7 +219,7 @@ def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[st
 
 def _from_table(
     table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str, folder: Path | None
-) -> LoadedRows:
+) -> _Rows:
     """The rows without their images, which are decoded one by one when they are asked for."""
     columns = [column for column in image_columns if column in table.column_names]
     # A column of texts stays with the rows: those are paths, or Base64.
@@ -220,30 +234,18 @@ def _from_table(
     def values(index: int) -> Callable[[], list[Any]]:
         return lambda: [table.column(column)[index].as_py() for column in columns]
 
-    getters = [values(index) for index in range(len(rows))]
-    return _loaded(rows, image_columns, getters, folder, data_hash, origin)
+    return _Rows(rows, [values(index) for index in range(len(rows))], data_hash, origin, folder)
 
 
-def _loaded(
-    rows: list[Row],
-    image_columns: Sequence[str],
-    values: Sequence[Callable[[], list[Any]]],
-    folder: Path | None,
-    data_hash: str,
-    origin: str,
-) -> LoadedRows:
-    """`values`: what the image columns of each row hold. `folder`: that of its paths; None for data from the hub.
-    `data_hash`: of the rows; what the files of pictures hold comes to it.
-    """
-    named = {str(name) for row in rows for name in map(row.get, image_columns) if _is_path(name)}
+def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
+    """The hash of the rows and of what the files of pictures hold that they name."""
+    named = {str(name) for row in loaded.rows for name in map(row.get, image_columns) if _is_path(name)}
+    folder = loaded.folder
     pictures = [folder / name for name in named if (folder / name).is_file()] if folder else []
-    data_hash += f"+{content_hash(pictures)}" if pictures else ""
-    images: list[Images] = [partial(_images, each, folder) for each in values]
-    sizes: list[Sizes] = [partial(_sizes, each, folder) for each in values]
-    return LoadedRows(rows, images, sizes, data_hash, origin, folder)
+    return loaded.hash + (f"+{content_hash(pictures)}" if pictures else "")
 
 
-def _from_json(path: Path, image_columns: Sequence[str], id_column: str) -> LoadedRows:
+def _from_json(path: Path, image_columns: Sequence[str], id_column: str) -> _Rows:
     """The rows of a JSON file: a list, an object of rows by id, or one object per line."""
     place, rows = "", cast(Any, [])
     try:
@@ -265,31 +267,23 @@ def _from_json(path: Path, image_columns: Sequence[str], id_column: str) -> Load
     def values(row: Row) -> Callable[[], list[Any]]:
         return lambda: [row.get(column) for column in image_columns]
 
-    return _loaded(rows, image_columns, [values(row) for row in rows], path.parent, held, str(path))
+    return _Rows(rows, [values(row) for row in rows], held, str(path), path.parent)
 
 
-def _images(values: Callable[[], list[Any]], folder: Path | None) -> list[Image.Image]:
-    # Some cameras write a second, smaller picture into the file of a photograph.
-    return [decoded_image(_encoded(values(), folder), first_frame=True)]
-
-
-def _sizes(values: Callable[[], list[Any]], folder: Path | None) -> list[tuple[int, int]]:
-    return [image_size(_encoded(values(), folder))]
-
-
-def _encoded(values: list[Any], folder: Path | None) -> bytes:
+def _encoded(values: Callable[[], list[Any]], folder: Path | None) -> list[bytes]:
     """The image that the first usable of `values` holds: bytes, a struct of bytes or path, a path, or base64."""
-    for value in values:
+    held = values()
+    for value in held:
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes):
-            return value
+            return [value]
         if isinstance(value, str) and value:
             if not _is_path(value):
-                return base64.b64decode(value, validate=True)
+                return [base64.b64decode(value, validate=True)]
             file = None if folder is None else file_within(folder, value)
-            if file is not None and (value == values[-1] or file.is_file()):
-                return file.read_bytes()
+            if file is not None and (value == held[-1] or file.is_file()):
+                return [file.read_bytes()]
     raise ValueError("the row has no image")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -92,6 +92,24 @@ def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
     return f"lacks {fields}; it has {', '.join(row) or 'none'}, needed are {', '.join(needed)}"
 
 
+def wrong_fields(
+    row: Prediction, needed: Sequence[str], texts: Sequence[str], words: Mapping[str, Sequence[str]] | None = None
+) -> str | None:
+    """What is wrong with the fields of a row: one of `needed` is missing, one of `texts` is no string, or one has none
+    of the `words` that are known for it. None where nothing is.
+    """
+    lacking = missing_fields(row, needed)
+    if lacking:
+        return lacking
+    for field in texts:
+        if not isinstance(row[field], str):
+            return f"has {field} = {row[field]!r:.60}, expected a string"
+    for field, known in (words or {}).items():
+        if row[field] not in known:
+            return f"has {field} = {row[field]!r:.60}, expected one of {', '.join(known)}"
+    return None
+
+
 def _parsed(line: bytes, id_column: str) -> Prediction | str:
     """The row, or what is wrong with its line."""
     try:
@@ -111,12 +129,9 @@ def _parsed(line: bytes, id_column: str) -> Prediction | str:
 
 def row_fault(row: Prediction) -> str | None:
     """What is wrong with the fields that every benchmark has, or None."""
-    lacking = missing_fields(row, REQUIRED_FIELDS)
-    if lacking:
-        return lacking
-    for field in REQUIRED_FIELDS:
-        if not isinstance(row[field], str):
-            return f"has {field} = {row[field]!r:.60}, expected a string"
+    fault = wrong_fields(row, REQUIRED_FIELDS, REQUIRED_FIELDS)
+    if fault:
+        return fault
     choices = row.get("choices")
     if choices is not None and not (isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)):
         return f"has choices = {choices!r:.60}, expected a list of strings or null"

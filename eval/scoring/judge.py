@@ -38,29 +38,36 @@ class Question(NamedTuple):
     response: str
 
 
-def extractions(
-    rows: Sequence[Prediction], questions: Sequence[Question], options: Namespace, judge: ChatClient | None = None
-) -> list[Extraction]:
-    """One extraction per row, made in the way that `--extraction` names. `judge`: None: the one that `options` name.
+def with_extractions(
+    rows: Sequence[Prediction],
+    question_of: Callable[[Prediction], Question],
+    options: Namespace,
+    judge: ChatClient | None = None,
+) -> list[Prediction]:
+    """The rows, each with its `Extraction`, made in the way that `--extraction` names, under the key `read`.
 
-    Raises `UserError`.
+    `judge`: None: the one that `options` name. Raises `UserError`.
     """
     if options.extraction == "judge":
-        asked = [_unless_failed(row, one) for row, one in zip(rows, questions, strict=True)]
-        return judged(asked, judge or judge_of(options))
-    if options.extraction == "rules":
-        return [by_rules(one) for one in questions]
-    lacking = [row["pid"] for row in rows if "extraction" not in row]
-    if lacking:
-        raise UserError(
-            f"extraction: {len(lacking)} of {len(rows)} rows have no stored extraction, the first is pid "
-            f"{lacking[0]!r}; use --extraction rules"
-        )
-    return [Extraction(row["extraction"], "stored") for row in rows]
+        asked = [None if row.get("finish_reason") in NOT_ASKED else question_of(row) for row in rows]
+        found = judged(asked, judge or judge_of(options))
+    elif options.extraction == "rules":
+        found = [by_rules(question_of(row)) for row in rows]
+    else:
+        lacking = [row["pid"] for row in rows if "extraction" not in row]
+        if lacking:
+            raise UserError(
+                f"extraction: {len(lacking)} of {len(rows)} rows have no stored extraction, the first is pid "
+                f"{lacking[0]!r}; use --extraction rules"
+            )
+        found = [Extraction(row["extraction"], "stored") for row in rows]
+    return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
 
 
-def _unless_failed(row: Prediction, question: Question) -> Question | None:
-    return None if row.get("finish_reason") in NOT_ASKED else question
+def extraction_rules(options: Namespace) -> dict[str, Any]:
+    """How answers are found, for the rules of a score."""
+    judge = options.judge_model if options.extraction == "judge" else None
+    return {"extraction": options.extraction, "judge": judge}
 
 
 def by_rules(question: Question) -> Extraction:
@@ -105,20 +112,11 @@ def add_extraction_options(parser: ArgumentParser) -> None:
     add("--judge-model", type=optional(text), help="its name there")
     add("--judge-cache", type=optional(path), metavar="FILE.jsonl", help="default: beside the score")
     add("--judge-timeout", type=number(0.001, 86400), default=60.0, metavar="SECONDS", help="of one call; default 60")
-    add(
-        "--judge-budget",
-        type=optional(whole(0)),
-        metavar="N",
-        help="calls at most, attempts counted; default: any number",
-    )
+    budget = "calls at most, attempts counted; default: any number"
+    add("--judge-budget", type=optional(whole(0)), metavar="N", help=budget)
     add("--judge-attempts", type=whole(1, 100), default=4, metavar="N", help="before a row counts as failed; default 4")
-    add(
-        "--judge-wait",
-        type=number(0.001, 3600),
-        default=1.0,
-        metavar="SECONDS",
-        help="before the second attempt; doubles",
-    )
+    wait = "before the second attempt; doubles"
+    add("--judge-wait", type=number(0.001, 3600), default=1.0, metavar="SECONDS", help=wait)
 
 
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"

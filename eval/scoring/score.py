@@ -159,6 +159,16 @@ def _extractions(graded: Sequence[Graded]) -> dict[str, Any]:
     return {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]} if mix else {}
 
 
+def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
+    """The groups of a row by fields of its metadata, a value or a list of them each."""
+    found = {name: (row.get("metadata") or {}).get(name) for name in names}
+    return {
+        name: [str(part) for part in (value if isinstance(value, list) else [value])]
+        for name, value in found.items()
+        if value
+    }
+
+
 def common_groups(row: Prediction) -> dict[str, list[str]]:
     """The groups that every benchmark has: why the answer ended, and how large the image is."""
     groups = {}

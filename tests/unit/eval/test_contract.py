@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from eval.benchmark import NAMES, for_data, named
 from eval.command import main, parse, score_defaults, with_grey_images
 from eval.compare import main as compare
 from eval.in_training import figures
-from eval.inference.dataset import load_rows, unaskable
+from eval.inference.dataset import load_problems
 from eval.records import CORRECT, WRONG, Benchmark, OwnFigures, Problem, RowGrade
 from eval.scoring.score import cell, score
 from tests.conftest import REPOSITORY
@@ -110,11 +111,7 @@ def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
 
 
 def _load(options: Namespace) -> tuple[list[Problem], str]:
-    def fault(row: dict[str, Any]) -> str | None:
-        return unaskable(row["text"])
-
-    loaded = load_rows(options.data, "test", None, ("ID", "text", "answer"), ("image",), fault, id_column="ID")
-    return loaded.problems(lambda row: {**row, "pid": str(row["ID"])}, lambda row: str(row["text"])), loaded.hash
+    return load_problems(options, ("ID", "text", "answer"), ("image",), prompt=itemgetter("text"), id_column="ID")
 
 
 def _grade(row: Any, options: Namespace) -> RowGrade:
