@@ -33,6 +33,7 @@ with imports():
     from adora_vl.config.dry_run_options import refuse_without_dry_run, take_options
     from adora_vl.config.dry_run_options import wanted as wants_dry_run
     from adora_vl.config.help import asks_for_help, help_text
+    from adora_vl.config.reading import Given, read
     from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
@@ -154,14 +155,14 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
     print(manifest["command"], file=sys.stderr)
 
 
-def train(arguments: Sequence[str]) -> int:
+def train(given: Given) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
     from adora_vl.checkpoint.writer import delete_aside
     from adora_vl.record.manifest import end_manifest, failure_noted
     from adora_vl.record.summary import summary_lines
 
-    run = prepare(arguments)
+    run = prepare(given)
     output_dir = Path(run.config.output_dir)
     if run.finished:
         if run.first:
@@ -226,18 +227,11 @@ def report_mistake(error: UserError) -> None:
 
 def dry_run(arguments: Sequence[str]) -> int:
     """With `--dry-run`: say what the run would do and whether it fits, load no weight, write nothing."""
+    options, rest = take_options(arguments)
+    given = read(rest)
     from adora_vl.planning.dry_run import dry_run
 
-    return dry_run(arguments)
-
-
-def look_first(words: Sequence[str]) -> None:
-    """Versions, keys and values: what can be wrong before anything slow is imported. Raises `UserError`."""
-    check_versions(use_vllm=False)
-    from adora_vl.config.early_check import early_check
-
-    refuse_without_dry_run(words)
-    early_check(take_options(words)[1] if wants_dry_run(words) else words)
+    return dry_run(given, options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,8 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asks_for_help(words):
             print(help_text(words))
             return 0
-        look_first(words)
-        return dry_run(words) if wants_dry_run(words) else train(words)
+        check_versions(use_vllm=False)
+        refuse_without_dry_run(words)
+        return dry_run(words) if wants_dry_run(words) else train(read(words))
     except UserError as error:
         report_mistake(error)
         return 2

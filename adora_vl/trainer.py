@@ -199,7 +199,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         has its folder already. Raises `UserError` for a folder of another run, and `RunError` where a step fails.
         """
         run, output_dir, is_main = self.run, Path(self.args.output_dir), self.accelerator.is_main_process
-        from_python = run.asked.words is None
+        from_python = run.asked.given is None
         if from_python:
             run.take(resume_from_checkpoint)
         try:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from adora_vl.config.command_line import read_yaml
+from adora_vl.config.reading import read_file
 from adora_vl.data.dataset import stored_rows
 from adora_vl.models.load import local_model
 from adora_vl.record.metrics import METRICS, read_metrics
@@ -233,7 +233,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    config, out = read_yaml(options.config), within(options.output)
+    config, out = read_file(options.config), within(options.output)
     options.config, options.accelerate = within(options.config), within(options.accelerate)
     data = within(options.data) if options.data else out / "data"
     tokens = options.max_tokens or int(config.get("max_completion_length", 256))

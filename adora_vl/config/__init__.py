@@ -14,9 +14,9 @@ __all__ = ["AdoraGRPOConfig", "AdoraScriptArguments"]
 
 
 def __getattr__(name: str) -> Any:
-    """Both are imported when they are asked for: TRL's classes take seconds, and `early_check` does without them."""
+    """Both are imported when they are asked for: TRL's classes take seconds, and `reading` does without them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from adora_vl.config import command_line
+    from adora_vl.config import schema
 
-    return getattr(command_line, name)
+    return getattr(schema, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, Trainer, get_scheduler
 
 from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.batch_plan import REGROUPABLE, regroup_obstacle, regroups
-from adora_vl.config.early_check import config_file
 from adora_vl.config.experimental import check_noise, check_replay, replay_needs, visual_needs
 from adora_vl.config.keys import AdoraScriptArguments
 from adora_vl.config.sampling import sampling_needs
@@ -312,12 +311,12 @@ def refuse_turns(given: Mapping[str, Any]) -> None:
         )
 
 
-def rewards_of(arguments: Sequence[str], script: AdoraScriptArguments, config: AdoraGRPOConfig) -> ChosenRewards:
-    """The reward functions of a run. Their files are looked for beside the config, then in the working directory.
+def rewards_of(file: Path | None, script: AdoraScriptArguments, config: AdoraGRPOConfig) -> ChosenRewards:
+    """The reward functions of a run. Their files are looked for beside `file`, the config, then in the working
+    directory.
 
     Raises `UserError`.
     """
-    file = config_file(arguments)
     folders = [*([file.parent] if file else []), Path.cwd()]
     return choose_rewards(
         script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding,

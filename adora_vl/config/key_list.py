@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.utils.errors import UserError
 
 OURS = "adora_vl"
 # Where the dataclasses are defined, and those that they inherit from.
@@ -32,28 +33,39 @@ class Key:
     help: str
     library: str
 
+    @property
+    def options(self) -> list[Key]:
+        """Those of a key that is a block of options, by their dotted names."""
+        block = self.default
+        return [replace(key, name=f"{self.name}.{key.name}") for key in _our_keys(block)] if is_dataclass(block) else []
+
 
 @cache
-def read_keys() -> dict[str, Key] | None:
-    """Every key by its name. None where a library's class is not where it is expected, as in another version."""
+def read_keys() -> dict[str, Key]:
+    """Every key by its name. Raises `UserError` where a library's class is not where it is expected, as in another
+    version.
+    """
+    try:
+        return _keys_of_libraries() | {
+            key.name: key for each in (AdoraScriptArguments, AdoraKeys) for key in _our_keys(each)
+        }
+    except (OSError, KeyError) as error:
+        raise UserError("the installed TRL or Transformers is another version; run `pip install -e .` again") from error
+
+
+def _keys_of_libraries() -> dict[str, Key]:
     classes: dict[str, tuple[ast.ClassDef, str]] = {}
     for library, names in _FILES.items():
         spec = find_spec(library)
         folders = (spec and spec.submodule_search_locations) or ()
-        try:
-            trees = [ast.parse(Path(folder, name).read_bytes()) for folder in folders for name in names]
-        except OSError:
-            return None
+        trees = [ast.parse(Path(folder, name).read_bytes()) for folder in folders for name in names]
         classes |= {
             node.name: (node, library) for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)
         }
     found: dict[str, Key] = {}
-    try:
-        for name in _DATACLASSES:
-            found |= _keys_of_class(name, classes)
-    except KeyError:
-        return None
-    return found | {key.name: key for each in (AdoraScriptArguments, AdoraKeys) for key in _our_keys(each)}
+    for name in _DATACLASSES:
+        found |= _keys_of_class(name, classes)
+    return found
 
 
 def _our_keys(dataclass: Any) -> list[Key]:

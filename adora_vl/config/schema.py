@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_cuda_available, is_torch_xla_available
-from trl import GRPOConfig
+from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config.advantage import set_method_settings
-from adora_vl.config.keys import AdoraKeys
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.config.reading import Given, read, refuse_old
 from adora_vl.config.sampling import check_sampling_keys
 from adora_vl.config.values import check_fields
 from adora_vl.utils.cli import spelled
@@ -22,6 +24,12 @@ _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true
 @dataclass
 class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with our keys, all values checked when it is made."""
+
+    def __new__(cls, *positional: Any, **given: Any) -> AdoraGRPOConfig:
+        """Raises `UserError` for a key of earlier versions, with what to write now."""
+        for key, value in given.items():
+            refuse_old(key, value, cls.__name__)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Raises `UserError` for our checks, and `ValueError` for those of TRL."""
@@ -118,3 +126,17 @@ def check_device(config: Any) -> None:
         raise NoGPUError("bf16")
     if config.fp16 and not is_torch_cuda_available():
         raise NoGPUError("fp16")
+
+
+DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
+Parsed = tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]
+
+
+def build(given: Given) -> Parsed:
+    """The three dataclasses of a training command. Raises `UserError`."""
+    return given.build(AdoraScriptArguments), given.build(AdoraGRPOConfig), given.build(ModelConfig)
+
+
+def parse(arguments: Sequence[str]) -> Parsed:
+    """As `build`, from the words of a command, which need name no model."""
+    return build(read(arguments, whole=False))

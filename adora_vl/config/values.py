@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from copy import deepcopy
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -90,14 +91,30 @@ _MANY = 12  # as many names still fit into one line
 _SHOWN = 80
 
 
+@dataclass(frozen=True)
+class Read:
+    """A value that was converted already, on its way into a dataclass."""
+
+    value: Any
+
+
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value from the command line or a YAML file to `hint`, what `key` takes. Raises `UserError`."""
+    """Convert a value from the command line or a YAML file to `hint`, what `key` takes. Raises `UserError`.
+
+    A dataclass is a block of options, each read as its own annotation says. One with a `shorthand` may be given as the
+    value of that field alone.
+    """
     kinds, names = {_kind(arm) for arm in _arms(hint)}, _names(hint)
     word = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
     if is_null(word) or (NoneType in kinds and _is_none(key, word) and "none" not in names):
         if NoneType not in kinds:
             _refuse(key, None, hint)
         return _NULL_IS.get(key)
+    options = next((kind for kind in kinds if is_dataclass(kind)), None)
+    if options is not None:
+        return _options(key, word, options)
+    if tuple in kinds:
+        return _tuple(key, value, hint)
     if list in kinds and not (str in kinds and isinstance(value, str)):
         return [convert(key, entry, _entry(hint)) for entry in _entries(key, value)]
     read = _read(key, value.value if isinstance(value, Enum) else value, kinds, names)
@@ -118,12 +135,54 @@ def check_fields(config: Any, theirs: type | None = None) -> None:
     kind: Any = type(config)
     for key, hint in declared(kind).items():
         value = getattr(config, key)
-        if key not in left:
+        if isinstance(value, Read):
+            setattr(config, key, deepcopy(value.value))
+        elif key not in left:
             setattr(config, key, convert(key, value, hint))
         elif _range_of(key):
             convert(key, value, hint)
         else:
             check_finite(key, value)
+
+
+def _options(key: str, value: Any, kind: Any) -> Any:
+    """A block of options as its dataclass."""
+    hints, short = _hints(kind), getattr(kind, "shorthand", None)
+    if isinstance(value, kind):
+        value = {name: getattr(value, name) for name in hints}
+    elif isinstance(value, str) and value.strip().startswith("{"):
+        value = _mapping(key, value, or_text=False)
+    elif short is not None and not isinstance(value, Mapping):
+        value = {short: value}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}")
+    for name in value:
+        if name not in hints:
+            raise UserError(
+                f"{key}: unknown option {name!r}, it has {', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
+            )
+    alone = short is not None and list(value) == [short]
+    found = {name: convert(key if alone else f"{key}.{name}", each, hints[name]) for name, each in value.items()}
+    try:
+        return kind(**found)
+    except (TypeError, ValueError) as error:  # which names the option first
+        raise UserError(f"{key}.{error}") from error
+
+
+def _tuple(key: str, value: Any, hint: Any) -> Any:
+    """A list of a certain length, or of any where the annotation ends in dots."""
+    inner = get_args(next(arm for arm in _arms(hint) if _kind(arm) is tuple))
+    entries = _entries(key, value)
+    if inner[-1] is not ... and len(entries) != len(inner):
+        raise UserError(f"{key}: {_in_words(value)} is not a list of {len(inner)}")
+    return tuple(convert(key, entry, inner[0]) for entry in entries)
+
+
+@cache
+def _hints(dataclass: Any) -> dict[str, Any]:
+    """The annotations of a block of options."""
+    hints = get_type_hints(dataclass, include_extras=True)
+    return {key.name: _with_names(hints[key.name], key.metadata.get("choices")) for key in fields(dataclass)}
 
 
 @cache
@@ -183,9 +242,14 @@ def _arms(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
+def takes(hint: Any, kind: type) -> bool:
+    """Whether a key takes values of this kind."""
+    return any(_kind(arm) is kind for arm in _arms(hint))
+
+
 def takes_list(hint: Any) -> bool:
     """Whether a key takes several words on the command line."""
-    return any(_kind(arm) is list for arm in _arms(hint))
+    return takes(hint, list)
 
 
 def _kind(arm: Any) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adora_vl.config.reading import read
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
 from adora_vl.utils.cli import EXIT_INTERRUPTED, Parser, path
 from adora_vl.utils.errors import UserError
@@ -23,6 +24,7 @@ from adora_vl.utils.files import check_json, replace_file, unwritable
 from adora_vl.utils.launch import find_cpu_build, leave, prepare_engine_environment
 
 if TYPE_CHECKING:
+    from adora_vl.config.reading import Given
     from adora_vl.start.road import Checked
 
 ROWS = 8  # real prompts, of each rank
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = parser.parse_known_args(words)
         if options.json is not None:
             check_json("--json", options.json, "a table of the doctor", is_table)  # before minutes of checks
-        checks = diagnose(rest)
+        checks = diagnose(read(rest))  # before torch, whose import takes seconds
     except UserError as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
@@ -62,22 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if is_healthy(checks) else 1
 
 
-def diagnose(arguments: Sequence[str]) -> list[Check]:
+def diagnose(given: Given) -> list[Check]:
     """Every check of a training command, the cheap ones first. Raises `UserError` where the command is wrong."""
     prepare_engine_environment()
-    checks = environment_checks(arguments)
+    checks = environment_checks(given)
     if not is_healthy(checks):
         return checks  # what would import or train with the wrong libraries says nothing about the run
     from adora_vl.prepare import prepare
 
-    run = prepare(arguments, to_train=False)
+    run = prepare(given, to_train=False)
     checks += paper_checks(run)
     return checks + engine_checks(run)
 
 
-def environment_checks(arguments: Sequence[str]) -> list[Check]:
+def environment_checks(given: Given) -> list[Check]:
     """Versions, builds, and what lies outside Python."""
-    from adora_vl.config.early_check import early_check
     from adora_vl.doctor.checks import (
         check_builds,
         check_compilers,
@@ -88,15 +89,14 @@ def environment_checks(arguments: Sequence[str]) -> list[Check]:
         driver_version,
     )
 
-    early_check(arguments)  # before torch, whose import takes seconds
     libraries = [*check_libraries(), check_torchvision()]
     if not is_healthy(libraries):
         return libraries  # another version may not even be importable
     import torch
 
-    from adora_vl.config.command_line import parse
+    from adora_vl.config.schema import build
 
-    _, config, model = parse(arguments)
+    _, config, model = build(given)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     parts = check_parts(use_vllm=config.use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed)
     builds = check_builds(

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from adora_vl.config.checks import ANY_LENGTH, is_curve, schedule_of
-from adora_vl.config.command_line import given_keys
-from adora_vl.config.dry_run_options import DryRunOptions, take_options
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.reading import Given
 from adora_vl.data.dataset import example_row
 from adora_vl.data.prompt_lengths import LengthCheck
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, template
@@ -236,14 +236,13 @@ def report(plan: Plan, given: Collection[str]) -> str:
     return "\n".join([line for section in sections for line in section] + notes)
 
 
-def dry_run(arguments: Sequence[str]) -> int:
+def dry_run(command: Given, options: DryRunOptions) -> int:
     """Print what the command would do. Returns 0 if it would run, 1 if not; raises `UserError` as a run would."""
-    options, rest = take_options(arguments)
     _check_outputs(options)
-    plan = make_plan(rest, options)
+    plan = make_plan(command, options)
     if os.environ.get("RANK", "0") != "0":  # only the first process prints
         return 0
-    given = given_keys(rest)
+    given = command.words
     print("\n".join([report(plan, given), *prompt_lines(plan)]), flush=True)
     if options.write_config is not None:
         _write("--write-config", options.write_config, yaml.safe_dump(resolved(plan, given), sort_keys=False))

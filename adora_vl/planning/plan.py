@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import BatchPlan, regroup_obstacle
 from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.reading import Given
 from adora_vl.config.where import Sharding
 from adora_vl.data.dataset import row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured
@@ -58,9 +58,9 @@ class Plan:
         return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
 
 
-def make_plan(arguments: Sequence[str], options: DryRunOptions) -> Plan:
+def make_plan(given: Given, options: DryRunOptions) -> Plan:
     """Everything that a run checks before it loads weights, and its lengths and memory. Raises `UserError`."""
-    run = prepare_on_paper(arguments, options)
+    run = prepare_on_paper(given, options)
     script, config, model, lengths = run.script, run.config, run.model, run.lengths
     assert script is not None and lengths is not None, "a dry run has the keys of a command, and measures"
     notes = [*run.notes, *_mixture(run)]

@@ -33,8 +33,8 @@ from adora_vl.config.checks import (
     costs_of,
     rewards_of,
 )
-from adora_vl.config.early_check import check_output_dir
 from adora_vl.config.experimental import check_visual
+from adora_vl.config.reading import Given, check_output_dir
 from adora_vl.config.where import Where
 from adora_vl.data.loading import as_asked, load_rows
 from adora_vl.data.prompt_lengths import (
@@ -108,7 +108,7 @@ class ModelSource:
 class Asked:
     """What a user wants, whichever way it came.
 
-    `rows`: a command's keys, or data sets of Python's. `rewards`: what Python gave. `words`: of the command; None from
+    `rows`: a command's keys, or data sets of Python's. `rewards`: what Python gave. `given`: the command; None from
     Python. `most`: so many prompts are measured; None: all.
     """
 
@@ -116,7 +116,7 @@ class Asked:
     model: ModelSource
     rows: AdoraScriptArguments | Datasets
     rewards: Any = None
-    words: Sequence[str] | None = None
+    given: Given | None = None
     most: int | None = None
 
 
@@ -193,7 +193,7 @@ class Checked:
         """What `manifest.json` says of it at its start."""
         return run_manifest(
             *filter(None, (self.script, self.config, self.model)),
-            arguments=self.asked.words,
+            arguments=self.asked.given.arguments if self.asked.given else None,
             data=self.data or ["Python"],
             rows=_count(self.dataset) or 0,
             fingerprint=self.fingerprint,
@@ -261,7 +261,7 @@ def machine(run: Checked) -> None:
 def rewards(run: Checked) -> None:
     """Presets, files, functions and options, and which sums they can reach."""
     if run.script is not None:
-        run.rewards = rewards_of(run.asked.words or (), run.script, run.config)
+        run.rewards = rewards_of(run.asked.given.file if run.asked.given else None, run.script, run.config)
     else:
         run.rewards = rewards_given(run.asked.rewards, Path(run.config.output_dir))
     check_sums(run.rewards.entries, run.config.reward_weights, run.config.adora_correct_above)

@@ -266,6 +266,24 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def yaml_value(text: str) -> Any:
+    """What a text stands for behind `key:` in a file; the text itself where it is no YAML."""
+    import yaml
+
+    try:
+        return yaml.load(text, _loader())  # noqa: S506  # a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+
+
+def yaml_line(value: Any) -> str:
+    """A value as one writes it behind `key:` in a file."""
+    import yaml
+
+    written = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
+    return written.removesuffix("\n").removesuffix("\n...")
+
+
 def flow_mapping(text: str) -> dict[str, Any] | None:
     """The mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`, of what JSON knows; None where it is none."""
     import yaml

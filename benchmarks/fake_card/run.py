@@ -26,7 +26,7 @@ from trl.kernels import chunked_logprob
 from trl.trainer import grpo_trainer
 
 from adora_vl import trainer as our_trainer
-from adora_vl.config.command_line import parse
+from adora_vl.config.schema import parse
 from adora_vl.config.where import Sharding
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import Measured

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoProcessor, PretrainedConfig
 
+from adora_vl.config.reading import read
 from adora_vl.doctor.engine import FEATURES
 from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.checks import Status
@@ -141,7 +142,7 @@ def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
     from adora_vl.rollout.agreement import read_prompts, sample
     from adora_vl.train import build_trainer
 
-    trainer: Any = build_trainer(prepare(arguments(setting, "float32", folder), to_train=False))
+    trainer: Any = build_trainer(prepare(read(arguments(setting, "float32", folder)), to_train=False))
     try:
         rows = [trainer.train_dataset[number] for number in range(8)]
         prompts = read_prompts(trainer, rows)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from adora_vl.config.reading import read
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.utils.errors import RunError
 
@@ -96,7 +97,7 @@ def main() -> int:
     from adora_vl.prepare import prepare
     from adora_vl.train import build_trainer
 
-    trainer: Any = build_trainer(prepare(sys.argv[2:], to_train=False))
+    trainer: Any = build_trainer(prepare(read(sys.argv[2:]), to_train=False))
     trainer.callback_handler.callbacks.insert(0, Look(trainer, Path(sys.argv[1])))
     with contextlib.suppress(LookedAt):
         GRPOTrainer.train(trainer)  # which notes no failure

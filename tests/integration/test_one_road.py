@@ -17,8 +17,9 @@ from datasets import Dataset
 from PIL import Image
 from transformers import Gemma3Config, PreTrainedModel, Qwen2Config
 
-from adora_vl.config.command_line import parse
 from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.reading import read
+from adora_vl.config.schema import parse
 from adora_vl.config.where import Where
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.models.check import lora_of
@@ -28,7 +29,7 @@ from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.start import road
 from adora_vl.start.objects import Datasets, model_keys
 from adora_vl.start.road import Asked, ModelSource, walk
-from adora_vl.train import look_first, main
+from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
@@ -104,9 +105,8 @@ def from_python(words: list[str]) -> None:
 
 
 WAYS: dict[str, Callable[[list[str]], Any]] = {
-    "C": lambda words: [step(words) for step in (look_first, prepare)],
-    "D": lambda words: [look(words) for look in (look_first, lambda words: make_plan(words, DryRunOptions()))],
-    "K": lambda words: doctor.diagnose(words), "P": from_python,
+    "C": lambda words: prepare(read(words)), "D": lambda words: make_plan(read(words), DryRunOptions()),
+    "K": lambda words: doctor.diagnose(read(words)), "P": from_python,
 }  # fmt: skip
 ALL = "CDKP"
 WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways if these are not all
@@ -277,9 +277,9 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(he
     monkeypatch.setattr(road, "STOPS", tuple(map(counted, road.STOPS)))
     words = [*CPU, *BATCH, "--model_name_or_path", "tiny", "--dataset_name", str(here / "data"), "--output_dir"]
     ways: dict[str, Callable[[], Any]] = {
-        "command": lambda: prepare([*words, str(tmp_path / "run")]),
-        "dry run": lambda: prepare_on_paper([*words, str(tmp_path / "paper")], DryRunOptions()),
-        "doctor": lambda: prepare([*words, str(tmp_path / "doctor")], to_train=False),
+        "command": lambda: prepare(read([*words, str(tmp_path / "run")])),
+        "dry run": lambda: prepare_on_paper(read([*words, str(tmp_path / "paper")]), DryRunOptions()),
+        "doctor": lambda: prepare(read([*words, str(tmp_path / "doctor")]), to_train=False),
         "Python": lambda: from_python([*words, str(tmp_path / "python")]),
     }
     for name, way in ways.items():
@@ -296,7 +296,7 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
         with subtests.test(name):
             words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
             file = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
-            run = prepare_on_paper(words, DryRunOptions(accelerate_config=file))
+            run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=file))
             assert not run.where.here and run.unknown[0].startswith("the run is for another machine")
             assert run.plan.global_batch == run.config.per_device_train_batch_size * run.where.sharding.processes
 

@@ -17,7 +17,7 @@ from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advant
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.grpo import is_constant
 from adora_vl.config.advantage import check_method, method_run
-from adora_vl.config.command_line import parse
+from adora_vl.config.schema import parse
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
 from tests.support.tiny_run import train

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.command_line import DATACLASSES, parse, read_yaml
+from adora_vl.config.reading import read_file
+from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.config.values import RANGES, convert, declared
 from adora_vl.utils.errors import UserError
 
@@ -208,7 +209,7 @@ def test_a_key_of_trl_that_the_annotated_config_explains_has_a_range():
     wrong = {key: said(key, value) for key, value in THEIRS.items() if not is_refusal(said(key, str(value)), key)}
     assert wrong == {}
     assert is_refusal(said("seed", 2**32), "seed") and said("seed", 2**32 - 1) == "", "what numpy takes"
-    explained = read_yaml(ROOT / "configs" / "train" / "annotated.yaml").keys() - OURS
+    explained = read_file(ROOT / "configs" / "train" / "annotated.yaml").keys() - OURS
     free = {key for key in explained if KEYS[key] in (bool, bool | None, list[str] | None)}
     assert explained - free <= THEIRS.keys() | set(FILLED)
 

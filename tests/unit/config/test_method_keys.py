@@ -12,7 +12,7 @@ import torch
 from adora_vl.advantage import METHODS, Groups, Schedule, group_advantages
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import check_method, method_hashes, method_needs, method_run
-from adora_vl.config.command_line import parse
+from adora_vl.config.schema import parse
 from adora_vl.utils.errors import UserError
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]

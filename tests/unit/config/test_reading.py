@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config import early_check, key_list
-from adora_vl.config.command_line import known_keys, parse
+from adora_vl.config import key_list, reading, values
 from adora_vl.config.help import help_text
-from adora_vl.utils.cli import split_list
+from adora_vl.config.reading import OPTIONS, read
+from adora_vl.config.schema import DATACLASSES, build, parse
+from adora_vl.config.values import convert
+from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -129,8 +132,7 @@ BAD_WORDS = {
 }
 
 
-@pytest.mark.parametrize("read", [early_check.early_check, parse], ids=["before TRL", "parser"])
-def test_an_unknown_key_and_a_bad_file_are_named_early_and_by_the_parser(read, tmp_path):
+def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
     path, wrong = tmp_path / "c.yaml", {}
     rows = {words: (words.split(), expected) for words, expected in BAD_WORDS.items()}
     rows |= {content: (["--config", str(path)], expected) for content, expected in BAD_FILES.items()}
@@ -146,20 +148,31 @@ def test_an_unknown_key_and_a_bad_file_are_named_early_and_by_the_parser(read, t
         parse([*CPU, "stray"])
 
 
+def test_a_file_is_read_once_and_each_value_converted_once(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text("adora_tau: 0.4\noptim: adamw_torch\nmodel_name_or_path: tiny\n")
+    asked: list[str] = []
+    for module in (reading, values):
+        monkeypatch.setattr(module, "convert", lambda key, *more: (asked.append(key), convert(key, *more))[1])
+    monkeypatch.setattr(reading, "read_mapping", lambda *more: (asked.append("the file"), read_mapping(*more))[1])
+    given = read(["--config", str(tmp_path / "c.yaml"), *CPU, "--num_generations", "4", "--learning_rate", "1e-3"])
+    assert [build(given)[1].num_generations, build(given)[1].learning_rate] == [4, 1e-3]
+    assert sorted(key for key in asked if key in {"the file", *given.words}) == sorted(["the file", *given.words])
+
+
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
     named = {word.removeprefix("--") for word in re.findall(r"^  (--[\w-]+)", help_text(["--help"]), re.MULTILINE)}
     named.add(*re.findall(r"or --(\S+) FILE", help_text(["--help"])))
-    assert named <= set(early_check.OPTIONS)
+    assert named <= set(OPTIONS)
 
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
-    """From the sources. Where a library keeps them elsewhere, nothing is said early, and nothing wrong."""
-    assert key_list.read_keys().keys() == known_keys()
+    """From the sources."""
+    assert key_list.read_keys().keys() == {key.name for each in DATACLASSES for key in fields(each) if key.init}
     for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
         monkeypatch.setitem(key_list._FILES, "trl", files)
         key_list.read_keys.cache_clear()
-        assert key_list.read_keys() is None
-        early_check.early_check(["--betta", "1"])
+        with pytest.raises(UserError, match="^the installed TRL or Transformers is another version"):
+            read(["--beta", "1"])
     key_list.read_keys.cache_clear()
 
 

@@ -16,8 +16,9 @@ from transformers import TrainerState
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
 from adora_vl.config.checks import check_config
-from adora_vl.config.command_line import parse, read_yaml
 from adora_vl.config.experimental import noise_settings
+from adora_vl.config.reading import read_file
+from adora_vl.config.schema import parse
 from adora_vl.experimental.noisy_rollouts import NoisyRollouts
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
@@ -58,7 +59,7 @@ def parsed(name: str) -> Any:
 
 
 def content(name: str) -> dict[str, Any]:
-    return read_yaml(CONFIGS / "train" / f"{name}.yaml")
+    return read_file(CONFIGS / "train" / f"{name}.yaml")
 
 
 def test_every_shipped_config_is_in_the_pairs():

@@ -12,7 +12,7 @@ import pytest
 from adora_vl.builtin.assets import data_folders
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences, fingerprint
 from adora_vl.checkpoint.resume import choose_start
-from adora_vl.config.command_line import parse
+from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split, split_files
 from adora_vl.data.loading import as_asked, load_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, lettered

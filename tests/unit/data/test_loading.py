@@ -18,7 +18,7 @@ from PIL import Image
 
 from adora_vl.builtin.assets import data_folders
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
-from adora_vl.config.command_line import parse
+from adora_vl.config.schema import parse
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.data.dataset import load_split, read_manifest, row_count, split_files, write_split
 from adora_vl.data.images import png_bytes

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
-from adora_vl.config.command_line import parse
 from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.reading import read
+from adora_vl.config.schema import parse
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import (
@@ -35,12 +36,11 @@ from adora_vl.data.prompt_lengths import (
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
-from adora_vl.planning.dry_run import dry_run
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run
-from adora_vl.train import main
+from adora_vl.train import dry_run, main
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import prepare_engine_environment
 from eval.command import parse as parse_evaluation
@@ -264,7 +264,7 @@ def test_the_run_does_not_start(data: Path, tmp_path: Path, no_weights: None, ca
 
 def test_the_length_that_is_named_holds_all(data: Path, tmp_path: Path, capsys: Any, processor: Any) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
-    run = prepare(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed), to_train=False)
+    run = prepare(read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), to_train=False)
     assert len(run.dataset) == 12 and run.left_out == [] and capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
     assert dry_run(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
@@ -275,7 +275,7 @@ def test_the_length_that_is_named_holds_all(data: Path, tmp_path: Path, capsys: 
 def test_rows_are_left_out_and_recorded(data: Path, tmp_path: Path, capsys: Any, processor: Any) -> None:
     length = counted(processor, LONG)
     words = words_of(data, tmp_path / "out", "--vllm_max_model_length", str(length), "--adora_overlong_prompts", "drop")
-    run = prepare(words, to_train=False)
+    run = prepare(read(words), to_train=False)
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len")
     assert run.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
@@ -285,9 +285,9 @@ def test_rows_are_left_out_and_recorded(data: Path, tmp_path: Path, capsys: Any,
     assert manifest["data"]["rows"] == 9 and manifest["data"]["overlong_rows_left_out"] == 3
     assert "9 rows without 3 overlong ones" in facts_of_run(manifest)["data"]
     assert "| overlong_rows_left_out | 3 |" in model_card(manifest, [], 1)
-    assert prepare(words).fingerprint["rows left out"].startswith("3 (")
+    assert prepare(read(words)).fingerprint["rows left out"].startswith("3 (")
     capsys.readouterr()
-    plan = make_plan(words, DryRunOptions())
+    plan = make_plan(read(words), DryRunOptions())
     assert plan.rows == 9 and plan.lengths.longest[0] == counted(processor, SHORT)
     assert dry_run([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out
@@ -331,7 +331,7 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
 def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(data: Path, tmp_path: Path, processor: Any) -> None:
     """`--rows 8` of 12: one of the eight is left out, and 11 are trained on."""
     limit = ["--vllm_max_model_length", str(counted(processor, LONG)), "--adora_overlong_prompts", "drop"]
-    plan = make_plan(words_of(data, tmp_path / "out", *limit), DryRunOptions(rows=8))
+    plan = make_plan(read(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
     assert len(plan.lengths.prompt) == 7 and plan.rows == 11
     assert plan.unknown == ["measured on the first 8 of 12 rows (--rows)"]
 
@@ -419,7 +419,7 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(
         expected = f"vllm_max_model_length: {limit} is too short for 1 of 3 prompts of the evaluation geometry3k: row "
         assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
-    run = prepare(words, to_train=False)
+    run = prepare(read(words), to_train=False)
     assert run.evaluations is not None
     assert [problem.pid for problem in run.evaluations.tasks[0].problems] == ["mine/test/0", "mine/test/2"]
     assert run.left_out == [] and len(run.dataset) == 4

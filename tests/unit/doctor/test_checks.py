@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from adora_vl.builtin.tiny_vl import build_config
+from adora_vl.config.reading import read
 from adora_vl.doctor import __main__ as command
 from adora_vl.doctor import checks as versions
 from adora_vl.doctor.checks import (
@@ -321,5 +322,5 @@ def test_wrong_input_is_one_line_and_two(capsys):
 def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda name: "9.9" if name == "trl" else installed(name))
     monkeypatch.setattr("adora_vl.prepare.prepare", lambda *_, **__: pytest.fail("prepared all the same"))
-    checks = command.diagnose(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"])
+    checks = command.diagnose(read(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]))
     assert [check.name for check in checks if check.status is Status.FAILED] == ["version of trl"]

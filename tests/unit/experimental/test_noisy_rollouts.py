@@ -16,8 +16,8 @@ from transformers import TrainerState
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.command_line import parse
 from adora_vl.config.experimental import NoiseSettings, check_noise, noise_settings
+from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageCache, effective_settings
 from adora_vl.experimental.noisy_rollouts import (
     Noise,

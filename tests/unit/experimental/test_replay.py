@@ -17,8 +17,8 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.store import load_of_rank
-from adora_vl.config.command_line import parse
 from adora_vl.config.experimental import check_replay, replay_needs
+from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageBanks, ImageCache
 from adora_vl.experimental.replay import FILES, Kept, SampleReplay, drawn
 from adora_vl.rollout.engine import SamplingRequest

@@ -22,8 +22,8 @@ from transformers import AutoConfig, Gemma3Config
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from trl import GRPOTrainer
 
-from adora_vl.config.command_line import parse
 from adora_vl.config.experimental import check_visual, visual_needs
+from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.dedup.policy_pass import _INPUTS, evaluating
 from adora_vl.experimental import visual_tokens as module

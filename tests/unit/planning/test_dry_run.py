@@ -13,15 +13,16 @@ from adora_vl.builtin import TINY_FAMILIES
 from adora_vl.builtin.processor import processor_around
 from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
 from adora_vl.builtin.tiny_vl import build_config
-from adora_vl.config.command_line import parse
 from adora_vl.config.dry_run_options import DryRunOptions, take_options, wanted
+from adora_vl.config.reading import read
+from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split
 from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of, tokenizer_counter
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
-from adora_vl.planning.dry_run import batch_lines, dry_run, learning_rate_line, length_lines, steps_of
+from adora_vl.planning.dry_run import batch_lines, learning_rate_line, length_lines, steps_of
 from adora_vl.planning.plan import make_plan
-from adora_vl.train import main
+from adora_vl.train import dry_run, main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from tests.unit.config.test_recipes import CONFIGS, PAIRS
@@ -89,7 +90,7 @@ def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine():
 
 def _check_recipe(processes, generation, update):
     words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
-    plan = make_plan(words, DryRunOptions(80.0, CONFIGS / "accelerate" / "zero3_offload.yaml", processes))
+    plan = make_plan(read(words), DryRunOptions(80.0, CONFIGS / "accelerate" / "zero3_offload.yaml", processes))
     plan = replace(plan, rows=2101)  # Geometry3K's
     text = " ".join(batch_lines(plan))
     assert f"8 rollouts of each: {generation} rollouts per generation" in text
@@ -170,7 +171,7 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data)
     (model / "processor_config.json").write_text("{")
     words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
     with pytest.raises(UserError, match=r"^model_name_or_path: the processor of .* cannot be loaded \(.*_config.json"):
-        make_plan([*words, "--model_name_or_path", str(model)], DryRunOptions())
+        make_plan(read([*words, "--model_name_or_path", str(model)]), DryRunOptions())
 
 
 @pytest.mark.core
@@ -213,7 +214,7 @@ def _check_lengths(data, family):
 
 def test_rows_above_the_prefill_budget_are_counted(data):
     words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
-    plan = make_plan([*words, "--adora_vllm_max_num_batched_tokens", "90"], DryRunOptions())
+    plan = make_plan(read([*words, "--adora_vllm_max_num_batched_tokens", "90"]), DryRunOptions())
     plan = replace(plan, lengths=Measured(["a", "b", "c", "d"], [50, 90, 91, 130], [4] * 4))
     assert length_lines(plan)[-1] == "2 prompts exceed adora_vllm_max_num_batched_tokens: 90; raise it to 130."
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.reading import read
 from adora_vl.models.check import LOST_UPDATES
 from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_utilization
 from adora_vl.planning.memory_report import memory_lines, remedy
@@ -33,7 +34,7 @@ def planned(name: str, *words: str) -> Plan:
     launcher, gigabytes = CARDS[name]
     card, accelerate = gigabytes * 1e9 / GIB, CONFIGS / "accelerate" / f"{launcher}.yaml"
     command = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), *words]
-    return make_plan(command, DryRunOptions(card_gib=card, accelerate_config=accelerate))
+    return make_plan(read(command), DryRunOptions(card_gib=card, accelerate_config=accelerate))
 
 
 def four_gpus() -> list[str]:
@@ -54,9 +55,9 @@ def four_gpus() -> list[str]:
 def test_what_is_said_about_four_gpus_fits_them(name, words):
     command = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), *words]
     accelerate = CONFIGS / "accelerate" / "zero3.yaml"
-    plan = make_plan(command, DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4))
+    plan = make_plan(read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4))
     assert fits(plan.setup, plan.card)
-    whole = make_plan(command[:2], DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate))
+    whole = make_plan(read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate))
     sizes = [each.batches.generation_batch for each in (plan, whole)]
     assert sizes[0] == sizes[1], "a generation is as large as on eight"
 
@@ -64,7 +65,7 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
 def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
     command = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
     accelerate = CONFIGS / "accelerate" / "zero3.yaml"
-    plan = make_plan(command, DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4))
+    plan = make_plan(read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4))
     share = proposed_utilization(plan.setup, plan.card)
     assert share is not None and not fits(plan.setup, plan.card)
     assert remedy(plan).startswith(f"Try, in this order: vllm_gpu_memory_utilization: {share:g}; the optimizer in host")
@@ -92,7 +93,7 @@ def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
     for dtype, said in (("bfloat16", True), ("float32", False), ("auto", False)):  # the tiny model's own is float32
-        prepare(arguments(tmp_path / dtype, dtype=dtype))
+        prepare(read(arguments(tmp_path / dtype, dtype=dtype)))
         assert (LOST_UPDATES in capsys.readouterr().out) == said
 
 

@@ -523,7 +523,7 @@ def test_a_command_that_fails_says_what_it_said(tmp_path):
 
 def test_every_method_gets_the_same_rollouts():
     """128 per generation, and as many generations whether they are learned from in one update or in four."""
-    from adora_vl.config.command_line import parse
+    from adora_vl.config.schema import parse
 
     assert grpo(updates=4) == METHODS["grpo_x4"]
     for name, variant in METHODS.items():
@@ -535,7 +535,7 @@ def test_every_method_gets_the_same_rollouts():
 
 
 def test_every_compared_run_has_options_that_a_run_accepts():
-    from adora_vl.config.command_line import parse
+    from adora_vl.config.schema import parse
 
     for name, variant in {name: variant for part in PARTS.values() for name, variant in part.items()}.items():
         config = parse([*RECIPE, *variant.arguments(60, 10)])[1]

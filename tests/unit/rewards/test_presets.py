@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adora_vl.config.reading import read
 from adora_vl.data.prompts import RESPONSE_FORMATS, SYSTEM_PROMPT, asks_for_answer_tags
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
@@ -261,7 +262,7 @@ def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
 def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None:
     for form, expected in (("think_answer", [1.0]), ("think", [0.0])):
         words = arguments(tmp_path / form, adora_response_format=form, adora_reward="accuracy")
-        (function,) = prepare(words, to_train=False).rewards.functions
+        (function,) = prepare(read(words), to_train=False).rewards.functions
         assert function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"]) == expected, form
 
 

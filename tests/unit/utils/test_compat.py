@@ -42,7 +42,7 @@ FIELDS = {
 }
 # setattr with a key of a dataclass of settings
 SETS_KEYS = {
-    "adora_vl/config/advantage.py", "adora_vl/config/command_line.py", "adora_vl/config/values.py",
+    "adora_vl/config/advantage.py", "adora_vl/config/values.py",
     "adora_vl/prepare.py",
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from adora_vl.utils.launch import segments_expand
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 PREPARE = """
     import sys
-    from adora_vl.config.early_check import early_check
+    from adora_vl.config.reading import read
     from adora_vl.prepare import prepare
     from adora_vl.utils import launch
     before = launch.use_expandable_segments
@@ -24,7 +24,7 @@ PREPARE = """
         raise InterruptedError("what follows imports torch, and much else")
     prepare.__globals__["use_expandable_segments"] = seen
     try:
-        prepare(["--model_name_or_path", "tiny"])
+        prepare(read(["--model_name_or_path", "tiny"]))
     except InterruptedError:
         pass
     else:

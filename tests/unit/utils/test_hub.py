@@ -17,14 +17,14 @@ import pytest
 from datasets import Dataset
 from huggingface_hub import constants, get_session
 
-from adora_vl.config.command_line import parse
 from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.reading import read
+from adora_vl.config.schema import parse
 from adora_vl.models import load
 from adora_vl.models.load import PRETRAINED
-from adora_vl.planning.dry_run import dry_run
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
-from adora_vl.train import build_trainer
+from adora_vl.train import build_trainer, dry_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import hub
 from adora_vl.utils.errors import UserError
@@ -183,8 +183,8 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(
     config.model_init_kwargs = {"revision": "v1"}
     rows = Dataset.from_list([{"prompt": "Say so."}] * 4)
     ways: list[Callable[[], object]] = [
-        lambda: prepare(words),
-        lambda: make_plan(words, DryRunOptions()),
+        lambda: prepare(read(words)),
+        lambda: make_plan(read(words), DryRunOptions()),
         lambda: AdoraGRPOTrainer(str(PRETRAINED), "accuracy", config, rows),
     ]
     for way in ways:
@@ -204,7 +204,7 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
     """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
     with serving(answer) as (address, asked):
         endpoint(address)
-        run = prepare(arguments(tmp_path / "run", model_name_or_path=cached_model))
+        run = prepare(read(arguments(tmp_path / "run", model_name_or_path=cached_model)))
         assert f"{cached_model}: {address} does not answer; its copy on this machine is used" in capsys.readouterr().out
         trainer = build_trainer(run)
         assert trainer.model.config._name_or_path == cached_model and os.environ["HF_HUB_OFFLINE"] == "1"

@@ -60,7 +60,7 @@ def test_one_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_one_step(tmp_path: Path) -> None:
-    from adora_vl.config.command_line import parse
+    from adora_vl.config.schema import parse
 
     config = parse(arguments(tmp_path / "run"))[1]
     lines = summary_lines([{"step": 1, "reward": 0.5}], config, tmp_path, 60)

@@ -1,0 +1,255 @@
+"""What a user wrote, read once: the file, the command line laid over it, and each value as its key takes it.
+
+Nothing slow is imported here, so a wrong key or value is named at once. The values of keys whose types only TRL and
+Transformers know are read when their dataclasses are built.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from adora_vl.config.key_list import Key, read_keys
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.config.values import RANGES, Read, convert, declared, takes, takes_list
+from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
+from adora_vl.utils.errors import UserError, nearest
+
+# What became of keys that earlier configs have.
+REMOVED = {
+    "adora_less_padding": "leave it out: adora_share_prompt leaves no padding, and other rows are cut to their length",
+}
+LEAVE_OUT: Any = object()  # a value that is what the new key does by itself
+# Old key -> the new one, and what its value is there; None: the same value.
+MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {}
+# What the training command takes beside the keys, for a word that is meant as one of them.
+OPTIONS = ("config", "dry-run", "card-gib", "processes", "accelerate-config", "write-config", "help", "help-all")
+T = TypeVar("T")
+
+
+class Words(list[str]):
+    """The words behind a key on the command line, which become a value once it is known what the key takes."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A command as it was read. `values`: of each key that was given; a `Read` is final."""
+
+    arguments: Sequence[str]
+    file: Path | None
+    values: dict[str, Any]
+
+    @property
+    def words(self) -> set[str]:
+        """The keys that the user has set, in the file or on the command line."""
+        return set(self.values)
+
+    def read(self, key: str, hint: Any) -> Read:
+        """The value of a key that was given, as `hint`. Raises `UserError`."""
+        value = self.values[key]
+        if not isinstance(value, Read):
+            written = _of_words(key, value, hint) if isinstance(value, Words) else value
+            value = self.values[key] = Read(convert(key, written, hint))
+        return value
+
+    def build(self, kind: type[T]) -> T:
+        """The dataclass with what was given for its keys. Raises `UserError`; where TRL or Transformers refuse it, with
+        their own words in one line.
+        """
+        keys: Any = kind
+        found: dict[str, Any] = {
+            key: self.read(key, hint) for key, hint in declared(keys).items() if key in self.values
+        }
+        if not issubclass(kind, AdoraScriptArguments | AdoraKeys):  # ours take a `Read` for what needs no second look
+            found = {key: value.value for key, value in found.items()}
+        try:
+            return kind(**found)
+        except UserError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise UserError(" ".join(str(error).split())) from error
+
+    def but(self, **values: Any) -> Given:
+        """The same command with other values for these keys."""
+        return Given(self.arguments, self.file, self.values | {key: Read(value) for key, value in values.items()})
+
+
+def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
+    """The command. Raises `UserError` for a key that no training config has, a file that cannot be read, a value that
+    its key does not take, and where no model is named, unless not `whole`. Sets the environment that the file asks
+    for.
+    """
+    known, spoken = read_keys(), _by_key(arguments)
+    names = [words for key, words in spoken if key == "config"]
+    if len(names) > 1:
+        raise UserError("--config: given twice; name one file, and other keys on the command line")
+    if names and len(names[0]) != 1:
+        refuse_stray(names[0][1:])
+        raise UserError("--config: expected the path of a YAML file after it")
+    file = Path(names[0][0]) if names else None
+    values = read_file(file) if file else {}
+    _set_environment(values.pop("env", {}), str(file))
+    for key, words in spoken:
+        if key != "config":
+            _lay_over(values, key, words, known)
+    given = Given(arguments, file, values)
+    hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
+    for key in [key for key in values if key in hints]:
+        given.read(key, hints[key])
+    if "output_dir" in values:
+        check_output_dir(values["output_dir"].value)
+    if whole and "model_name_or_path" not in values:
+        raise UserError(
+            "model_name_or_path: not set; name a file with --config FILE.yaml, or a model folder, a hub id or 'tiny' "
+            "(`python -m adora_vl.train --help`)"
+        )
+    return given
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a config file, its keys checked. Raises `UserError` naming the file."""
+    content = read_mapping("--config", path)
+    for key, value in content.items():
+        if key != "env":
+            _check_key(key, value, str(path), read_keys())
+    return content
+
+
+def check_output_dir(value: Any) -> None:
+    """Raise `UserError` for a place that nobody means: null would be a folder of Transformers' choice."""
+    if is_null(value):
+        raise UserError("output_dir: null is no folder; name one for this run, such as runs/first")
+    if isinstance(value, str) and value.strip() and Path(value).resolve() == Path(Path(value).resolve().anchor):
+        raise UserError(f"output_dir: {value!r} is the root of the file system; name a folder for this run")
+
+
+def refuse_stray(words: Sequence[str]) -> None:
+    """Raise `UserError` for the first of these words, which belong to no key."""
+    if words:
+        raise UserError(f"command line: {words[0]!r} belongs to no key; write --config FILE.yaml, or --key value")
+
+
+def refuse_old(key: str, value: Any, where: str) -> None:
+    """Raise `UserError` for a key of earlier configs, with what to write now. `where`: the file or the caller, else
+    `command line`, whose words are in dashes.
+    """
+    if key in REMOVED:
+        raise UserError(f"{where}: the key '{key}' was removed; {REMOVED[key]}")
+    if key not in MOVED:
+        return
+    path, change = MOVED[key]
+    plain = _plain(value) if isinstance(value, Words) else value
+    new = change(plain) if change else plain
+    if new is LEAVE_OUT:
+        raise UserError(f"{where}: {key} is now part of {path}, which does this by itself; leave {key} out")
+    if where == "command line":
+        spelled = " ".join(map(str, new)) if isinstance(new, list) else yaml_line(new)
+        line = f"--{path} {spelled}"
+    else:
+        root, *names = path.split(".")
+        for name in reversed(names):
+            new = {name: new}
+        line = f"{root}: {yaml_line(new)}"
+    raise UserError(f"{where}: {key} is now {'part of ' if change else ''}{path}; write {line}")
+
+
+def _by_key(arguments: Sequence[str]) -> list[tuple[str, Words]]:
+    """The keys of a command line in their order, each with its words."""
+    found: list[tuple[str, Words]] = []
+    for word in arguments:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found.append((name.replace("-", "_"), Words([value] if equals else [])))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            refuse_stray([word])
+    return found
+
+
+def _check_key(key: str, value: Any, where: str, known: Mapping[str, Key], options: Collection[str] = ()) -> None:
+    """Raises `UserError` for a key that is not `known`, with the nearest one that is, or of the `options`."""
+    if key in known:
+        return
+    refuse_old(key, value, where)
+    near = {one.name: one.name for each in known.values() for one in (each, *each.options)}
+    near |= {old: path for old, (path, _) in MOVED.items()}
+    near |= {option.replace("-", "_"): f"--{option}" for option in options}
+    close = nearest(key, near)
+    raise UserError(f"{where}: unknown key '{key}'{f'; did you mean {near[close]!r}?' if close else ''}")
+
+
+def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[str, Key]) -> None:
+    """Put what the command line says of a key over what the file says. A dot reaches into a mapping."""
+    key, *names = spoken.split(".")
+    if key not in known and key.startswith("no_") and key[3:] in known and known[key[3:]].default is True:
+        refuse_stray(words)
+        values[key[3:]] = False
+        return
+    _check_key(key, words, "command line", known, OPTIONS)
+    if not names:
+        values[key] = words
+        return
+    base = values.get(key, known[key].default)
+    base = _plain(base) if isinstance(base, Words) else base
+    values[key] = _with(key, base, names, _plain(words))
+
+
+def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
+    """`base` with another value below `names`. Of a word or a list the first name has to be one of them already."""
+    if not names:
+        return value
+    name, rest = names[0], names[1:]
+    if isinstance(base, str):
+        base = {each.strip(): {} for each in base.split("+")}
+        _entry_of(key, list(base), name)
+    if isinstance(base, list):
+        entries = [next(iter(each)) if isinstance(each, Mapping) else each for each in base]
+        at = entries.index(_entry_of(key, entries, name))
+        inside = base[at][entries[at]] if isinstance(base[at], Mapping) else {}
+        new: Any = {entries[at]: _with(key, inside, rest, value)}
+        return [*base[:at], new, *base[at + 1 :]]
+    inside = base if isinstance(base, Mapping) else {}
+    known = next((each for each in inside if str(each).rpartition(":")[2] == name), name)
+    return {**inside, known: _with(key, inside.get(known), rest, value)}
+
+
+def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
+    """The entry that a name means: itself, or the function of a file."""
+    found = next((each for each in entries if str(each).rpartition(":")[2] == name), None)
+    if found is None:
+        given = ", ".join(map(str, entries))
+        raise UserError(f"{key}: {given} has no {name}; write --{key} {name} before its options")
+    return found
+
+
+def _plain(words: Words) -> Any:
+    """Words as the file would have them."""
+    read = [yaml_value(word) for word in words]
+    return read[0] if len(read) == 1 else read or True
+
+
+def _of_words(key: str, words: Words, hint: Any) -> Any:
+    """What `convert` is given for words: all of them for a list, else the only one."""
+    if not words and takes(hint, bool):
+        return True
+    if not words:
+        raise UserError(f"{key}: its value is missing; write --{key} VALUE")
+    if takes_list(hint):
+        return list(words)
+    refuse_stray(words[1:])
+    return words[0]
+
+
+def _set_environment(variables: object, where: str) -> None:
+    """As TRL does with the `env` of a file."""
+    if not isinstance(variables, dict):
+        raise UserError(f"{where}: env: {variables!r:.60} is not a mapping of environment variables, such as {{A: 1}}")
+    for name, value in variables.items():
+        text = f"{name}{value}"
+        if not isinstance(name, str) or not name or "=" in name or "\0" in text or isinstance(value, dict | list):
+            raise UserError(f"{where}: env: {name!r:.60}: {value!r:.60} is not a name and a text; write such as A: 1")
+    os.environ.update({name: str(value) for name, value in variables.items()})
