@@ -18,8 +18,7 @@ from adora_vl.config import key_list, reading, values
 from adora_vl.config.help import help_text
 from adora_vl.config.reading import OPTIONS, read
 from adora_vl.config.schema import DATACLASSES, build, parse
-from adora_vl.config.values import convert
-from adora_vl.utils.cli import read_mapping, split_list
+from adora_vl.utils.cli import split_list
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -151,12 +150,15 @@ def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
 def test_a_file_is_read_once_and_each_value_converted_once(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text("adora_tau: 0.4\noptim: adamw_torch\nmodel_name_or_path: tiny\n")
     asked: list[str] = []
-    for module in (reading, values):
-        monkeypatch.setattr(module, "convert", lambda key, *more: (asked.append(key), convert(key, *more))[1])
-    monkeypatch.setattr(reading, "read_mapping", lambda *more: (asked.append("the file"), read_mapping(*more))[1])
+
+    def counted(function):
+        return lambda what, *more: [asked.append(what), function(what, *more)][1]  # type: ignore[func-returns-value]
+
+    for module, name in ((reading, "convert"), (values, "convert"), (reading, "read_mapping")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
     given = read(["--config", str(tmp_path / "c.yaml"), *CPU, "--num_generations", "4", "--learning_rate", "1e-3"])
     assert [build(given)[1].num_generations, build(given)[1].learning_rate] == [4, 1e-3]
-    assert sorted(key for key in asked if key in {"the file", *given.words}) == sorted(["the file", *given.words])
+    assert sorted(key for key in asked if key in {"--config", *given.words}) == sorted(["--config", *given.words])
 
 
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
