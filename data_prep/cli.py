@@ -150,8 +150,13 @@ def add_filter(commands: Any) -> None:
     """Add the command."""
     command = commands.add_parser("filter", help="keep the problems that a model solves sometimes, by sampling answers")
     add = command.add_argument
-    add("--input", type=path, required=True, metavar="DIR", help="a folder that data_prep made")
-    add("--output", type=path, required=True, metavar="DIR", help="the answers are kept in DIR.samples, to go on from")
+    add("--input", type=optional(path), metavar="DIR", help="a folder that data_prep made")
+    add("--output", type=optional(path), metavar="DIR", help="the answers are kept in DIR.samples, to go on from")
+    add(
+        "--attenuation", type=optional(path), metavar="PLACE",
+        help="filter nothing: say whether ADORA's attenuation would act on the answers of a run's folder, or on stored "
+        "ones (DIR.samples, or a predictions file)",
+    )  # fmt: skip
     add("--overwrite", action="store_true", help="replace another prepared dataset there")
     add("--keep", type=_rates, default="0.1:0.9", metavar="LOW:HIGH", help="pass rates to keep, default: %(default)s")
     add("--split", type=text, default="train", help="the split to filter, default: %(default)s; others are copied")
@@ -199,10 +204,17 @@ def _rates(word: str) -> tuple[float, float]:
 def _filter(arguments: argparse.Namespace) -> None:
     # the engines of `eval` are imported by this command alone
     from data_prep import filter as filtering
+    from data_prep import forecast
     from data_prep.filter import Keep
     from eval.inference.engines import check_model, default_engine
     from eval.inference.requests import AnswerEngineSettings
 
+    if arguments.attenuation is not None:
+        print("\n".join(forecast.of(arguments.attenuation).lines()))
+        return
+    for name in ("input", "output"):
+        if getattr(arguments, name) is None:
+            raise UserError(f"{name}: give --{name} DIR")
     if (arguments.model is None) == (arguments.predictions is None):
         raise UserError("model: give --model, to sample answers with, or --predictions, answers that are there")
     if arguments.min_pixels and arguments.max_pixels and arguments.min_pixels > arguments.max_pixels:
@@ -250,6 +262,8 @@ def _filter(arguments: argparse.Namespace) -> None:
         arguments=facts,
     )
     print(f"{arguments.output}: {filtering.in_words(manifest)}")
+    if arguments.predictions is None and arguments.samples > 1:
+        print("\n".join(["", *forecast.of(predictions).lines()]))
 
 
 def _refuse_prompts(arguments: argparse.Namespace) -> None:

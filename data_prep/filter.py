@@ -141,7 +141,7 @@ def filter_dataset(
     of this split, or no row is left.
     """
     check_input(data, split)
-    tags = _answer_tags(predictions)
+    tags = asked_for_tags(predictions)
     held = content_hash([predictions])
     found = tallies(read_predictions(predictions), rounding=rounding, answer_tags=tags)
     _check_covered(found, data, split, predictions)
@@ -197,7 +197,7 @@ def _chosen(rows: Iterator[Row], kept: set[str]) -> Iterator[Row]:
     return (row for row in rows if row["id"] in kept)
 
 
-def _answer_tags(predictions: Path) -> bool:
+def asked_for_tags(predictions: Path) -> bool:
     """Whether the prompts of these answers asked for `<answer> </answer>`, as the fingerprint beside them says."""
     path = predictions.parent / FILE_NAME
     fields = read(path)["fields"] if path.is_file() else {}

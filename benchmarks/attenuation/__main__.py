@@ -26,8 +26,9 @@ from benchmarks.attenuation.report import (
     unknown_commits,
     write_report,
 )
-from benchmarks.attenuation.start import arithmetic_folder, build_arithmetic, build_start, fingerprint
-from benchmarks.attenuation.task import SETTINGS, read_settings
+from benchmarks.attenuation.start import arithmetic_folder, build_arithmetic, build_start, fingerprint, start_folder
+from benchmarks.attenuation.task import SETTINGS, Settings, read_settings
+from data_prep.forecast import forecast
 
 REPOSITORY = Path(__file__).parents[2]
 RUNS = Path(__file__).with_name("runs.jsonl")  # of the runs that the page is about
@@ -79,7 +80,7 @@ def work(options: argparse.Namespace) -> None:
         if (job.seed + job.model) % options.workers != options.worker or result.is_file():
             continue
         arithmetic = arithmetic_folder(options.output, job.model)
-        start = options.output / "starts" / (f"{job.model}-{job.seed}" if job.model else str(job.seed))
+        start = start_folder(options.output, job)
         build_start(start, arithmetic, settings.start, job.seed)
         facts = {"plan": options.settings.stem, "commit": options.commit, "arithmetic": fingerprint(arithmetic)}
         try:
@@ -93,6 +94,19 @@ def work(options: argparse.Namespace) -> None:
         end = found["held_out"][-1]
         figures = f"accuracy {end['accuracy']:.3f}, chains {end['chains']:.2f}, {found['seconds']} s"
         print(f"{job.name}: {figures}", flush=True)
+
+
+def print_forecasts(settings: Settings, output: Path) -> int:
+    """What `python -m data_prep filter --attenuation` says of the first start of each regime, before any training."""
+    from benchmarks.attenuation.run import groups_of_start
+
+    for regime in settings.regimes:
+        job = next(job for job in settings.jobs() if job.regime == regime)
+        arithmetic, start = arithmetic_folder(output, job.model), start_folder(output, job)
+        build_arithmetic(arithmetic, settings.start, job.model)
+        build_start(start, arithmetic, settings.start, job.seed)
+        print("\n".join([f"{regime}, seed {job.seed}", *forecast(groups_of_start(settings, job, start)).lines(), ""]))
+    return 0
 
 
 def print_tables(file: Path, curves: Path | None) -> int:
@@ -125,6 +139,7 @@ def main() -> int:
         "--add", type=Path, nargs="?", const=RUNS, metavar="FILE",
         help="train nothing, and add the runs that are there to a runs.jsonl that has others",
     )  # fmt: skip
+    parser.add_argument("--forecast", action="store_true", help="only say what attenuation would act on at the starts")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # which of them this process is
     parser.add_argument("--commit", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -137,6 +152,8 @@ def main() -> int:
     if options.worker is not None:
         work(options)
         return 0
+    if options.forecast:
+        return print_forecasts(read_settings(options.settings), options.output)
     failed = 0 if options.report or options.add else train_all(options.settings, options.output, options.workers)
     write_report(options.output)
     if options.add:

@@ -152,6 +152,27 @@ class HeldOutCurve(TrainerCallback):
         self.points.append({"step": step, **tally.figures(share_a=0.75)})
 
 
+@torch.no_grad()
+def groups_of_start(settings: Settings, job: Trial, start: Path, number: int = 192) -> Groups:
+    """The answers of a start to as many problems of a regime as `number`, before anything is learned."""
+    model: Any = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    drawn = problems(number, settings.regimes[job.regime], f"forecast/{job.regime}/{job.seed}")
+    asked = tokenizer([problem.prompt for problem in drawn], return_tensors="pt")
+    torch.manual_seed(job.seed)
+    out_BT = model.generate(
+        input_ids=asked["input_ids"], attention_mask=asked["attention_mask"], do_sample=True, top_k=0,
+        max_new_tokens=6 * settings.regimes[job.regime].operations + 6, num_return_sequences=settings.generations,
+    )[:, asked["input_ids"].shape[1] :]  # fmt: skip
+    texts = tokenizer.batch_decode(out_BT, skip_special_tokens=True)
+    right = [is_right(text, drawn[i // settings.generations], job.reward) for i, text in enumerate(texts)]
+    shape = (number, settings.generations)
+    ended_BT = out_BT == tokenizer.eos_token_id
+    lengths_B = torch.where(ended_BT.any(dim=1), ended_BT.int().argmax(dim=1) + 1, out_BT.shape[1])
+    truncated_PG = ~ended_BT.any(dim=1).view(shape)
+    return Groups(torch.tensor(right).float().view(shape), lengths_B.float().view(shape), truncated_PG)
+
+
 def _config(settings: Settings, job: Trial, folder: Path) -> Any:
     regime, rows = settings.regimes[job.regime], settings.prompts * settings.generations
     options = {key: value for key, value in settings.arms[job.arm].items() if key != YOKED_TO}

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import fit, fresh_text_model, is_built, save_built
 from adora_vl.builtin.tiny_text import build_text_config
-from benchmarks.attenuation.task import ChainProblem, Regime, Teaching, draw, teacher
+from benchmarks.attenuation.task import ChainProblem, Regime, Teaching, Trial, draw, teacher
 
 HEADS = 4
 
@@ -73,6 +73,10 @@ def _save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast, start: T
 
 def arithmetic_folder(output: Path, number: int) -> Path:
     return output / "starts" / (f"arithmetic-{number}" if number else "arithmetic")
+
+
+def start_folder(output: Path, job: Trial) -> Path:
+    return output / "starts" / (f"{job.model}-{job.seed}" if job.model else str(job.seed))
 
 
 def fingerprint(folder: Path) -> str:

@@ -1,0 +1,64 @@
+"""The forecast of attenuation: groups by hand, a recorded run, stored answers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from adora_vl.advantage import Groups
+from adora_vl.record.rollouts import ROLLOUTS, as_table, write_part
+from data_prep.cli import main
+from data_prep.forecast import forecast
+
+
+def groups(*kinds: tuple[list[float], list[int]], times: int = 25) -> Groups:
+    rewards, lengths = (torch.tensor([kind[i] for kind in kinds] * times) for i in (0, 1))
+    return Groups(rewards, lengths.float(), torch.zeros_like(rewards, dtype=torch.bool))
+
+
+GUESS = ([1.0, 0.0, 0.0], [2, 9, 9])  # only the shortest is right: TDS
+WORKED = ([0.0, 1.0, 0.0], [2, 9, 4])  # the longest is right: TAS
+TIED = ([1.0, 0.0, 0.0], [6, 9, 3])  # TDS by an equal length
+SILENT = ([1.0, 1.0, 1.0], [1, 2, 3])
+LOST = ([1.0, math.nan, 0.0], [2, 99, 9])  # a rollout without a reward counts nowhere
+
+
+def test_the_shares_of_groups_by_hand():
+    found = forecast(groups(GUESS, WORKED, TIED, SILENT, LOST))
+    assert (found.groups, found.tds.total, found.tds.count) == (125, 100, 75)
+    assert (found.ties.count, found.short_only.count) == (25, 50)
+    assert (found.longest.value, found.shortest.value) == (0.25, 0.5)
+    assert found.ahead[0] < -0.25 < found.ahead[1] < 0
+    assert found.sentence() == (
+        "Attenuation would act on most of what there is to learn from (75% TDS), mostly those in which short answers "
+        "win, and 33% of them are ties; short answers are right more often than long ones."
+    )
+    assert forecast(groups(WORKED)).sentence().startswith("Attenuation would hardly act: 0% of the groups with signal")
+    assert "too few to say anything" in forecast(groups(GUESS, SILENT, times=3)).sentence()
+
+
+def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
+    columns: dict[str, list[Any]] = {
+        "step": [1] * 6, "group": [0] * 3 + [1] * 3, "reward": [*GUESS[0], 1.0, math.nan, 0.0],
+        "length": GUESS[1] + LOST[1], "truncated": [False] * 6,
+    }  # fmt: skip
+    table = as_table(columns, {"num_generations": 3, "adora_correct_above": 0.5})
+    (tmp_path / ROLLOUTS).mkdir()
+    for step in range(1, 13):
+        write_part(tmp_path / ROLLOUTS, table, step, step)
+    assert main(["filter", "--attenuation", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "24 of 24" in said and said.endswith("short answers are right more often than long ones.\n")
+    assert main(["filter", "--attenuation", str(tmp_path / "none")]) == 2
+    assert "attenuation: " in capsys.readouterr().err
+
+
+def test_stored_answers_need_several_with_their_lengths(tmp_path, capsys):
+    line = (
+        '{"pid": "1", "sample": 0, "answer": "5", "response": "\\\\boxed{5}", "n_tokens": 3, "finish_reason": "stop"}\n'
+    )
+    (tmp_path / "predictions.jsonl").write_text(line)
+    assert main(["filter", "--attenuation", str(tmp_path)]) == 2
+    assert "has 1 answers to a problem" in capsys.readouterr().err
