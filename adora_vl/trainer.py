@@ -158,10 +158,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
         self.extensions = extensions(context, self.images, has_dropout=has_dropout(self.model))
-        if args.adora_rollout_budget is not None:
+        if args.adora_rollouts.budget is not None:
             partials = PartialRollouts(context, self._sample_alone, lambda: self.vllm_generation, self.train_dataset)
             self.extensions.insert(0, partials)
-        if args.adora_async_rollouts:
+        if args.adora_rollouts.ahead:
             asks = self._sync, self._tokenized, lambda now: self._distinct_rows.rows_after(now, self._row_order)
             drift = partial(drift_probe, self), self._check_drift
             self.extensions.insert(0, RolloutsAhead(context, self.vllm_generation, *asks, *drift))
@@ -285,7 +285,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         a pass after each of them: then it needs the engine's memory.
         """
         passes = self.beta != 0.0 or not self._skips_old_pass
-        if not self.use_vllm or not self.args.adora_dynamic_sampling or passes:
+        if not self.use_vllm or not self.args.adora_rollouts.refill or passes:
             return nullcontext()
         return cast("AbstractContextManager[None]", self.vllm_generation.staying_awake())
 
@@ -621,7 +621,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         if not is_training or not self.args.adora_cache_images or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        numbered = self.args.adora_rollout_budget is not None or self.args.adora_async_rollouts > 0
+        numbered = self.args.adora_rollouts.budget is not None or self.args.adora_rollouts.ahead > 0
         rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered)
         loader = super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, dataloader_key)
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)

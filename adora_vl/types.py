@@ -49,7 +49,7 @@ class Batch(TypedDict, total=False):
     distorted: Tensor  # (B,), bool: sampled on a distorted image (noisy_rollouts); only where some can be
     visual_dependency: Tensor  # (B,), nats per token, NaN without an image
     visual_scale: Tensor  # (B,), the factor of the rollout in its advantages
-    stale_tokens: Tensor  # (B,), tokens at the beginning that earlier weights sampled (adora_rollout_budget)
+    stale_tokens: Tensor  # (B,), tokens at the beginning that earlier weights sampled (adora_rollouts.budget)
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
     rollout_number: Tensor  # (B,), adora_vl.record.recorder; -1 for one of an earlier generation

@@ -97,7 +97,7 @@ def _score(folder: Path) -> Score:
 
 
 def learned_lines(sides: Mapping[str, Sequence[Path]]) -> list[str]:
-    """What each side has learned from, by its record: with `adora_rollout_budget` early generations are smaller."""
+    """What each side has learned from, by its record: with `adora_rollouts.budget` early generations are smaller."""
     rows, shares = [], []
     for runs in sides.values():
         parts = [pq.read_table(part, columns=["segments"]) for run in runs for part in run.glob("rollouts/*.parquet")]

@@ -1,6 +1,6 @@
 """Answers of drawn lengths, some of which run to the limit: `python -m benchmarks.rollouts --lengths long-tailed`.
 
-The real trainer with the real engine and the tiny model, with and without `adora_rollout_budget`. An answer ends at a
+The real trainer with the real engine and the tiny model, with and without `adora_rollouts.budget`. An answer ends at a
 length that is drawn from its seed, whatever the model says, so both runs have the same answers. Every answer is a
 request of its own, with its image. Printed are engine steps and the processor's seconds, in these steps and in all of
 the sampling, for each rollout that is learned from: of the whole run, and of its middle, without the first generations,
@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-# Median and limit, and of each run its budget and `adora_max_staleness`: an answer that is one generation older than
-# that is sampled to its end, so a limit of 1,600 has room for five segments of 320 tokens, or for nine of 200.
+# Median and limit, and of each run budget and staleness of `adora_rollouts`: an answer that is one generation older
+# than that is sampled to its end, so a limit of 1,600 has room for five segments of 320 tokens, or for nine of 200.
 SETTINGS = (((100, 1600), (("320", "4"), ("200", "8"))), ((50, 400), (("100", "4"), ("80", "5"))))
 COLUMNS = {"steps": 1, "decoding": 1e3, "seconds": 1e3}
 BEGINNING = 3  # generations
@@ -41,8 +41,8 @@ def arguments(folder: Path, limit: int, budget: str, staleness: str, generations
         "config": "configs/train/smoke_cpu.yaml", "output_dir": str(folder), "max_steps": generations,
         "per_device_train_batch_size": 64, "max_completion_length": limit, "vllm_max_model_length": limit + 256,
         "adora_group_requests": "false", "generation_kwargs": '{"ignore_eos": true}', "save_strategy": "no",
-        "adora_synthetic_rows": 256, "logging_steps": 1, "seed": SEED, "adora_rollout_budget": budget,
-        "adora_record_every": 0, "log_completions": "false", "adora_max_staleness": staleness,
+        "adora_synthetic_rows": 256, "logging_steps": 1, "seed": SEED, "adora_rollouts.budget": budget,
+        "adora_record_every": 0, "log_completions": "false", "adora_rollouts.staleness": staleness,
     }  # fmt: skip
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
@@ -136,8 +136,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("median", type=int)
     parser.add_argument("limit", type=int)
-    parser.add_argument("budget", help="of adora_rollout_budget")
-    parser.add_argument("staleness", help="of adora_max_staleness")
+    parser.add_argument("budget", help="of adora_rollouts.budget")
+    parser.add_argument("staleness", help="of adora_rollouts.staleness")
     parser.add_argument("generations", type=int)
     options = parser.parse_args()
     print(json.dumps(child(options.median, options.limit, options.budget, options.staleness, options.generations)))

@@ -80,7 +80,7 @@ METHODS = {
     "d3s": method("d3s"),
     "ssb": method("ssb"),
     "rrb": method("rrb"),
-    "replay": grpo("--adora_replay_groups", "64"),
+    "replay": grpo("--adora_rollouts.replay", "64"),
     "vppo": grpo("--adora_visual_tokens", "0.4", "--adora_visual_scale_min", "0.9"),
     # as published without a KL term: to the clean image the answers to distorted ones can be very unlikely
     "noisy": grpo("--adora_noisy_rollouts", "0.5", "--beta", "0"),

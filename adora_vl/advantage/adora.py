@@ -218,10 +218,11 @@ class Adora(Method):
         """`assign: rate` scales the learning rate, for whole optimizer steps of one generation each."""
         if self.assign != "rate":
             return
-        if keys.adora_replay_groups:
+        kept = keys.adora_rollouts.replay
+        if kept:
             raise ValueError(
-                f"adora_replay_groups: {keys.adora_replay_groups} with assign: rate, which would learn from earlier "
-                "groups at the rate of the present ones; set adora_replay_groups: 0"
+                f"adora_rollouts.replay: {kept} with assign: rate, which would learn from earlier groups at the rate "
+                "of the present ones; set adora_rollouts.replay: 0"
             )
         if keys.steps_per_generation * keys.num_iterations % keys.gradient_accumulation_steps:
             raise ValueError(

@@ -28,7 +28,7 @@ class RunKeys(Protocol):
     gradient_accumulation_steps: int
     multi_objective_aggregation: str
     deepspeed: Any
-    adora_replay_groups: int
+    adora_rollouts: Any
 
 
 def option(default: Any, help: str, *choices: str) -> Any:

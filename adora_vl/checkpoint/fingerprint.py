@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 
 from adora_vl.data.dataset import data_hash
 from adora_vl.models.load import model_hash
-from adora_vl.utils.cli import spelled
+from adora_vl.utils.cli import dotted, plain, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears
 from adora_vl.utils.hidden import masked
@@ -37,7 +37,7 @@ _FREE_KEYS = {
     "adora_max_bad_steps", "adora_reward_timeout", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
-_BUDGET_KEYS = {"adora_rollout_budget", "adora_max_staleness"}  # these matter only if there is a budget
+_BUDGET_KEYS = {"adora_rollouts.budget", "adora_rollouts.staleness"}  # these matter only if there is a budget
 _LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # these matter only if learning rate or noise depend on the last step
 Fingerprint = dict[str, str]
 
@@ -52,16 +52,19 @@ def fingerprint(
     hub id, `sharding` is from `sharding_of`, `own` the hash of each file of the user's code, by what it is for,
     `left_out` the ids of rows that are not trained on.
     """
-    values = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
+    values: dict[str, Any] = {}
+    for each in settings:
+        for field in dataclasses.fields(each):
+            values |= dotted(field.name, masked(plain(getattr(each, field.name))))
     constant = spelled(values.get("lr_scheduler_type")) == "constant"
     annealed = bool(values.get("adora_noisy_rollouts")) and values.get("adora_noise_schedule") != "constant"
     free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
-    free |= {"adora_async_rollouts"} if not values.get("adora_async_rollouts") else set()
-    free |= _BUDGET_KEYS if values.get("adora_rollout_budget") is None else set()
+    free |= {"adora_rollouts.ahead"} if not values.get("adora_rollouts.ahead") else set()
+    free |= _BUDGET_KEYS if values.get("adora_rollouts.budget") is None else set()
     kept = {
-        key: json.dumps(masked(value), default=str, sort_keys=True)
+        key: json.dumps(value, default=str, sort_keys=True)
         for key, value in values.items()
-        if key not in free and not key.startswith(_FREE_PREFIXES)
+        if not {key, key.partition(".")[0]} & free and not key.startswith(_FREE_PREFIXES)
     }
     return {
         **kept,

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from adora_vl.config.keys import RolloutOptions
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
@@ -29,8 +30,7 @@ class BatchKeys(Protocol):
     adora_share_vision: bool
     adora_share_prompt: bool
     adora_skip_zero_signal: bool
-    adora_dynamic_sampling: int
-    adora_replay_groups: int
+    adora_rollouts: RolloutOptions
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def check_rows(plan: BatchPlan, rows: int) -> None:
 def regroups(config: BatchKeys) -> bool:
     """Whether any key wants micro-batches of whole groups instead of TRL's shuffled rows."""
     shares = config.adora_share_vision or config.adora_share_prompt or config.adora_skip_zero_signal
-    return shares or config.adora_dynamic_sampling > 0 or config.adora_replay_groups > 0
+    return shares or config.adora_rollouts.refill > 0 or config.adora_rollouts.replay > 0
 
 
 def regroup_obstacle(config: BatchKeys) -> str:

@@ -117,18 +117,18 @@ def check_servers(config: Any) -> None:
 
 def check_speed(config: Any) -> None:
     """Check the switches against the other keys. Raises `UserError`."""
-    tries, rows = config.adora_dynamic_sampling, config.per_device_train_batch_size * config.steps_per_generation
+    tries, rows = config.adora_rollouts.refill, config.per_device_train_batch_size * config.steps_per_generation
     if tries and rows % config.num_generations:
         raise UserError(
-            f"adora_dynamic_sampling: {tries} needs whole groups on every process, but one samples {rows} rollouts at "
+            f"adora_rollouts.refill: {tries} needs whole groups on every process, but one samples {rows} rollouts at "
             f"a time and num_generations is {config.num_generations}; make per_device_train_batch_size a multiple of "
-            "it, or set adora_dynamic_sampling: 0"
+            "it, or set adora_rollouts.refill: 0"
         )
     obstacle = regroup_obstacle(config)
     if tries and obstacle:
         raise UserError(
-            f"adora_dynamic_sampling: {tries} does not go with {obstacle}, which depends on the rows of a micro-batch; "
-            f"set adora_dynamic_sampling: 0, or top_entropy_quantile: 1.0 and a loss_type of "
+            f"adora_rollouts.refill: {tries} does not go with {obstacle}, which depends on the rows of a micro-batch; "
+            f"set adora_rollouts.refill: 0, or top_entropy_quantile: 1.0 and a loss_type of "
             f"{', '.join(sorted(REGROUPABLE))}"
         )
 
@@ -142,10 +142,10 @@ _KNOW_NO_BEGINNING = {
 
 def check_budget(config: Any) -> None:
     """Check the budget of partial rollouts against the other keys. Raises `UserError`."""
-    budget, rows = config.adora_rollout_budget, config.per_device_train_batch_size * config.steps_per_generation
+    budget, rows = config.adora_rollouts.budget, config.per_device_train_batch_size * config.steps_per_generation
     if budget is None:
         return
-    key, cycle = f"adora_rollout_budget: {budget}", config.steps_per_generation * config.num_iterations
+    key, cycle = f"adora_rollouts.budget: {budget}", config.steps_per_generation * config.num_iterations
     parameters = sorted({*(config.generation_kwargs or {})} - _KNOW_NO_BEGINNING)
     obstacle = regroup_obstacle(config)
     not_regrouped = obstacle or ("" if regroups(config) else "the keys of micro-batches of whole groups all false")
@@ -154,7 +154,7 @@ def check_budget(config: Any) -> None:
         (not config.use_vllm, "use_vllm: false"),
         (config.vllm_mode != "colocate", f"vllm_mode: {config.vllm_mode}"),
         (config.vllm_tensor_parallel_size > 1, f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}"),
-        (config.adora_dynamic_sampling, f"adora_dynamic_sampling: {config.adora_dynamic_sampling}"),
+        (config.adora_rollouts.refill, f"adora_rollouts.refill: {config.adora_rollouts.refill}"),
         (config.adora_noisy_rollouts, f"adora_noisy_rollouts: {config.adora_noisy_rollouts}"),
         (not config.adora_cache_images, "adora_cache_images: false"),
         (not config.vllm_importance_sampling_correction, "vllm_importance_sampling_correction: false"),
@@ -183,17 +183,17 @@ def _refuse_beside(key: str, *others: tuple[object, str]) -> None:
 
 def check_async(config: Any) -> None:
     """Check rollouts that are asked for a generation ahead against the other keys. Raises `UserError`."""
-    if not config.adora_async_rollouts:
+    if not config.adora_rollouts.ahead:
         return
     cycle = config.steps_per_generation * config.num_iterations
     by_file = config.use_vllm and config.vllm_mode == "server" and config.adora_weight_transfer == "file"
     uncorrected = not config.vllm_importance_sampling_correction
     _refuse_beside(
-        "adora_async_rollouts: 1",
+        "adora_rollouts.ahead: 1",
         (not by_file, "another engine than vllm_mode: server with adora_weight_transfer: file"),
         (uncorrected, "vllm_importance_sampling_correction: false"),
-        (config.adora_rollout_budget is not None, f"adora_rollout_budget: {config.adora_rollout_budget}"),
-        (config.adora_dynamic_sampling, f"adora_dynamic_sampling: {config.adora_dynamic_sampling}"),
+        (config.adora_rollouts.budget is not None, f"adora_rollouts.budget: {config.adora_rollouts.budget}"),
+        (config.adora_rollouts.refill, f"adora_rollouts.refill: {config.adora_rollouts.refill}"),
         (not config.adora_cache_images, "adora_cache_images: false"),
         (config.dataloader_num_workers, f"dataloader_num_workers: {config.dataloader_num_workers}"),
         (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),

@@ -75,10 +75,10 @@ def check_noise(config: Any) -> None:
 
 def check_replay(config: Any) -> None:
     """Check the keys of replay against the others. Raises `UserError`."""
-    kept, rows = config.adora_replay_groups, config.per_device_train_batch_size * config.steps_per_generation
+    kept, rows = config.adora_rollouts.replay, config.per_device_train_batch_size * config.steps_per_generation
     if not kept:
         return
-    key = f"adora_replay_groups: {kept}"
+    key = f"adora_rollouts.replay: {kept}"
     if rows % config.num_generations:
         raise UserError(
             f"{key} needs whole groups on every process, but one samples {rows} rollouts at a time and num_generations "
@@ -99,7 +99,7 @@ def check_replay(config: Any) -> None:
 
 def replay_needs(config: Any) -> list[str]:
     """What it costs, for the first lines of the run."""
-    kept = config.adora_replay_groups
+    kept = config.adora_rollouts.replay
     if not kept:
         return []
     lines = [f"sample replay: up to {kept} groups and their images per process, in memory and in every checkpoint"]

@@ -86,7 +86,8 @@ def _all_keys(keys: Sequence[Key]) -> str:
     parts: list[str] = []
     for library, heading in _HEADINGS.items():
         parts.append(f"\n{heading}\n{'-' * len(heading)}" if parts else f"{heading}\n{'-' * len(heading)}")
-        for key in sorted((key for key in keys if key.library == library), key=lambda key: key.name):
+        own = sorted((key for key in keys if key.library == library), key=lambda key: key.name)
+        for key in [each for one in own for each in (one, *one.options)]:
             words = textwrap.fill(key.help, _WIDTH, initial_indent="    ", subsequent_indent="    ")
             parts.append(f"{_with_default(key)}\n{words}".rstrip())
     return "\n".join(parts)
@@ -96,6 +97,8 @@ def _with_default(key: Key) -> str:
     """As a line of YAML."""
     if key.default is MISSING:
         return f"{key.name}:"
+    if key.options:
+        return f"{key.name}: {{}}"
     if isinstance(key.default, str) and "\n" in key.default:
         return f"{key.name}: {json.dumps(key.default)}"
     line = yaml.safe_dump({key.name: key.default}, default_flow_style=True, width=math.inf)

@@ -103,6 +103,48 @@ class AdoraScriptArguments:
         settle_data_options(self)
 
 
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How a generation is filled. Replay is SSR of VL-Rethinker (arXiv 2504.08837)."""
+
+    refill: Annotated[int, Field(ge=0)] = field(
+        default=0,
+        metadata={
+            "help": "DAPO's dynamic sampling: sample up to this many further batches per generation, to replace groups "
+            "whose advantages are all zero."
+        },
+    )
+    budget: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern="^auto$", description="auto")] | None = field(
+        default=None,
+        metadata={
+            "help": "Partial rollouts: stop a generation after so many tokens and go on with unfinished answers in the "
+            "next one; auto: the length that nine of ten of the last answers had at most, where the longest are much "
+            "longer. Null: all are sampled to their ends."
+        },
+    )
+    ahead: Annotated[int, Field(ge=0, le=1)] = field(
+        default=0,
+        metadata={
+            "help": "1: vLLM servers (adora_weight_transfer: file) sample the next generation while the policy learns "
+            "from the present one, with weights of a generation before. 0: one after the other."
+        },
+    )
+    staleness: Annotated[int, Field(ge=1)] = field(
+        default=4, metadata={"help": "With a budget, answers begun so many generations ago are sampled to their end."}
+    )
+    replay: Annotated[int, Field(ge=0)] = field(
+        default=0,
+        metadata={
+            "help": "Sample replay: keep up to so many groups with signal per process, and learn from some of them "
+            "again in the places of groups whose advantages are all zero; 0 is off."
+        },
+    )
+    replay_alpha: Annotated[float, Field(ge=0)] = field(
+        default=1.0,
+        metadata={"help": "A kept group is drawn with a chance like the sum of its |advantages| to this power."},
+    )
+
+
 @dataclass
 class SpeedOptions:
     """Switches for the work of a step. None changes what is learned; docs/speed.md says how exact each one is."""
@@ -147,34 +189,6 @@ class SpeedOptions:
         default=True,
         metadata={"help": "Move groups between processes, so that none waits for another in the policy step."},
     )
-    adora_dynamic_sampling: Annotated[int, Field(ge=0)] = field(
-        default=0,
-        metadata={
-            "help": "DAPO's dynamic sampling: sample up to this many further batches per generation, to replace groups "
-            "whose advantages are all zero."
-        },
-    )
-    adora_rollout_budget: (
-        Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern="^auto$", description="auto")] | None
-    ) = field(
-        default=None,
-        metadata={
-            "help": "Partial rollouts: stop a generation after so many tokens and go on with unfinished answers in the "
-            "next one; auto: the length that nine of ten of the last answers had at most, where the longest are much "
-            "longer. Null: all are sampled to their ends."
-        },
-    )
-    adora_async_rollouts: Annotated[int, Field(ge=0, le=1)] = field(
-        default=0,
-        metadata={
-            "help": "1: vLLM servers (adora_weight_transfer: file) sample the next generation while the policy learns "
-            "from the present one, with weights of a generation before. 0: one after the other."
-        },
-    )
-    adora_max_staleness: Annotated[int, Field(ge=1)] = field(
-        default=4,
-        metadata={"help": "With adora_rollout_budget, answers begun so many generations ago are sampled to their end."},
-    )
 
 
 SWITCHES = tuple(key.name for key in fields(SpeedOptions) if key.type == "bool")
@@ -182,7 +196,7 @@ SWITCHES = tuple(key.name for key in fields(SpeedOptions) if key.type == "bool")
 
 @dataclass
 class ExperimentalOptions:
-    """NoisyRollout (arXiv 2504.13055), replay as in VL-Rethinker (SSR, arXiv 2504.08837), VPPO (arXiv 2510.09285)."""
+    """NoisyRollout (arXiv 2504.13055), VPPO (arXiv 2510.09285)."""
 
     adora_noisy_rollouts: Annotated[float, Field(ge=0, lt=1)] = field(
         default=0.0,
@@ -211,17 +225,6 @@ class ExperimentalOptions:
     )
     adora_noise_steepness: Annotated[float, Field(gt=0)] = field(
         default=30.0, metadata={"help": "Steepness of the sigmoid over the whole run; the authors use 30."}
-    )
-    adora_replay_groups: Annotated[int, Field(ge=0)] = field(
-        default=0,
-        metadata={
-            "help": "Sample replay: keep up to so many groups with signal per process, and learn from some of them "
-            "again in the places of groups whose advantages are all zero; 0 is off."
-        },
-    )
-    adora_replay_alpha: Annotated[float, Field(ge=0)] = field(
-        default=1.0,
-        metadata={"help": "A kept group is drawn with a chance like the sum of its |advantages| to this power."},
     )
     adora_visual_tokens: Annotated[float, Field(gt=0, le=1)] = field(
         default=1.0,
@@ -276,6 +279,10 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
     adora_difficulty_needs_correct: bool = field(
         default=False,
         metadata={"help": "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there."},
+    )
+    adora_rollouts: RolloutOptions = field(
+        default_factory=RolloutOptions,
+        metadata={"help": "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha."},
     )
     adora_correct_above: float = field(default=0.5, metadata={"help": "A rollout is correct above this reward."})
     adora_truncation: str = field(

@@ -24,7 +24,14 @@ REMOVED = {
 }
 LEAVE_OUT: Any = object()  # a value that is what the new key does by itself
 # Old key -> the new one, and what its value is there; None: the same value.
-MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {}
+MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
+    "adora_dynamic_sampling": ("adora_rollouts.refill", None),
+    "adora_rollout_budget": ("adora_rollouts.budget", None),
+    "adora_async_rollouts": ("adora_rollouts.ahead", None),
+    "adora_max_staleness": ("adora_rollouts.staleness", None),
+    "adora_replay_groups": ("adora_rollouts.replay", None),
+    "adora_replay_alpha": ("adora_rollouts.replay_alpha", None),
+}
 # What the training command takes beside the keys, for a word that is meant as one of them.
 OPTIONS = ("config", "dry-run", "card-gib", "processes", "accelerate-config", "write-config", "help", "help-all")
 T = TypeVar("T")
@@ -175,6 +182,10 @@ def _check_key(key: str, value: Any, where: str, known: Mapping[str, Key], optio
     if key in known:
         return
     refuse_old(key, value, where)
+    root, _, option = key.partition(".")
+    if option and root in known:
+        line = f"{root}: {{{option}: {yaml_line(value)}}}"
+        raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
     near = {one.name: one.name for each in known.values() for one in (each, *each.options)}
     near |= {old: path for old, (path, _) in MOVED.items()}
     near |= {option.replace("-", "_"): f"--{option}" for option in options}

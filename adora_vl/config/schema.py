@@ -14,7 +14,7 @@ from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.reading import Given, read, refuse_old
 from adora_vl.config.sampling import check_sampling_keys
 from adora_vl.config.values import check_fields
-from adora_vl.utils.cli import spelled
+from adora_vl.utils.cli import plain, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hidden import HIDDEN, masked
 
@@ -89,7 +89,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
 
     def to_dict(self) -> dict[str, Any]:
         """Stock Transformers shows this to trackers, with secrets below the first level."""
-        return dict(masked(super().to_dict()))
+        return dict(masked(plain(super().to_dict())))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()})"

@@ -32,6 +32,6 @@ def extensions(context: StepContext, images: DistinctImages, *, has_dropout: boo
         found.append(NoisyRollouts(context))
     if weighs_visually(context.config):
         found.append(VisualDependency(context, images, has_dropout=has_dropout))
-    if context.config.adora_replay_groups:
+    if context.config.adora_rollouts.replay:
         found.append(SampleReplay(context, images))
     return found

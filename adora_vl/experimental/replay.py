@@ -73,12 +73,12 @@ class SampleReplay(Extension):
         config = context.config
         if images.shown and images.cache is None:
             raise UserError(
-                f"adora_replay_groups: {config.adora_replay_groups} needs an image processor whose output can be kept "
-                "(adora_cache_images), and that of this model is of another kind; set it to 0"
+                f"adora_rollouts.replay: {config.adora_rollouts.replay} needs an image processor whose output can be "
+                "kept (adora_cache_images), and that of this model is of another kind; set it to 0"
             )
         self.accelerator, self.log, self.config = context.accelerator, context.log, config
         self.policy_logps, self.pad_id, self.banks = context.policy_logps, context.pad_id, images.banks
-        self.generations, self.capacity = config.num_generations, config.adora_replay_groups
+        self.generations, self.capacity = config.num_generations, config.adora_rollouts.replay
         self.kept: list[Kept] = []  # of this rank, the oldest first
         self._fresh: dict[int, Kept] = {}  # the present generation's, by the place of the group
 
@@ -97,7 +97,7 @@ class SampleReplay(Extension):
         self._fresh = self._packed(batch, live, step)
         alike = [one for one in self.kept if one.columns == tuple(sorted(batch))]
         place = f"{place}/{self.accelerator.process_index}"
-        numbers = drawn([one.size for one in alike], self.config.adora_replay_alpha, live.count(False), place)
+        numbers = drawn([one.size for one in alike], self.config.adora_rollouts.replay_alpha, live.count(False), place)
         taken = [alike[number] for number in numbers]
         generation.batch = self._refilled(batch, live, taken)
         self._log(len(live), [step - one.step for one in taken])

@@ -30,7 +30,7 @@ from adora_vl.planning.memory import (
 )
 from adora_vl.planning.memory_report import memory_lines
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.utils.cli import amount, quantile, section, spelled
+from adora_vl.utils.cli import amount, plain, quantile, section, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
 from adora_vl.utils.hidden import masked
@@ -95,7 +95,7 @@ def changed_keys(plan: Plan, given: Collection[str]) -> dict[str, Any]:
         for field in fields(dataclass):
             value = getattr(dataclass, field.name)
             if field.name in given and value != default_of(field):
-                changed[field.name] = getattr(value, "value", value)
+                changed[field.name] = plain(getattr(value, "value", value))
     return dict(masked(changed))
 
 
@@ -198,7 +198,7 @@ def disk_lines(plan: Plan) -> list[str]:
     setup, config = plan.setup, plan.config
     moves = config.sync_ref_model
     one = checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed, reference=moves)
-    one += replay_bytes(config.adora_replay_groups, setup.sharding.processes, setup.batch.image_tokens, setup.shape)
+    one += replay_bytes(config.adora_rollouts.replay, setup.sharding.processes, setup.batch.image_tokens, setup.shape)
     kept = config.save_total_limit
     _, total = steps_of(plan)
     if config.save_strategy != "steps":
@@ -277,7 +277,7 @@ def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:
         for field in fields(dataclass):
             value = getattr(dataclass, field.name)
             if field.init and field.name not in everything and value == default_of(field):
-                everything[field.name] = getattr(value, "value", value)
+                everything[field.name] = plain(getattr(value, "value", value))
     # A key that is not set has no line, unless null is what the user set it to.
     return {key: value for key, value in everything.items() if _is_plain(value) and (value is not None or key in given)}
 

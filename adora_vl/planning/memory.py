@@ -152,7 +152,7 @@ def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, refe
 
 
 def replay_bytes(groups: int, processes: int, image_tokens: int, shape: ModelShape) -> int:
-    """The images of `adora_replay_groups` in a checkpoint, of all processes. Their tokens are small beside them."""
+    """The images of `adora_rollouts.replay` in a checkpoint, of all processes. Their tokens are small beside them."""
     return groups * processes * image_tokens * shape.merge**2 * shape.patch_values * FLOAT
 
 

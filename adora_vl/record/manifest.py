@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from adora_vl.utils.cli import amount
+from adora_vl.utils.cli import amount, plain
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import replace_file
 from adora_vl.utils.hidden import is_secret, masked, masked_text, masked_words
@@ -118,7 +118,7 @@ def _adora(config: Mapping[str, Any]) -> str:
 
 def _additions(config: Mapping[str, Any]) -> list[str]:
     """What can be combined with any method."""
-    noisy, replayed = config.get("adora_noisy_rollouts") or 0, config.get("adora_replay_groups") or 0
+    noisy, replayed = config.get("adora_noisy_rollouts") or 0, (config.get("adora_rollouts") or {}).get("replay")
     tokens, scale = config.get("adora_visual_tokens", 1), config.get("adora_visual_scale_min", 1)
     loss = str(config.get("loss_type") or "grpo")
     found = {
@@ -159,7 +159,7 @@ def run_manifest(
     return {
         "made_by": "adora_vl.train",
         "command": launch_command(arguments),
-        "config": masked({key: value for key, value in sorted(config.items()) if not is_secret(key)}),
+        "config": masked(plain({key: value for key, value in sorted(config.items()) if not is_secret(key)})),
         "data": _data(data, config.get("adora_mixture"), rows, fingerprint.get("dataset"), left_out),
         "model": {"name": config.get("model_name_or_path"), "fingerprint": fingerprint.get("model")},
         "prompt": json.loads(fingerprint.get("adora_prompt", "null")),  # null: each row was its problem alone

@@ -190,7 +190,7 @@ _TYPES: dict[str, pa.DataType] = {
     "distorted": pa.bool_(),  # sampled on a distorted image (adora_noisy_rollouts); its drift is unknown
     "visual_dependency": pa.float32(),  # nats per token (adora_visual_tokens); null without an image
     "visual_scale": pa.float32(),  # the factor of the advantage on those tokens that are learned from
-    "segments": pa.int16(),  # in how many parts it was sampled (adora_rollout_budget)
+    "segments": pa.int16(),  # in how many parts it was sampled (adora_rollouts.budget)
     "age": pa.int16(),  # generations since its group began
     "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from adora_vl.utils.cli import Parser, amount, exit_code_of, text
+from adora_vl.utils.cli import Parser, amount, dotted, exit_code_of, text
 from adora_vl.utils.errors import UserError
 from eval.compare import Difference, ScoreFile, between_problems, cautions, check_one_benchmark, read_run, shortened
 from eval.inference.predictions import SCORE
@@ -99,7 +99,9 @@ def read_compared(folder: Path) -> ComparedRun:
         missing = METRICS if manifest else "manifest.json"
         raise UserError(f"RUN: {str(folder)!r} has no {missing}; name the output_dir of a training run")
     config = manifest["config"]
-    settings = {key: value for key, value in config.items() if key not in _NOT_COMPARED}
+    settings: dict[str, Any] = {}
+    for key in config.keys() - _NOT_COMPARED:
+        settings |= dotted(key, config[key])
     settings |= {
         "data": manifest["data"].get("fingerprint"),
         "model": manifest["model"].get("fingerprint") or manifest["model"].get("name"),
@@ -107,10 +109,11 @@ def read_compared(folder: Path) -> ComparedRun:
         **{key: manifest.get(key) for key in ("commit", "device", "versions")},
     }
     notes = [] if manifest.get("status") == "finished" else [f"{folder}: the run is {manifest.get('status')}"]
-    if config.get("adora_dynamic_sampling"):
-        notes.append(f"{folder}: the further batches of adora_dynamic_sampling are not counted as rollouts")
-    if config.get("adora_rollout_budget") is not None:
-        notes.append(f"{folder}: some generations of adora_rollout_budget have fewer rollouts than are counted")
+    filled = config.get("adora_rollouts") or {}
+    if filled.get("refill"):
+        notes.append(f"{folder}: the further batches of adora_rollouts.refill are not counted as rollouts")
+    if filled.get("budget") is not None:
+        notes.append(f"{folder}: some generations of adora_rollouts.budget have fewer rollouts than are counted")
     recipe = facts_of_run(manifest)["recipe"]
     scores, more = _scores(folder)
     curves = _curves(lines, rollouts_per_step(config))

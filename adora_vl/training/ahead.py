@@ -89,8 +89,8 @@ class RolloutsAhead(Extension):
             return
         if min(numbers, default=0) < 0:
             raise UserError(
-                "adora_async_rollouts: 1: these rows do not say their numbers, by which the next ones are known (a "
-                "streamed data set, or a loader of your own); load the data set whole, or set adora_async_rollouts: 0"
+                "adora_rollouts.ahead: 1: these rows do not say their numbers, by which the next ones are known (a "
+                "streamed data set, or a loader of your own); load the data set whole, or set adora_rollouts.ahead: 0"
             )
         asked = self.pending
         fits = asked is not None and (asked.where, asked.numbers) == (generation.where, numbers)

@@ -35,7 +35,7 @@ class DynamicSampling:
         `collect(rows, attempt)` samples and grades, and weighs nothing. `place` says where the run is; it seeds the
         choice of problems, so that a resumed run draws the same ones.
         """
-        tries = self.config.adora_dynamic_sampling
+        tries = self.config.adora_rollouts.refill
         if not tries:
             return batch
         size, device = self.config.num_generations, self.accelerator.device

@@ -157,7 +157,7 @@ class PartialRollouts(Extension):
         budget = self._budget()
         with self.engine().staying_awake():
             everything = needed == len(groups)
-            oldest = present - self.config.adora_max_staleness
+            oldest = present - self.config.adora_rollouts.staleness
             limits = [None if everything or group.began <= oldest else budget for group in groups]
             groups = self._sampled(groups, dict(enumerate(limits)), generation)
             short = needed - sum(group.complete for group in groups)
@@ -172,7 +172,7 @@ class PartialRollouts(Extension):
         if waiting > room and self.accelerator.is_main_process:
             tqdm.write(
                 f"max_steps: {self.state().max_steps} ends the run before {waiting - room} of the {waiting} groups per "
-                "process that the checkpoint has set aside (adora_rollout_budget) can be learned from; "
+                "process that the checkpoint has set aside (adora_rollouts.budget) can be learned from; "
                 f"{step + math.ceil(waiting / self.places) * self.steps} is enough for all",
                 file=sys.stderr,
             )
@@ -181,7 +181,7 @@ class PartialRollouts(Extension):
         """Of the present generation. With `auto` it is so large that the oldest answers, which are sampled to their
         ends, have no more than it left.
         """
-        given, parts = self.config.adora_rollout_budget, self.config.adora_max_staleness + 1
+        given, parts = self.config.adora_rollouts.budget, self.config.adora_rollouts.staleness + 1
         least = math.ceil(self.config.max_completion_length / parts)
         return given if isinstance(given, int) else automatic_budget(self.waiting.lengths, least)
 
@@ -326,7 +326,7 @@ class PartialRollouts(Extension):
         before, ranks = len(list(checkpoint.glob(f"{FILES}-*.pt"))), self.accelerator.num_processes
         if first["groups"] and before != ranks:
             raise UserError(
-                f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollout_budget) of "
+                f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollouts.budget) of "
                 f"{before} processes, now {ranks}; start as many as before"
             )
         found = load_of_rank(checkpoint, FILES, self.accelerator.process_index)

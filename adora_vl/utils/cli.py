@@ -9,8 +9,9 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,6 +75,25 @@ def shown(value: object, longest: int = 60) -> str:
 def spelled(value: object) -> str:
     """A value as a config spells it: a member of Transformers' enumerations by its own value."""
     return str(getattr(value, "value", value))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON and YAML know it: a block of options as a mapping, or as its `shorthand` where that says all."""
+    if is_dataclass(value) and not isinstance(value, type):
+        found = {key.name: plain(getattr(value, key.name)) for key in fields(value)}
+        short = str(getattr(value, "shorthand", ""))
+        alone = short and all(getattr(value, key.name) == key.default for key in fields(value) if key.name != short)
+        return found[short] if alone else found
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+def dotted(key: str, value: Any) -> dict[str, Any]:
+    """A key with its value, or where that is a mapping what is in it, each under its dotted name."""
+    if not isinstance(value, Mapping) or not value:
+        return {key: value}
+    return {name: each for inside in value for name, each in dotted(f"{key}.{inside}", value[inside]).items()}
 
 
 def section(title: str, lines: Sequence[str]) -> list[str]:

@@ -39,7 +39,7 @@ def server() -> Iterator[StandIn]:
 def words(folder: Any, server: StandIn, **changed: Any) -> list[str]:
     return arguments(folder, **{
         "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 0.1,
-        "adora_weight_transfer": "file", "adora_async_rollouts": 1, "adora_max_drift": "null", "entropy_coef": 1.0,
+        "adora_weight_transfer": "file", "adora_rollouts.ahead": 1, "adora_max_drift": "null", "entropy_coef": 1.0,
         "max_steps": 4, "save_steps": 1, "adora_synthetic_rows": 12, **changed,
     })  # fmt: skip
 
@@ -56,7 +56,7 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     assert (rollouts, drift) == ([8, 4, 4, 0], [0, 2, 2, 2])
     assert [step["adora/staleness"] for step in steps(tmp_path / "ahead")] == [0, 1, 1, 1]
     server.asked.clear()
-    assert main(words(tmp_path / "after", server, adora_async_rollouts=0)) == 0
+    assert main(words(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
     ahead, after = (pq.read_table(tmp_path / name / "rollouts").to_pylist() for name in ("ahead", "after"))
     for name in ("id", "completion"):
         assert [row[name] for row in ahead] == [row[name] for row in after], name
@@ -133,7 +133,7 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
             raise RolloutError(str(guard.save()))
 
     for generations, changed in (("one", {}), ("two", {"steps_per_generation": 1})):
-        keys = {"adora_async_rollouts": 0, "gradient_accumulation_steps": 2, "max_steps": 3, "save_steps": 3}
+        keys = {"adora_rollouts.ahead": 0, "gradient_accumulation_steps": 2, "max_steps": 3, "save_steps": 3}
         keys |= {"per_device_train_batch_size": 8, **changed}
         assert main(words(tmp_path / generations, server, **keys)) == 0
         passes.clear()

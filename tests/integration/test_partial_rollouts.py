@@ -40,12 +40,12 @@ def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_pa
         return found
 
     without = known(train(tmp_path / "without"))
-    assert without == known(train(tmp_path / "with", adora_rollout_budget=32)) and len(without["steps"]) == 4
+    assert without == known(train(tmp_path / "with", adora_rollouts="{budget: 32}")) and len(without["steps"]) == 4
 
 
 def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_never_cut(tmp_path):
     """To the policy, which sees it whole: so the engine has seen the prompt, the image and the tokens of before."""
-    out = train(tmp_path / "run", adora_rollout_budget=9, learning_rate=0)
+    out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=0)
     rollouts = pd.read_parquet(out / "rollouts")
     assert (rollouts["segments"] > 1).mean() > 0.5 and rollouts["age"].max() >= 1
     assert max(logged(out, "sampling/sampling_logp_difference/max")) < 1e-4
@@ -53,7 +53,7 @@ def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_n
 
 
 def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path):
-    out = train(tmp_path / "run", adora_rollout_budget=9, learning_rate=1e-3)
+    out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=1e-3)
     assert max(logged(out, "sampling/sampling_logp_difference/max")) > 1e-2, "to which the ratio corrects"
     assert max(logged(out, "adora/drift")) < 1e-4
     assert pd.read_parquet(out / "rollouts")["drift"].max() < 1e-4
@@ -63,7 +63,9 @@ def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp
     """It ends before the budget, so it is whole and not set aside, and it has no end-of-turn token."""
     loops = {"repetition_detection": {"max_pattern_size": 2, "min_count": 4}, "logit_bias": {"50": 100.0}}
     unlike_the_policy = {"adora_self_check": "false", "adora_max_drift": "null"}  # which has no such bias
-    out = train(tmp_path, adora_rollout_budget=9, max_steps=1, generation_kwargs=json.dumps(loops), **unlike_the_policy)
+    out = train(
+        tmp_path, adora_rollouts="{budget: 9}", max_steps=1, generation_kwargs=json.dumps(loops), **unlike_the_policy
+    )
     rollouts = pd.read_parquet(out / "rollouts")
     assert set(rollouts["length"]) == {4} and set(rollouts["segments"]) == {1}
     assert rollouts["truncated"].all() and logged(out, "adora/unfinished") == [0]
@@ -71,7 +73,7 @@ def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp
 
 @pytest.mark.parametrize(
     ("processes", "keys"),
-    [(1, ["--adora_rollout_budget", "9", "--adora_replay_groups", "4"]), (2, ["--adora_rollout_budget", "9"])],
+    [(1, ["--adora_rollouts.budget", "9", "--adora_rollouts.replay", "4"]), (2, ["--adora_rollouts.budget", "9"])],
     ids=["one process", "two with ZeRO-3"],
 )
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path, processes, keys):

@@ -100,7 +100,7 @@ def test_an_adapter_reaches_the_server_merged_and_the_seeds_decide_what_it_sampl
 
 def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, served):
     """The policy is a step away from what it learns from, and the drift is not. On two processes with ZeRO-3."""
-    ahead = by_file(served, per_device_train_batch_size=8, adora_async_rollouts=1, max_steps=4)
+    ahead = by_file(served, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4)
     launch("cpu_zero3", "-m", "adora_vl.train", *arguments(tmp_path / "out", **ahead))
     steps = [step for step in read_metrics(tmp_path / "out" / METRICS) if "adora/drift" in step]
     assert len(steps) == 4 and max(step["adora/drift"] for step in steps) < ROUNDING
@@ -111,7 +111,7 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
 
 def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
     words = arguments(
-        tmp_path / "out", max_steps=2, save_strategy="no", adora_async_rollouts=1, use_vllm="true", **MOVED
+        tmp_path / "out", max_steps=2, save_strategy="no", adora_rollouts="{ahead: 1}", use_vllm="true", **MOVED
     )
     port, mark = free_port(), uuid.uuid4().hex
     environment = {

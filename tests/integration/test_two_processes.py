@@ -148,7 +148,7 @@ WITHIN = {"save_steps": 1, "max_steps": 3, "per_device_train_batch_size": 4, "st
 REPLAYED = {
     "config": "configs/train/smoke_cpu.yaml", "use_vllm": "false", "logging_steps": 1, "save_total_limit": 9,
     "num_generations": 4, "max_completion_length": 28, "adora_synthetic_rows": 32, "learning_rate": 1e-3,
-    "adora_replay_groups": 4, **WITHIN,
+    "adora_rollouts.replay": 4, **WITHIN,
 }  # fmt: skip
 
 

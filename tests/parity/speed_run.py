@@ -30,7 +30,7 @@ from transformers import AutoModelForImageTextToText, TrainerCallback  # noqa: E
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
-from adora_vl.config.keys import SWITCHES  # noqa: E402
+from adora_vl.config.keys import SWITCHES, RolloutOptions  # noqa: E402, RolloutOptions
 from adora_vl.dedup import policy_pass as packed_module  # noqa: E402
 from adora_vl.dedup.shared_prompt import pack, sharing_pays  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
@@ -127,7 +127,7 @@ class Switches(TrainerCallback):
         mock.patch.object(packed_module, "sharing_pays", pays).start()
         for switch in SWITCHES:
             setattr(args, switch, switch in STEPS[name])
-        args.adora_dynamic_sampling = int(name == "refill")
+        args.adora_rollouts = RolloutOptions(refill=int(name == "refill"))
         self.trainer.loss = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -20,7 +20,7 @@ from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_o
 from adora_vl.checkpoint.resume import choose_start
 from adora_vl.checkpoint.universal import _GroupsAsBefore, expect_universal, load_shards, without_code, write_universal
 from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
-from adora_vl.config.keys import AdoraKeys
+from adora_vl.config.keys import AdoraKeys, RolloutOptions
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
@@ -327,8 +327,10 @@ def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
     """So a run without one goes on from a checkpoint of before there was the key."""
 
     def of(budget: int | None, staleness: int = 4) -> dict[str, str]:
-        keys = AdoraKeys(adora_rollout_budget=budget, adora_max_staleness=staleness)
+        keys = AdoraKeys(adora_rollouts=RolloutOptions(budget=budget, staleness=staleness))
         return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
 
-    assert differences(of(None), of(None, 2)) == [] and "adora_rollout_budget" not in of(None)
-    assert len(differences(of(None), of(9))) == 2 and differences(of(9), of(9, 2)) == ["adora_max_staleness: 4 -> 2"]
+    assert differences(of(None), of(None, 2)) == [] and "adora_rollouts.budget" not in of(None)
+    assert len(differences(of(None), of(9))) == 2 and differences(of(9), of(9, 2)) == [
+        "adora_rollouts.staleness: 4 -> 2"
+    ]

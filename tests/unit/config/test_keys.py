@@ -15,25 +15,32 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
+from adora_vl.config.keys import RolloutOptions
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.config.values import RANGES, convert, declared
+from adora_vl.utils.cli import dotted, plain
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
 KEYS: dict[str, Any] = {key: hint for dataclass in DATACLASSES for key, hint in declared(dataclass).items()}
-OURS = set(declared(AdoraScriptArguments)) | set(declared(AdoraGRPOConfig)) - set(declared(GRPOConfig))
+KEYS |= {f"adora_rollouts.{name}": hint for name, hint in declared(RolloutOptions).items()}
+OURS = (
+    {key for key in KEYS if "." in key}
+    | set(declared(AdoraScriptArguments))
+    | set(declared(AdoraGRPOConfig)) - set(declared(GRPOConfig))
+)
 
 # Of each number of ours: what is refused, what is taken, and the range as a person reads it.
 NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_synthetic_rows": ([0, -1, 1.5], [1, "1e3"], "a whole number of at least 1"),
     "adora_mixture": ([[0, 1], [0.5, 1.5]], [[1.0]], "a number above 0 and at most 1"),
     "adora_image_cache_mb": ([-1, 0.5], [0], "a whole number of at least 0"),
-    "adora_dynamic_sampling": ([-1, 1.5], [0, 3], "a whole number of at least 0"),
-    "adora_rollout_budget": ([0, 1.5], [1, "250", None], "a whole number of at least 1 or auto or null"),
-    "adora_async_rollouts": ([-1, 2, 0.5], [0, 1], "a whole number of at least 0 and at most 1"),
-    "adora_max_staleness": ([0, 1.5], [1], "a whole number of at least 1"),
+    "adora_rollouts.refill": ([-1, 1.5], [0, 3], "a whole number of at least 0"),
+    "adora_rollouts.budget": ([0, 1.5], [1, "250", None], "a whole number of at least 1 or auto or null"),
+    "adora_rollouts.ahead": ([-1, 2, 0.5], [0, 1], "a whole number of at least 0 and at most 1"),
+    "adora_rollouts.staleness": ([0, 1.5], [1], "a whole number of at least 1"),
     "adora_record_every": ([-1, 0.5], [0, 2], "a whole number of at least 0"),
     "adora_record_gb": ([0, -1], [0.5], "a number above 0"),
     "adora_max_bad_steps": ([0, 1.5], [1], "a whole number of at least 1"),
@@ -43,8 +50,8 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_noise_strength": ([-1], [0, 400, None], "a number of at least 0 or null"),
     "adora_noise_middle": ([-0.1, 1.1], [0, 1], "a number of at least 0 and at most 1"),
     "adora_noise_steepness": ([0, -1], [30], "a number above 0"),
-    "adora_replay_groups": ([-1, 0.5], [0, 8], "a whole number of at least 0"),
-    "adora_replay_alpha": ([-1], [0, 2], "a number of at least 0"),
+    "adora_rollouts.replay": ([-1, 0.5], [0, 8], "a whole number of at least 0"),
+    "adora_rollouts.replay_alpha": ([-1], [0, 2], "a number of at least 0"),
     "adora_visual_tokens": ([0, 1.1], [0.4, 1], "a number above 0 and at most 1"),
     "adora_visual_scale_min": ([-0.1, 1.1], [0, 1], "a number of at least 0 and at most 1"),
     "adora_factor": ([0, -1], [0.1, 4], "a number above 0"),
@@ -155,7 +162,7 @@ def test_what_lies_in_the_range_is_taken_in_every_spelling_with_its_type():
 
 
 def test_a_budget_of_rollouts_may_be_auto_and_no_other_word():
-    key = "adora_rollout_budget"
+    key = "adora_rollouts.budget"
     assert convert(key, "auto", KEYS[key]) == "auto" and is_refusal(said(key, "automatic"), key, NUMBERS[key][2])
 
 
@@ -269,13 +276,13 @@ def defaults() -> dict[str, object]:
         for field in fields(dataclass):
             made = field.default_factory() if field.default_factory is not MISSING else field.default
             found.setdefault(field.name, made)
-    return found
+    return found | {"adora_rollouts": {}, **dotted("adora_rollouts", plain(found["adora_rollouts"]))}
 
 
 def test_the_documentation_has_every_key_of_ours_with_its_default():
     """In the tables of docs/configuration.md, which say two defaults in words."""
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", (ROOT / "docs/configuration.md").read_text(), re.M)
-    stated = {key: text.strip("`") for keys, text in rows for key in re.findall(r"`(\w+)`", keys)}
+    rows = re.findall(r"^\| (`[\w.]+`(?:, `\w+`)*) \| (.*?) \|", (ROOT / "docs/configuration.md").read_text(), re.M)
+    stated = {key: text.strip("`") for keys, text in rows for key in re.findall(r"`([\w.]+)`", keys)}
     in_words = {"adora_system_prompt", "adora_eval"}
     assert stated["adora_prompt"].replace("\\n", "\n") == defaults()["adora_prompt"]
     assert stated.keys() >= OURS

@@ -26,6 +26,7 @@ from adora_vl.config.checks import (
     check_tensor_parallel,
     schedule_of,
 )
+from adora_vl.config.keys import RolloutOptions
 from adora_vl.config.sampling import sampling_needs
 from adora_vl.export import main as export
 from adora_vl.models.check import check_parts, lora_of
@@ -240,7 +241,7 @@ def test_an_optimizer_is_made_before_the_run_or_refused() -> None:
 
 
 def test_dynamic_sampling_needs_whole_groups_and_a_loss_that_can_be_regrouped() -> None:
-    ours = {"per_device_train_batch_size": 8, "adora_dynamic_sampling": 2}
+    ours = {"per_device_train_batch_size": 8, "adora_rollouts": {"refill": 2}}
     assert "does not go with loss_type: bnpo" in refusal(check_speed, config(loss_type="bnpo", **ours))
     line = refusal(check_speed, config(top_entropy_quantile=0.2, **ours))
     assert "does not go with top_entropy_quantile: 0.2, which depends on the rows" in line
@@ -253,17 +254,17 @@ def test_dynamic_sampling_needs_whole_groups_and_a_loss_that_can_be_regrouped() 
 
 def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
     ours = {
-        "adora_rollout_budget": 100, "use_vllm": True, "per_device_train_batch_size": 16,
+        "adora_rollouts": {"budget": 100}, "use_vllm": True, "per_device_train_batch_size": 16,
         "vllm_importance_sampling_mode": "token_truncate",
     }  # fmt: skip
     check_budget(config(**ours))
-    check_budget(config(**{**ours, "adora_rollout_budget": None, "use_vllm": False}))
+    check_budget(config(**{**ours, "adora_rollouts": {}, "use_vllm": False}))
     check_budget(config(**ours, generation_kwargs={"stop_token_ids": [3], "repetition_detection": {}}))
     for keys, words in (
         ({"use_vllm": False}, "use_vllm: false"),
         ({"vllm_mode": "server"}, "vllm_mode: server"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size: 2"),
-        ({"adora_dynamic_sampling": 2}, "adora_dynamic_sampling: 2"),
+        ({"adora_rollouts": {"budget": 100, "refill": 2}}, "adora_rollouts.refill: 2"),
         ({"adora_noisy_rollouts": 0.5}, "adora_noisy_rollouts: 0.5"),
         ({"adora_cache_images": False}, "adora_cache_images: false"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction: false"),
@@ -272,7 +273,7 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
         ({"steps_per_generation": 1, "gradient_accumulation_steps": 2}, "several generations for one optimizer step"),
     ):
         line = refusal(check_budget, config(**{**ours, **keys}))
-        assert line == f"adora_rollout_budget: 100 does not go with {words}; leave out one of the two"
+        assert line == f"adora_rollouts.budget: 100 does not go with {words}; leave out one of the two"
     line = refusal(check_budget, config(**{**ours, "per_device_train_batch_size": 8}))
     assert "does not go with one group per process, which has to end in every generation" in line
     half = config(**ours)
@@ -281,7 +282,7 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
     by_default = {key: value for key, value in ours.items() if key != "vllm_importance_sampling_mode"}
     line = refusal(check_budget, config(**by_default))
     assert "less from an answer the longer it is" in line and line.endswith("sampling_mode: token_truncate")
-    check_budget(config(**{**by_default, "adora_rollout_budget": None}))
+    check_budget(config(**{**by_default, "adora_rollouts": {}}))
 
 
 def model_with(text: dict[str, int], tower: dict[str, int]) -> Any:
@@ -311,9 +312,9 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
 
 def test_what_one_step_ahead_does_not_go_with():
     ours = {
-        "adora_async_rollouts": 1, "use_vllm": True, "vllm_mode": "server", "adora_weight_transfer": "file",
-        "vllm_importance_sampling_correction": True, "adora_rollout_budget": None, "adora_cache_images": True,
-        "adora_dynamic_sampling": 0, "dataloader_num_workers": 0, "steps_per_generation": 4,
+        "adora_rollouts": RolloutOptions(ahead=1), "use_vllm": True, "vllm_mode": "server",
+        "adora_weight_transfer": "file", "vllm_importance_sampling_correction": True, "adora_cache_images": True,
+        "dataloader_num_workers": 0, "steps_per_generation": 4,
         "num_iterations": 1, "gradient_accumulation_steps": 2,
     }  # fmt: skip
     assert refusal(check_async, SimpleNamespace(**ours)) == ""
@@ -321,15 +322,15 @@ def test_what_one_step_ahead_does_not_go_with():
         ("adora_weight_transfer", "nccl", "another engine than vllm_mode: server"),
         ("vllm_mode", "colocate", "another engine than vllm_mode: server"),
         ("vllm_importance_sampling_correction", False, "vllm_importance_sampling_correction: false"),
-        ("adora_rollout_budget", 64, "adora_rollout_budget: 64"),
-        ("adora_dynamic_sampling", 2, "adora_dynamic_sampling: 2"),
+        ("adora_rollouts", RolloutOptions(ahead=1, budget=64), "adora_rollouts.budget: 64"),
+        ("adora_rollouts", RolloutOptions(ahead=1, refill=2), "adora_rollouts.refill: 2"),
         ("adora_cache_images", False, "adora_cache_images: false"),
         ("dataloader_num_workers", 2, "dataloader_num_workers: 2"),
         ("gradient_accumulation_steps", 8, "several generations for one optimizer step"),
     ):
         line = refusal(check_async, SimpleNamespace(**{**ours, key: value}))
-        assert line.startswith(f"adora_async_rollouts: 1 does not go with {said}")
-        assert refusal(check_async, SimpleNamespace(**{**ours, key: value, "adora_async_rollouts": 0})) == ""
+        assert line.startswith(f"adora_rollouts.ahead: 1 does not go with {said}")
+        assert refusal(check_async, SimpleNamespace(**{**ours, key: value, "adora_rollouts": RolloutOptions()})) == ""
 
 
 def test_weights_that_nccl_could_not_carry():

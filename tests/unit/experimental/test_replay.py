@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 
 from adora_vl.checkpoint.store import load_of_rank
 from adora_vl.config.experimental import check_replay, replay_needs
+from adora_vl.config.keys import RolloutOptions
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageBanks, ImageCache
 from adora_vl.experimental.replay import FILES, Kept, SampleReplay, drawn
@@ -35,7 +36,7 @@ SIZE = 2  # rollouts per group
 
 def replay(banks: ImageBanks, log: dict[str, float] | None = None, capacity: int = 3) -> SampleReplay:
     accelerator = SimpleNamespace(gather=lambda tensor: tensor, device=torch.device("cpu"), process_index=0)
-    keys: dict[str, Any] = {"adora_replay_groups": capacity, "num_generations": SIZE}
+    keys: dict[str, Any] = {"adora_rollouts": RolloutOptions(replay=capacity), "num_generations": SIZE}
     images: Any = SimpleNamespace(banks=banks, shown=True, cache=ImageCache(0))
     return SampleReplay(step_context(log, accelerator=accelerator, **keys), images)
 
@@ -190,19 +191,19 @@ def test_after_a_ratio_that_exploded_nothing_is_replayed_again():
 
 
 def test_what_it_costs_is_said():
-    config = parse([*CPU, "--adora_replay_groups", "4"])[1]
+    config = parse([*CPU, "--adora_rollouts.replay", "4"])[1]
     memory, clip = replay_needs(config)
     assert "up to 4 groups and their images per process" in memory and "without TRL's delta" in clip
     config.delta = 10.0
     assert replay_needs(config) == [memory]
-    config.adora_replay_groups = 0
+    config.adora_rollouts = RolloutOptions()
     assert replay_needs(config) == []
 
 
 def test_images_that_cannot_be_kept_once_are_refused():
     images: Any = SimpleNamespace(shown=True, cache=None)
-    with pytest.raises(UserError, match="adora_replay_groups: 4 needs an image processor"):
-        SampleReplay(step_context(adora_replay_groups=4), images)
+    with pytest.raises(UserError, match="adora_rollouts.replay: 4 needs an image processor"):
+        SampleReplay(step_context(adora_rollouts=RolloutOptions(replay=4)), images)
 
 
 def test_a_smaller_capacity_keeps_the_newest_of_a_checkpoint(tmp_path):
@@ -220,18 +221,18 @@ def test_a_smaller_capacity_keeps_the_newest_of_a_checkpoint(tmp_path):
 
 def test_what_it_does_not_go_with_is_said_in_one_line(subtests):
     cases = [
-        (["--per_device_train_batch_size", "4"], "adora_replay_groups: 4 needs whole groups"),
-        (["--loss_type", "bnpo"], "adora_replay_groups: 4 does not go with loss_type: bnpo"),
-        (["--adora_cache_images", "false"], "adora_replay_groups: 4 needs adora_cache_images: true"),
-        (["--sync_ref_model", "true"], "adora_replay_groups: 4 does not go with sync_ref_model"),
+        (["--per_device_train_batch_size", "4"], "adora_rollouts.replay: 4 needs whole groups"),
+        (["--loss_type", "bnpo"], "adora_rollouts.replay: 4 does not go with loss_type: bnpo"),
+        (["--adora_cache_images", "false"], "adora_rollouts.replay: 4 needs adora_cache_images: true"),
+        (["--sync_ref_model", "true"], "adora_rollouts.replay: 4 does not go with sync_ref_model"),
     ]
     for arguments, said in cases:
         with subtests.test(said):
-            config = parse([*CPU, "--adora_replay_groups", "4", "--num_generations", "4", *arguments])[1]
+            config = parse([*CPU, "--adora_rollouts.replay", "4", "--num_generations", "4", *arguments])[1]
             config.num_generations, config.steps_per_generation = 8, 1
             with pytest.raises(UserError, match=said):
                 check_replay(config)
-            config.adora_replay_groups = 0
+            config.adora_rollouts = RolloutOptions()
             check_replay(config)
 
 
@@ -240,7 +241,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if "reward" in entry]
 
 
-SETTINGS = {"adora_replay_groups": 6, "lr_scheduler_type": "constant"}
+SETTINGS = {"adora_rollouts.replay": 6, "lr_scheduler_type": "constant"}
 
 
 @pytest.fixture(scope="module")

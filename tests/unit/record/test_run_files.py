@@ -227,7 +227,8 @@ def test_figures_that_are_not_finite_are_null():
 
 ADORA = {"adora_mode": "attenuation", "adora_factor": 0.1}
 NEUTRAL = {
-    "adora_noisy_rollouts": 0.0, "adora_replay_groups": 0, "adora_visual_tokens": 1.0, "adora_visual_scale_min": 1.0,
+    "adora_noisy_rollouts": 0.0, "adora_rollouts": {"replay": 0}, "adora_visual_tokens": 1.0,
+    "adora_visual_scale_min": 1.0,
 }  # fmt: skip
 
 
@@ -243,7 +244,7 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
     ({"adora_method_options": {"steps": [0, 30]}}, "ADORA attenuation, factor 0.1, steps [0, 30]"),
     ({"adora_method": "grpo", "loss_type": "sapo"}, "GRPO, SAPO loss"),
     ({"adora_method": "grpo", "adora_noisy_rollouts": 0.5}, "GRPO, noisy rollouts 0.5"),
-    ({"adora_method": "grpo", "adora_replay_groups": 64}, "GRPO, replay of 64 groups"),
+    ({"adora_method": "grpo", "adora_rollouts": {"replay": 64}}, "GRPO, replay of 64 groups"),
     (
         {"adora_method": "rrb", "adora_visual_tokens": 0.4, "adora_visual_scale_min": 0.9},
         "RRB, visual tokens 0.4, visual scale from 0.9",

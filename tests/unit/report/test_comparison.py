@@ -163,8 +163,8 @@ def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, cap
     lines = said(capsys, a, b, "--compare")
     assert f"warning: {b}: the run is failed" in lines and any("different seeds" in line for line in lines)
     assert "The configs are the same but for the seed." in lines[0]
-    c = run(tmp_path / "c", [0.5], 5, adora_rollout_budget=9)
-    fewer = f"warning: {c}: some generations of adora_rollout_budget have fewer rollouts than are counted"
+    c = run(tmp_path / "c", [0.5], 5, adora_rollouts={"budget": 9})
+    fewer = f"warning: {c}: some generations of adora_rollouts.budget have fewer rollouts than are counted"
     assert fewer in said(capsys, a, c, "--compare")
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+from adora_vl.config.keys import RolloutOptions
 from adora_vl.doctor.engine import check_runner
 from adora_vl.record.metrics import PhaseClock
 from adora_vl.rollout import engine as engine_module
@@ -72,7 +73,9 @@ def trainer(engine: Any, **changed: Any) -> Any:
     found.__dict__.update(use_vllm=facts["use_vllm"], beta=facts["beta"], vllm_generation=engine)
     found.model, found.shape = facts["model"], SimpleNamespace(has_one_step=True)
     found.extensions = [SimpleNamespace(needs_old_logps=facts["extension"])]
-    found.args = SimpleNamespace(adora_dynamic_sampling=facts["tries"], adora_skip_old_pass=not facts["old_pass"])
+    found.args = SimpleNamespace(
+        adora_rollouts=RolloutOptions(refill=facts["tries"]), adora_skip_old_pass=not facts["old_pass"]
+    )
     return found
 
 

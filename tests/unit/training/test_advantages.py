@@ -22,6 +22,7 @@ from adora_vl.advantage import METHODS, AdvantagePipeline, Groups
 from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.advantage.experimental import D3s
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.keys import RolloutOptions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import judged_figures, learned_figures
 from adora_vl.record.trackers import add_weighed
@@ -149,7 +150,7 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
     for name, options in CASES:
         with subtests.test(f"{name} {options}"):
             sums = aggregation == "sum_then_normalize"
-            context = step_context(scale_rewards=scale, num_generations=4, adora_dynamic_sampling=2)
+            context = step_context(scale_rewards=scale, num_generations=4, adora_rollouts=RolloutOptions(refill=2))
             runs = [AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums) for _ in range(2)]
             refilled, at_once = (AdvantageComputer(context, run, torch.ones(2)) for run in runs)
             resample = DynamicSampling(context)
@@ -185,7 +186,7 @@ def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_
     """Every fourth problem is mixed: of 8 groups 1 to 3, until further batches bring more. DAPO weighs them alike."""
     learned = noted_batches(monkeypatch)
     method: Any = {"adora_method": "dapo", "adora_method_options": {"keep_settings": ["mask_truncated_completions"]}}
-    trainer = run_from_python(tmp_path, share=4, adora_dynamic_sampling=2, **method)
+    trainer = run_from_python(tmp_path, share=4, adora_rollouts=RolloutOptions(refill=2), **method)
     (batch,) = learned
     largest = batch["advantages"].view(8, 4).amax(dim=1)
     assert largest.max() == largest[largest > 0].min() and (largest > 0).sum() > 3

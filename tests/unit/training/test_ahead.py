@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adora_vl.config.keys import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.rollout.engine import SamplingRequest
 from adora_vl.training.ahead import Pending, RolloutsAhead
@@ -22,7 +23,7 @@ def rollouts_ahead(sync: Callable[[], None]) -> RolloutsAhead:
         "use_vllm": True,
         "vllm_mode": "server",
         "adora_weight_transfer": "file",
-        "adora_async_rollouts": 1,
+        "adora_rollouts": RolloutOptions(ahead=1),
     }
     unused: Any = None
     return RolloutsAhead(step_context(**keys), unused, sync, unused, unused, unused, unused)
@@ -43,7 +44,7 @@ def test_rows_without_numbers_are_refused_in_training_and_in_place_of_working_in
 
     ahead = rollouts_ahead(sync)
     ahead.before_sampling(generation("eval"))
-    with pytest.raises(UserError, match=r"^adora_async_rollouts: 1: these rows do not say .*streamed.*rollouts: 0$"):
+    with pytest.raises(UserError, match=r"^adora_rollouts.ahead: 1: these rows do not say .*streamed.*ahead: 0$"):
         ahead.before_sampling(generation("train"))
     assert not synced, "nothing was begun"
     with pytest.raises(InterruptedError):

@@ -16,6 +16,7 @@ from transformers import TrainerState
 
 from adora_vl import experimental, trainer
 from adora_vl.checkpoint.store import MANIFEST, load_of_rank
+from adora_vl.config.keys import RolloutOptions
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.dynamic_sampling import DynamicSampling, further_rows
@@ -163,7 +164,7 @@ def resampled(tries: int, further: list[Batch]) -> tuple[Batch, list[tuple[list[
         asked.append((list(rows), attempt))
         return further[attempt - 1]
 
-    resample = DynamicSampling(step_context(log, adora_dynamic_sampling=tries, num_generations=2, seed=7))
+    resample = DynamicSampling(step_context(log, adora_rollouts=RolloutOptions(tries), num_generations=2, seed=7))
     return resample(groups(0, [True, False, False]), collect, Problems(50), "3/0"), asked, log
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
+from adora_vl.config.keys import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.rollout.engine import SamplingRequest
 from adora_vl.training.generation import Generation
@@ -89,14 +90,14 @@ class Engine:
 class Run:
     """A training of so many optimizer steps, without a policy. `updates`: those that learn from one generation."""
 
-    def __init__(self, steps: int, accelerator: Any = None, updates: int = 1, **keys: Any) -> None:
+    def __init__(self, steps: int, accelerator: Any = None, updates: int = 1, **rollouts: Any) -> None:
         self.engine, self.state, self.log = Engine(), TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
         self.updates = updates
-        keys = {"adora_rollout_budget": 60, "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", **keys}
         context = step_context(
             self.log, accelerator=accelerator or Alone(), state=self.state, num_generations=SIZE,
             per_device_train_batch_size=PLACES * SIZE, steps_per_generation=updates, gradient_accumulation_steps=1,
-            max_completion_length=LONGEST, **keys,
+            max_completion_length=LONGEST, use_vllm=True, vllm_importance_sampling_mode="token_truncate",
+            adora_rollouts=RolloutOptions(**{"budget": 60, **rollouts}),
         )  # fmt: skip
         self.rank = context.accelerator.process_index
         rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * PLACES)]
@@ -166,7 +167,7 @@ def check_learned(run: Run, ended: bool = True) -> int:
 @pytest.mark.parametrize("budget", [20, 60, 150, "auto"])
 def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
     """So the lengths learned from have the distribution of whole rollouts, whatever the budget."""
-    run = Run(40, adora_rollout_budget=budget).go_on()
+    run = Run(40, budget=budget).go_on()
     assert check_learned(run) <= 4
     assert max(run.sizes) == PLACES and min(run.sizes) >= PLACES // 2
     assert sum(run.sizes[15:]) > 0.95 * 25 * PLACES, "after a while there is hardly a place without a group"
@@ -177,8 +178,8 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
     draw = random.Random(0)
     for number in range(12):
         updates, staleness = draw.choice((1, 1, 2, 3)), draw.randint(1, 6)
-        keys: dict[str, Any] = {"adora_rollout_budget": draw.choice((5, 30, 100, 250, "auto"))}
-        keys["adora_max_staleness"] = staleness
+        keys: dict[str, Any] = {"budget": draw.choice((5, 30, 100, 250, "auto"))}
+        keys["staleness"] = staleness
         generations, killed = draw.randint(1, 30), 0
         run = Run(generations * updates, updates=updates, **keys)
         while run.state.global_step < run.state.max_steps:
@@ -198,7 +199,7 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
 
 def test_when_answers_get_short_again_no_group_waits_for_long():
     """Groups that are complete and have no place make room: fewer begin, and those that were drawn come later."""
-    run, known = Run(70, adora_rollout_budget=60), dict[int, int]()
+    run, known = Run(70, budget=60), dict[int, int]()
     run.engine.length = lambda seed: known.setdefault(seed, drawn(seed) if run.engine.step < 30 else 10)
     run.go_on()
     staleness = [figures["adora/staleness"] for figures in run.figures]
@@ -210,13 +211,13 @@ def test_a_budget_shortens_generations():
     """Else nothing is gained: the engine makes as many steps as its longest answer has tokens."""
     steps_per_rollout = []
     for budget in (120, LONGEST):
-        run = Run(30, adora_rollout_budget=budget).go_on()
+        run = Run(30, budget=budget).go_on()
         steps_per_rollout.append(run.engine.steps / len(run.answers))
     assert steps_per_rollout[0] < 0.6 * steps_per_rollout[1]
 
 
 def test_a_budget_that_no_answer_reaches_changes_nothing():
-    run = Run(5, adora_rollout_budget=LONGEST).go_on()
+    run = Run(5, budget=LONGEST).go_on()
     assert run.sizes == [PLACES] * 5
     assert [problem for problem, _ in run.answers[::SIZE]] == [f"0/{number}" for number in range(5 * PLACES)]
     for generation, segments in zip(run.learned, run.engine.asked, strict=True):
@@ -254,7 +255,7 @@ def test_those_that_go_on_come_first_and_share_no_request():
 
 def test_no_answer_is_older_than_it_may_be():
     for bound in (1, 2):
-        run = Run(40, adora_rollout_budget=20, adora_max_staleness=bound).go_on()
+        run = Run(40, budget=20, staleness=bound).go_on()
         segments = [n for generation in run.learned for n in generation.sampling.answers.columns["segments"]]
         assert bound + 1 <= max(segments) <= bound + 2
 
@@ -281,7 +282,7 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     assert automatic_budget([], 7) is None
     tailed = [[*range(1, 50), 180], [*range(50, 99), 180]]  # nine of ten had 90 at most
     assert automatic_budget(tailed, 7) == automatic_budget(tailed, 90) == 90
-    run = Run(20, adora_rollout_budget="auto").go_on()
+    run = Run(20, budget="auto").go_on()
     budgets = [figures["adora/rollout_budget"] for figures in run.figures]
     lengths = [[len(tokens) for tokens in generation.sampling.answers.tokens] for generation in run.learned]
     expected = [automatic_budget(lengths[max(0, step - 4) : step], LONGEST // 5) or LONGEST for step in range(20)]
@@ -336,16 +337,16 @@ def resumed(whole: Run, folder: Path, step: int, generations: int | None = None,
 
 def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_path, capsys):
     """With the steps that it names it learns from all of them, and says nothing."""
-    run = Run(12, adora_rollout_budget=20).go_on(until=5)
+    run = Run(12, budget=20).go_on(until=5)
     run.partial.save(tmp_path)
     waiting = len(run.partial.waiting.groups)
     assert 2 * PLACES < waiting <= 4 * PLACES, "one generation has no room for them, and four have"
-    shorter = resumed(run, tmp_path, 5, 7, adora_rollout_budget=20).go_on()
+    shorter = resumed(run, tmp_path, 5, 7, budget=20).go_on()
     line = capsys.readouterr().err
     assert line.startswith(f"max_steps: 7 ends the run before {waiting - 2 * PLACES} of the {waiting} groups")
     assert line.count("\n") == 1 and len(shorter.partial.waiting.groups) == waiting - 2 * PLACES
     enough = int(line.split("; ")[1].split()[0])
-    longer = resumed(run, tmp_path, 5, enough, adora_rollout_budget=20).go_on()
+    longer = resumed(run, tmp_path, 5, enough, budget=20).go_on()
     assert not longer.partial.waiting.groups and capsys.readouterr().err == ""
 
 
@@ -359,7 +360,7 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
         return str(refused.value)
 
     for line in on_two(load):
-        assert "has unfinished rollouts (adora_rollout_budget) of 1 processes, now 2" in line and "\n" not in line
+        assert "has unfinished rollouts (adora_rollouts.budget) of 1 processes, now 2" in line and "\n" not in line
 
 
 def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
