@@ -259,6 +259,10 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
             total=state.max_steps, initial=state.global_step, disable=silent, unit="step", dynamic_ncols=True
         )
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if len(self._ends) == 1:  # what comes before the first step, as the self-check, comes once
+            self._ends[0] = (state.global_step, time.monotonic())
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._bar is not None:
             self._ends.append((state.global_step, time.monotonic()))

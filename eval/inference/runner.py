@@ -20,6 +20,7 @@ from adora_vl.data.prompts import conversation_with_images
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import make_folder, written_to
+from adora_vl.utils.startup_log import STARTUP_LOG, StartupLog
 from eval.inference.predictions import (
     IMAGE_FAILED,
     PREDICTIONS,
@@ -209,7 +210,7 @@ def _remove_empty(output: Path) -> None:
     predictions = output / PREDICTIONS
     if predictions.is_file() and not predictions.stat().st_size:
         with suppress(OSError):  # a folder with anything else in it stays
-            if {path.name for path in output.iterdir()} <= {PREDICTIONS, FILE_NAME}:
+            if {path.name for path in output.iterdir()} <= {PREDICTIONS, FILE_NAME, STARTUP_LOG}:
                 for path in list(output.iterdir()):
                     path.unlink()
                 output.rmdir()
@@ -241,7 +242,8 @@ class _Work:
         resumed = sum(ask.key in log.done for ask in asks)
         if resumed == len(asks):
             return 0.0
-        engine = self.build(self.settings)
+        with StartupLog(self.output / STARTUP_LOG, first=self.ranks.rank == 0):  # libraries speak while they load
+            engine = self.build(self.settings)
         resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
         if resolved and self.ranks.rank == 0:
             with written_to("output", self.output):

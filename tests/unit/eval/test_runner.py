@@ -20,6 +20,7 @@ from adora_vl.data.dataset import data_hash, load_split, write_split
 from adora_vl.models.load import model_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
+from adora_vl.utils.startup_log import STARTUP_LOG
 from data_prep.synthetic.generate import generate
 from eval.geometry3k import problems as geometry3k_problems
 from eval.inference.predictions import IMAGE_FAILED, PredictionLog, key, part_path, read_predictions
@@ -45,6 +46,7 @@ class Recorder:
 
     def build(self, settings: AnswerEngineSettings) -> AnswerEngine:
         self.built.append(settings)
+        os.write(1, b"what a library says\n")
         return self
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
@@ -72,9 +74,10 @@ def pids(output: Path) -> list[str]:
     return [row["pid"] for row in read_predictions(output / "predictions.jsonl")]
 
 
-def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path):
+def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd):
     engine = Recorder()
     assert ask(tmp_path, engine).asked == 5
+    assert "library" not in capfd.readouterr().out and "library" in (tmp_path / STARTUP_LOG).read_text()
     rows = read_predictions(tmp_path / "predictions.jsonl")
     assert [row["response"] for row in rows] == ["q0", "q1", "q2", "q3", "q4"]
     assert rows[0] == PROBLEMS[0].fields | {

@@ -178,11 +178,15 @@ def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
 
 
 def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(tmp_path, capsys, monkeypatch):
-    """A run that goes on at step 4 of 10, with 10 seconds a step: after step 6 there are 40."""
+    """A run that goes on at step 4 of 10, with 10 seconds a step: after step 6 there are 40. What comes before
+    its first step, as the self-check, counts nowhere.
+    """
     seconds = iter(range(0, 99, 10))
     monkeypatch.setattr("adora_vl.record.metrics.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     line = ProgressLine()
     line.on_train_begin(settings(tmp_path), state(4), None)
+    next(seconds)
+    line.on_step_begin(settings(tmp_path), state(4), None)
     for step in (5, 6):
         line.on_step_end(settings(tmp_path), state(step), None)
     line.on_log(settings(tmp_path), state(6), None, logs={"reward": 0.5})
