@@ -14,8 +14,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import UserError, did_you_mean
-from eval.benchmark import NAMES, for_data, named
+from adora_vl.utils.errors import UserError
+from eval.benchmark import for_data, named
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
@@ -43,10 +43,11 @@ class EvaluationPlan:
 
 
 def take_evaluations(
-    config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None
+    config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None, own_files: Sequence[Path] = ()
 ) -> EvaluationPlan | None:
     """The evaluations that `config` asks for, None for none; where it names none, on the training data's held-out
-    splits. `folders`: of the training data. `prompt`: the template of the training (`adora_prompt`).
+    splits. `folders`: of the training data. `prompt`: the template of the training (`adora_prompt`). `own_files`: the
+    folders of the user's own benchmarks, by default the working directory.
 
     They are then taken out of `config`: Transformers has its own way of evaluating, and would want a second dataset.
     Raises `UserError`.
@@ -59,7 +60,7 @@ def take_evaluations(
             "trainer an eval_dataset"
         )
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
-    tasks = _told_apart([_load(entry, config.adora_eval_limit, prompt) for entry in entries], entries)
+    tasks = _told_apart([_load(entry, config.adora_eval_limit, prompt, own_files) for entry in entries], entries)
     plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
     config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
     return plan
@@ -103,14 +104,13 @@ class DataMissingError(UserError):
     """The data of an evaluation are not on this machine."""
 
 
-def _load(entry: str, limit: int | None, prompt: str | None) -> Task:
+def _load(entry: str, limit: int | None, prompt: str | None, own_files: Sequence[Path] = ()) -> Task:
     from eval.command import parse
 
-    name, sign, path = entry.partition("=")
-    if not sign or not path or name not in NAMES:
-        known = f"{', '.join(NAMES)}{did_you_mean(name, NAMES)}"
-        raise UserError(f"adora_eval: {entry!r} is not BENCHMARK=DATA with one of {known}")
-    benchmark = named(name)
+    name, _, path = entry.partition("=")
+    if not path:
+        raise UserError(f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, geometry3k=DIR")
+    benchmark = named(name, "adora_eval", own_files)
     words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
     words += [f"--prompt={prompt or 'null'}"] if "prompt" in benchmark.fingerprint else []
     options = parse(words, benchmark)

@@ -1,4 +1,7 @@
-"""`python -m eval BENCHMARK ...` and `adora-vl-eval BENCHMARK ...` do the same as `python -m eval.BENCHMARK ...`."""
+"""`python -m eval BENCHMARK ...` and `adora-vl-eval BENCHMARK ...` do the same as `python -m eval.BENCHMARK ...`.
+
+They also take a benchmark of the user's own, `FILE.py:NAME`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from adora_vl.utils.cli import imports
-from adora_vl.utils.errors import did_you_mean
+from adora_vl.utils.errors import UserError
 from eval.benchmark import NAMES, named
 
-_USAGE = f"usage: adora-vl-eval {{{','.join(NAMES)},compare}} ..."
+_USAGE = f"usage: adora-vl-eval {{{','.join(NAMES)},compare,FILE.py:NAME}} ..."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,14 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from eval.compare import main as compare
 
         return compare(rest)
-    if name not in NAMES:
-        close = did_you_mean(name, (*NAMES, "compare"))
-        print(f"error: benchmark: {name!r} is not one of {', '.join(NAMES)}, or compare{close}", file=sys.stderr)
+    try:
+        with imports():
+            benchmark = named(name, others=["compare"])
+            from eval.command import main as command
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    with imports():
-        from eval.command import main as command
-
-        benchmark = named(name)
     return command(benchmark, rest)
 
 

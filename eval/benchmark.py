@@ -1,22 +1,37 @@
 """The list of the benchmarks.
 
-A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `NAMES`.
+A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `NAMES`; or a file of the user's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.own_files import from_file, is_own
 from eval.records import Benchmark
 
 NAMES = ("geometry3k", "mathvista", "mathvision", "mmstar", "wemath", "mathverse", "knights")
 _OF_SOURCES = {"knights": "knights"}  # the source in the manifest of a prepared data set, where not Geometry3K's grader
 
 
-def named(name: str) -> Benchmark:
-    """The benchmark of that name, one of `NAMES`."""
-    found: Benchmark = import_module(f"eval.{name}").BENCHMARK
+def named(name: str, key: str = "benchmark", folders: Sequence[Path] = (), others: Sequence[str] = ()) -> Benchmark:
+    """The benchmark of that name: one of `NAMES`, or `FILE.py:NAME` with the file in one of `folders`.
+
+    Raises `UserError`, which begins with `key`. `others`: words that stand beside the names.
+    """
+    if name in NAMES:
+        found: Benchmark = import_module(f"eval.{name}").BENCHMARK
+    elif is_own(name):
+        own = from_file(key, name, folders, noun="benchmark", fits=lambda value: isinstance(value, Benchmark))
+        found = replace(own.value, file=own.hash)
+    else:
+        known = (*NAMES, *others)
+        close = did_you_mean(name, known)
+        raise UserError(f"{key}: {name!r} is not one of {', '.join(known)}, or FILE.py:NAME{close}")
     return found
 
 

@@ -44,6 +44,7 @@ from eval.scoring.table import table
 
 VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
 _NEEDED = {"infer": ("model", "data", "output"), "score": ("predictions", "output"), "run": ("model", "data", "output")}
+VIEWS = ("image", "blank")
 MAX_TOKENS, MAX_SAMPLES, MAX_BATCH = 2**20, 1024, 2**16
 
 
@@ -71,7 +72,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
 
 def build_parser(benchmark: Benchmark) -> Parser:
     """The verbs of a benchmark and their options."""
-    parser = Parser(prog=f"python -m eval.{benchmark.name}")
+    parser = Parser(prog="python -m eval" + (" FILE.py:NAME" if benchmark.file else f".{benchmark.name}"))
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
     for verb, what in VERBS.items():
         sub = verbs.add_parser(verb, help=what)
@@ -117,10 +118,8 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--temperature", type=number(0.01, 100, also=0.0), default=0.0, help="0: greedy, the default")
     add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers per problem, for avg@k, pass@k")
     add("--seed", type=whole(0, MAX_SEED), default=0)
-    add(
-        "--blank-image", action=argparse.BooleanOptionalAction, default=False,
-        help="ask with grey pictures of the same size; eval.compare says how much of the accuracy remains",
-    )  # fmt: skip
+    what = "blank: with grey pictures of the same size; eval.compare says how much of the accuracy remains"
+    add("--view", choices=VIEWS, default=VIEWS[0], help=what)
     add("--batch-size", type=optional(whole(1, MAX_BATCH)), metavar="N", help="default: 256 for vllm, else 64")
 
 
@@ -225,7 +224,7 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     settings = settings_of(options)
     check_loadable(settings)
     everything, data_hash = benchmark.load(options)
-    if options.blank_image:
+    if options.view == "blank":
         everything = with_grey_images(everything)
     problems = everything[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
@@ -234,8 +233,9 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
         print(*(f"{line}\n" for line in notes_on(settings.model)), sep="", end="", file=sys.stderr)
     fingerprint |= {"model_hash": hashed, "data_hash": data_hash}
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
-    if options.blank_image:  # no field of other runs, which earlier versions have begun without it
-        fingerprint["blank_image"] = True
+    # Not fields of all runs, since earlier versions have begun some without them.
+    fingerprint |= {"view": options.view} if options.view != VIEWS[0] else {}
+    fingerprint |= {"benchmark_file": benchmark.file} if benchmark.file else {}
     summary = infer(
         problems, options.output, settings, fingerprint, system_prompt=options.system_prompt, build=build_engine,
         samples=options.samples, in_data=len(everything), ranks=processes,
@@ -259,7 +259,7 @@ def with_grey_images(problems: Sequence[Problem]) -> list[Problem]:
     Raises `UserError` where none has a picture.
     """
     if not any(problem.n_images for problem in problems):
-        raise UserError("blank_image: the problems have no images; leave it out")
+        raise UserError("view: blank, and the problems have no images; leave it out")
     return [replace(problem, images=partial(_grey, problem)) if problem.n_images else problem for problem in problems]
 
 

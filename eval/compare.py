@@ -141,7 +141,7 @@ def cautions(runs: Sequence[ScoreFile]) -> list[str]:
             "the data were the same"
         )
     known = [run for run in runs if run.name not in without]
-    free = (*_FREE, "blank_image") if without_looking(runs) else _FREE
+    free = (*_FREE, "view") if without_looking(runs) else _FREE
     fields = _differing(known, "fields", free)
     # `auto` and a limit that is not given are the model's own, which only the engine knows.
     resolved = _differing([run for run in known if _part(run.score, "resolved")], "resolved", tuple(fields))
@@ -158,8 +158,8 @@ def without_looking(runs: Sequence[ScoreFile]) -> list[str]:
     lines = []
     fields = [(run, {**_part(run.score, "fields"), "seed": None}) for run in runs]
     for blank, asked in fields:
-        if asked.get("blank_image"):
-            same = {name: value for name, value in asked.items() if name != "blank_image"}
+        if asked.get("view") == "blank":
+            same = {name: value for name, value in asked.items() if name != "view"}
             lines += [_remaining(run, blank) for run, other in fields if other == same][:1]
     return lines
 

@@ -154,6 +154,7 @@ class Benchmark:
     - `summary(rows, graded, options)`: figures of its own.
     - `item(row, graded)`: what the score file says about an answer; by default verdict, extracted answer and reason.
     - `published`: figures of others to compare with.
+    - `file`: the hash of the user's own file that it stands in, which `named` fills in.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Benchmark:
     summary: Callable[[Sequence[Prediction], Sequence[Graded], Namespace], OwnFigures] | None = None
     item: Callable[[Prediction, Graded], dict[str, Any]] | None = None
     published: Published | None = None
+    file: str | None = None
 
 
 class Scored(NamedTuple):

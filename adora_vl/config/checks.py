@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -311,13 +311,8 @@ def refuse_turns(given: Mapping[str, Any]) -> None:
         )
 
 
-def rewards_of(file: Path | None, script: AdoraScriptArguments, config: AdoraGRPOConfig) -> ChosenRewards:
-    """The reward functions of a run. Their files are looked for beside `file`, the config, then in the working
-    directory.
-
-    Raises `UserError`.
-    """
-    folders = [*([file.parent] if file else []), Path.cwd()]
+def rewards_of(folders: Sequence[Path], script: AdoraScriptArguments, config: AdoraGRPOConfig) -> ChosenRewards:
+    """The reward functions of a run, their files in the first of `folders` that has them. Raises `UserError`."""
     return choose_rewards(
         script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding,
         answer_tags=asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt), folders=folders,

@@ -392,7 +392,8 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
         default_factory=list,
         metadata={
             "help": "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with geometry3k, "
-            "mathvista, mathvision, mmstar, wemath, mathverse or knights. Default: the held-out split of dataset_name."
+            "mathvista, mathvision, mmstar, wemath, mathverse, knights or FILE.py:NAME. Default: the held-out split of "
+            "dataset_name."
         },
     )
     adora_eval_limit: Annotated[int, Field(ge=1)] | None = field(

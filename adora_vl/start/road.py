@@ -155,6 +155,12 @@ class Checked:
         return self.asked.rows if isinstance(self.asked.rows, AdoraScriptArguments) else None
 
     @property
+    def own_folders(self) -> list[Path]:
+        """Where files of the user's own are looked for: beside the config, then in the working directory."""
+        file = self.asked.given.file if self.asked.given else None
+        return [*([file.parent] if file else []), Path.cwd()]
+
+    @property
     def system_prompt(self) -> str | None:
         """What the model is told before each problem: the command's key, or the first message of Python's first row."""
         if self.script is not None:
@@ -261,7 +267,7 @@ def machine(run: Checked) -> None:
 def rewards(run: Checked) -> None:
     """Presets, files, functions and options, and which sums they can reach."""
     if run.script is not None:
-        run.rewards = rewards_of(run.asked.given.file if run.asked.given else None, run.script, run.config)
+        run.rewards = rewards_of(run.own_folders, run.script, run.config)
     else:
         run.rewards = rewards_given(run.asked.rewards, Path(run.config.output_dir))
     check_sums(run.rewards.entries, run.config.reward_weights, run.config.adora_correct_above)
@@ -432,7 +438,8 @@ def evaluations(run: Checked) -> None:
         return
     prompt = run.script.adora_prompt if run.script is not None else None
     try:  # the report of a dry run reads the config again
-        plan = take_evaluations(copy(config) if run.where.paper else config, run.data, prompt)
+        asked_of = copy(config) if run.where.paper else config
+        plan = take_evaluations(asked_of, run.data, prompt, run.own_folders)
     except DataMissingError as error:
         if not run.where.paper:
             raise

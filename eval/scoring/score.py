@@ -88,7 +88,7 @@ def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, 
         **{key: {name: _as_cell(value) for name, value in named.items()} for key, named in own.figures.items()},
         **answers(rows, graded),
         **own.notes,
-        "rules": benchmark.rules(options),
+        "rules": benchmark.rules(options) | ({"file": benchmark.file} if benchmark.file else {}),
         **_extractions(graded),
         "items": [_item(benchmark, row, one) for row, one in zip(rows, graded, strict=True)],
     }

@@ -41,7 +41,7 @@ def made_with(score: Score, own: OwnFigures) -> str:
     if not fields:
         return f"{score['benchmark']}: {by} (no fingerprint beside the predictions)"
     sampling = f"temperature {fields['temperature']}" if fields.get("temperature") else "greedy"
-    blind = ", without images" if fields.get("no_image") else ", grey images" if fields.get("blank_image") else ""
+    blind = ", without images" if fields.get("no_image") else ", grey images" if fields.get("view") == "blank" else ""
     return f"{score['benchmark']} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{blind}, {by}"
 
 

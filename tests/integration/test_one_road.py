@@ -140,7 +140,7 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--eval_strategy epoch", "eval_strategy: 'epoch' is not supported"),
     ("--eval_strategy steps --eval_steps 5", "eval_strategy: steps needs use_vllm: true"),
     ("VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
-     f"adora_eval: 'mathvist=x' is not BENCHMARK=DATA with one of {', '.join(NAMES)}; did you mean 'mathvista'"),
+     f"adora_eval: 'mathvist' is not one of {', '.join(NAMES)}, or FILE.py:NAME; did you mean 'mathvista'"),
     ("VLLM --eval_strategy steps --eval_steps 2", "adora_eval: [] with eval_strategy: steps has nothing to", "P"),
     ("--use_vllm true --vllm_importance_sampling_correction false", "vllm_importance_sampling_correction: false"),
     ("--use_vllm true --vllm_max_model_length 64 --max_completion_length 64", "vllm_max_model_length: 64 leaves no"),

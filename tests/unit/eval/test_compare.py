@@ -118,16 +118,16 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gain_report(cas
 
 def test_what_remains_with_grey_images_is_a_share_of_the_accuracy(tmp_path, capsys):
     seen = score_file(tmp_path / "seen.json", "01111", **made_with(model="m"))
-    grey = score_file(tmp_path / "grey.json", "10100", **made_with(model="m", blank_image=True, seed=1))
+    grey = score_file(tmp_path / "grey.json", "10100", **made_with(model="m", view="blank", seed=1))
     for words in ((seen, grey), (grey, seen)):
         said = shown(capsys, *words)
         assert f"{grey} has grey images in place of those of {seen}: 50.0 % of the accuracy remains (paired" in said
-        assert "5 common problems" in said and "differ in blank_image" not in said
+        assert "5 common problems" in said and "differ in view" not in said
     nothing = score_file(tmp_path / "nothing.json", "00000", **made_with(model="m"))
     assert "no answer was right with the pictures" in shown(capsys, nothing, grey)
     another = score_file(tmp_path / "another.json", "01111", **made_with(model="n"))
     said = shown(capsys, another, grey)
-    assert "of the accuracy" not in said and "warning: the runs differ in blank_image" in said
+    assert "of the accuracy" not in said and "warning: the runs differ in view" in said
     assert "of the accuracy" not in shown(capsys, grey, grey)
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from transformers import Trainer
 
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
+from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
 from eval import benchmark as list_of_benchmarks
 from eval.benchmark import NAMES, for_data, named
@@ -25,6 +27,7 @@ from eval.command import main, parse, score_defaults, with_grey_images
 from eval.compare import main as compare
 from eval.in_training import figures
 from eval.inference.dataset import load_problems
+from eval.inference.requests import AnswerRequest
 from eval.records import CORRECT, WRONG, Benchmark, OwnFigures, Problem, RowGrade
 from eval.scoring.score import cell, score
 from tests.conftest import REPOSITORY
@@ -108,6 +111,50 @@ def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
     for name in NAMES:
         assert name in named_there, f"the help of adora_eval lacks {name}"
         assert f"{name}=DIR" in pages["configuration.md"] and f"eval.{name}" in pages["evaluation.md"], name
+
+
+class Rounds:
+    """Says the length that stands in the question, without its half."""
+
+    batch_size = 2
+
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
+        texts = [request.messages[-1]["content"][-1]["text"] for request in requests]
+        return [Reply(rf"\boxed{{{text.split()[-1].split('.')[0]}}}", 3, "stop", 9) for text in texts]
+
+
+def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_training(tmp_path, monkeypatch, capsys):
+    page = (REPOSITORY / "docs" / "evaluation.md").read_text()
+    (code,) = re.findall(r"```python\n(# lengths.py\n.*?)```", page, re.DOTALL)
+    question = {0: "Side 7", 1: "Side 1.5", 2: "Side 2.5"}
+    rows = [{"id": n, "question": q, "answer": "7", "unit": "cm", "image": "side.png"} for n, q in question.items()]
+    for name, text in (("lengths.py", code), ("test.jsonl", "\n".join(json.dumps(one) for one in rows))):
+        (tmp_path / name).write_text(text)
+    Image.new("RGB", (56, 28)).save(tmp_path / "side.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eval.command.build_engine", lambda settings: Rounds())
+    words = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
+    assert evaluate.main(["lengths.py:LENGTHS", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "lengths test: a/b" in shown and "rules exact lengths" in shown and "unit" in shown
+    made = json.loads(Path("out/score.json").read_text())
+    assert (made["correct"], made["total"]) == (1, 3) and made["groups"]["image_size"]["to 128x128"]["total"] == 3
+    own = {made["rules"]["file"], made["fingerprint"]["fields"]["benchmark_file"]}
+    assert len(own) == 1 and len(own.pop()) >= 16
+    assert compare(["out"]) == 0 and "lengths: accuracy" in capsys.readouterr().out
+
+    config: Any = Namespace(
+        eval_strategy="steps", adora_eval=["lengths.py:LENGTHS=test.jsonl"], adora_eval_limit=2, eval_steps=1,
+        eval_on_start=False,
+    )  # fmt: skip
+    (task,) = evaluation.take_evaluations(config, []).tasks
+    assert (task.benchmark.name, [one.prompt for one in task.problems]) == ("lengths", ["Side 7", "Side 1.5"])
+
+    (tmp_path / "other.py").write_text(code.replace("exact", "rounded"))
+    assert evaluate.main(["other.py:LENGTHS", *words]) == 2
+    assert "benchmark_file: the predictions in 'out' were made with" in capsys.readouterr().err
+    assert evaluate.main(["lengths.py:LENGTH", *words]) == 2
+    assert "no benchmark 'LENGTH' there; it has LENGTHS; did you mean 'LENGTHS'?" in capsys.readouterr().err
 
 
 def _load(options: Namespace) -> tuple[list[Problem], str]:

@@ -257,15 +257,15 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(
     monkeypatch.setattr(command, "build_engine", lambda _: Looks())
     words = ["run", "--model", "a/b", "--data", str(data), "--output"]
     assert command.main(GEOMETRY3K, [*words, str(tmp_path / "seen")]) == 0
-    assert command.main(GEOMETRY3K, [*words, str(tmp_path / "grey"), "--blank-image"]) == 0
+    assert command.main(GEOMETRY3K, [*words, str(tmp_path / "grey"), "--view", "blank"]) == 0
     assert "grey images" in capsys.readouterr().out
     answers = {name: read_predictions(tmp_path / name / "predictions.jsonl") for name in ("seen", "grey")}
     assert {row["response"] for row in answers["seen"]} == {"seen"}
     assert {row["response"] for row in answers["grey"]} == {r"\boxed{1}"}
     assert [row["image_size"] for row in answers["seen"]] == [row["image_size"] for row in answers["grey"]]
-    for folder, more in (("seen", ["--blank-image"]), ("grey", [])):
+    for folder, more in (("seen", ["--view", "blank"]), ("grey", [])):
         assert command.main(GEOMETRY3K, [*words, str(tmp_path / folder), *more]) == 2
-        assert "blank_image: the predictions in" in capsys.readouterr().err
+        assert "view: the predictions in" in capsys.readouterr().err
 
 
 def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

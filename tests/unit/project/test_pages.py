@@ -136,7 +136,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_request_of_the_page_arrives_with_its_image_and_the_trainings_prompt(tmp_path, serve):
     pytest.importorskip("openai")  # comes with vLLM
     server = serve(lambda body, call: completion("so x = 5", finish_reason="stop"))
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```python\n(import base64.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), re.DOTALL)
     PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "problem.png")
     (tmp_path / "request.py").write_text(block.replace("http://127.0.0.1:8000/v1", server.url))
     words = [sys.executable, "request.py"]
