@@ -390,7 +390,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if generation.mode == "train" and self.use_vllm:
             self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
         if request.alter_images is not None:
-            batch["distorted"] = torch.tensor(request.altered, device=self.accelerator.device)
+            batch["distorted"] = torch.tensor(request.altered).to(self.accelerator.device, non_blocking=True)
         for name, values in request.answers.columns.items() if request.answers is not None else ():
             batch[name] = torch.tensor(values, device=self.accelerator.device)  # type: ignore[literal-required]
         return batch

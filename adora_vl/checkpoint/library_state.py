@@ -114,12 +114,13 @@ class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         if not hasattr(trainer, "_tr_loss"):  # before the training
             return {}
         since = trainer._globalstep_last_logged
-        return {_LOSSES: {"logged": trainer._total_loss_scalar, "since": since, "rest": float(trainer._tr_loss)}}
+        rest = trainer._tr_loss.detach().clone()  # a number only where it is written, since that waits for the device
+        return {_LOSSES: {"logged": trainer._total_loss_scalar, "since": since, "rest": rest}}
 
     @staticmethod
     def of_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
         own = facts.get(_LOSSES)
-        return facts if own is None else {**facts, _LOSSES: {**own, "rest": gather_object([own["rest"]])}}
+        return facts if own is None else {**facts, _LOSSES: {**own, "rest": gather_object([float(own["rest"])])}}
 
     def load(self, checkpoint: Path) -> None:
         """Take the sums from a checkpoint of ours. They are put in place when the training begins."""

@@ -65,12 +65,12 @@ class PackedForward:
         batch_size: int | None,
         compute_entropy: bool,
         inputs: dict[str, Any],
-        separate: Callable[[], Result],
+        separate: Callable[..., Result],
         host: HostRows | None = None,
     ) -> Result | None:
         """As TRL's `_get_per_token_logps_and_entropies`. None if separate rows are less work or the only way.
 
-        `host`: what the host knows of these rows already.
+        `separate`: of the first rows, given their number and inputs. `host`: what the host knows of these rows already.
         """
         config = self._accelerator.unwrap_model(model).config
         if not packable(config):
@@ -86,14 +86,15 @@ class PackedForward:
         groups = [_grouped(chunk, host) if known else [[row] for row in chunk] for chunk in chunks]
         pays = all(_pays(part, host) for part in groups)
 
-        def packed() -> Result:
+        def packed(chunks: int | None = None) -> Result:
             tokens = (input_ids, attention_mask, completion)
-            parts = [self._pass(model, part, *tokens, compute_entropy, host) for part in groups]
+            parts = [self._pass(model, part, *tokens, compute_entropy, host) for part in groups[:chunks]]
             entropies = [entropy for _, entropy in parts if entropy is not None]
             return torch.cat([logps for logps, _ in parts]), torch.cat(entropies) if entropies else None, None
 
         if not self._checked:
-            self._check(model, packed if pays else separate, separate, attention_mask[:, -completion:], pays)
+            alone = partial(separate, step, _of_first(step, inputs, host))
+            self._check(model, partial(packed, 1) if pays else alone, alone, attention_mask[:step, -completion:], pays)
         if not pays or self.refused:
             return None
         self.passes += 1
@@ -102,7 +103,7 @@ class PackedForward:
     def _check(
         self, model: Any, packed: Callable[[], Result], separate: Callable[[], Result], mask_BC: Tensor, pays: bool
     ) -> None:
-        """Compare both passes once, on every rank. If they disagree, go on with separate rows and say so."""
+        """Compare both passes over one chunk, on every rank. If they disagree, go on with separate rows and say so."""
         gather = self._accelerator.gather
         if not gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
             return  # nowhere to be used yet
@@ -155,6 +156,13 @@ def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
             return torch.get_autocast_dtype(device)
     dtype: torch.dtype = next(model.parameters()).dtype
     return dtype
+
+
+def _of_first(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, Any]:
+    """The inputs of the first rows. Images have as many places in their columns as they have patches."""
+    images = [pair for pair in host.images[:rows] if pair is not None]
+    places = {"pixel_values": sum(len(p) for p, _ in images), "image_grid_thw": sum(len(grid) for _, grid in images)}
+    return {name: value if value is None else value[: places.get(name, rows)] for name, value in inputs.items()}
 
 
 def _grouped(chunk: range, host: HostRows) -> list[list[int]]:
@@ -258,7 +266,11 @@ class PolicyPass:
         """
         inputs = with_image_columns(inputs, input_ids) if self._images else inputs
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
-        separate = partial(separate_rows, model, *tokens, compute_entropy, compute_aux_loss, **inputs)
+
+        def separate(first: int | None = None, inputs: dict[str, Any] = inputs) -> Result:
+            own = (input_ids[:first], attention_mask[:first], logits_to_keep, batch_size)
+            return separate_rows(model, *own, compute_entropy, compute_aux_loss, **inputs)
+
         result: Result | None = None
         if self._switches.adora_share_prompt and not compute_aux_loss and not self.packed.refused:
             result = self.packed(model, *tokens, compute_entropy, inputs, separate, self._host)

@@ -114,7 +114,7 @@ def look(tower: Any, original: Any, pixels: Tensor, grids: Tensor, device: Any, 
     """A pass of `original` (`get_image_features`) over pixels on `device`. `grids`: (images, 3), on the host."""
     kwargs.pop(ARGUMENT, None)  # of the text's attention: Qwen3-VL hands its arguments on to the tower's
     if not can_batch(tower):
-        return original(pixels, grids.to(device), **kwargs)
+        return original(pixels, grids.to(device, non_blocking=True), **kwargs)
     return original(pixels, grids, **{**kwargs, **host_bounds(tower, grids, device)})
 
 

@@ -107,6 +107,7 @@ def _as_text(lines: Iterable[Line]) -> str:
 
 PHASES = ("rollout", "grading", "policy", "sync", "wake", "sleep", "other")
 _OF_SLEEP_MODE = {"wake", "sleep"}
+_OF_THE_HOST = {"grading", "other"}  # a step starts nothing there that the device is long at
 
 
 def settle() -> None:
@@ -146,7 +147,7 @@ class PhaseClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of a step. Outside of steps it counts as `other`: an evaluation also syncs and samples."""
-        if not self._open:
+        if not self._open or self._open[-1] == name:
             yield
             return
         self.enter(name)
@@ -162,7 +163,8 @@ class PhaseClock:
         return taken
 
     def _count(self) -> None:
-        self._settle()
+        if not self._open or self._open[-1] not in _OF_THE_HOST:
+            self._settle()
         now = self._now()
         self._seconds[self._open[-1] if self._open else "other"] += now - self._mark
         self._mark = now

@@ -101,10 +101,8 @@ class MicroBatcher:
         """
         shape, unit, chunks = self.shape, self.shape.unit, self.shape.steps // self.shape.chunk
         filled = len(batch["advantages"]) / (shape.rows * shape.steps)  # less where rollouts are unfinished
-        live = live_units(batch["advantages"], unit)
-        count = len(live)
-        if self._every_row_counts or not self.config.adora_skip_zero_signal:
-            live = [True] * count
+        count, takes_all = len(batch["advantages"]) // unit, not self.config.adora_skip_zero_signal
+        live = [True] * count if self._every_row_counts or takes_all else live_units(batch["advantages"], unit)
         if self.config.adora_spread_signal and self.accelerator.num_processes > 1:
             batch, live = self._rebalance(batch, live)
         wanted = max(gather_object([sum(live)]))

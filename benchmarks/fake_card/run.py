@@ -41,7 +41,7 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from data_prep.synthetic.generate import generate
 
 Way = Literal["ours", "stock"]
-PHASES = ("load", "start", "generation", "forward", "backward", "clip", "optimizer", "checkpoint")
+PHASES = ("load", "start", "generation", "check", "forward", "backward", "clip", "optimizer", "checkpoint")
 LOGP = -11.9  # what the engine says of each token: that of a random model of 151,936 words
 
 
@@ -78,7 +78,7 @@ class Ran:
     @property
     def peak(self) -> int:
         """Bytes while the policy learns."""
-        return max(self.card.peaks[phase] for phase in ("forward", "backward", "optimizer"))
+        return max(self.card.peaks[phase] for phase in ("check", "forward", "backward", "optimizer"))
 
     @property
     def predicted_peak(self) -> int:
@@ -281,6 +281,8 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     around(trainer.accelerator, "backward", "backward")
     around(trainer.accelerator, "clip_grad_norm_", "clip")
     around(trainer, "_save_checkpoint", "checkpoint")
+    if ran.asked.way == "ours":
+        around(trainer.policy_pass.packed, "_check", "check")  # once in a run
     ran.parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     ran.trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
 

@@ -307,7 +307,9 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
 
 @pytest.mark.parametrize("known", [True, False], ids=["references", "pixels"])
 def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypatch):
-    """Nothing tells whether two images given as pixels are the same, so there each row keeps its own prompt."""
+    """Nothing tells whether two images given as pixels are the same, so there each row keeps its own prompt. The check
+    of the layout takes the first chunk alone.
+    """
     model, rows = build("qwen2_5_vl"), batch(TWO_GROUPS, images=True)
     copies = [number for number, group in enumerate(rows["groups"]) for _ in group]
     pixels = torch.cat([rows["patches"][number] for number in copies])
@@ -327,11 +329,17 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
         return pack(*given)
 
     monkeypatch.setattr(packed_module, "pack", packed)
+
+    def alone(first: int, own: Any) -> Any:
+        assert (first, *map(len, own.values())) == (5, 5, 5, 5, 5 * 24)
+        return expected[:first], None, None
+
     one = PackedForward(Accelerator(cpu=True))
-    tokens = (rows["ids"], rows["mask"], rows["completion"])
-    logps = one(model, *tokens, None, False, inputs, lambda: (expected, None, None))[0]
+    logps = one(model, rows["ids"], rows["mask"], rows["completion"], 5, False, inputs, alone)[0]
     assert one.passes == 1 and not one.refused
-    assert [len(group) for group in seen[-1]] == ([5, 3] if known else [1] * 8)
+    assert [[len(group) for group in part] for part in seen] == (
+        [[5], [5], [3]] if known else [[1] * 5] * 2 + [[1] * 3]
+    )
     assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
 
 
