@@ -6,11 +6,9 @@ their headers say, so nothing is decoded: 3,000 rows take about a second.
 
 from __future__ import annotations
 
-import http.client
 import io
 import json
 import math
-import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+import httpx
 import pyarrow as pa  # pyarrow ships no types
 from datasets import Dataset
 from tqdm import tqdm
@@ -28,7 +27,7 @@ from adora_vl.models.families import family_of, sees_images
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hidden import without_login
-from adora_vl.utils.openai_client import OPENER
+from adora_vl.utils.openai_client import EndpointError, fetch
 
 KEY = "adora_overlong_prompts"
 _SERVER_SECONDS = 5.0
@@ -267,12 +266,11 @@ def served_length(config: Any) -> int | None:
     for address in addresses.split(","):
         try:
             plain, login = without_login(address.strip())
-            request = urllib.request.Request(f"{plain}/v1/models")  # noqa: S310  # the user's
-            if login:
-                request.add_header("Authorization", f"Basic {b64encode(':'.join(login).encode()).decode()}")
-            with OPENER.open(request, timeout=_SERVER_SECONDS) as reply:
-                found.append(int(json.load(reply)["data"][0]["max_model_len"]))
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            known = b64encode(":".join(login).encode()).decode() if login else ""
+            headers = {"Authorization": f"Basic {known}"} if login else None
+            _, _, received = fetch(f"{plain}/v1/models", _SERVER_SECONDS, headers=headers)
+            found.append(int(json.loads(received)["data"][0]["max_model_len"]))
+        except (OSError, httpx.HTTPError, httpx.InvalidURL, EndpointError, ValueError, LookupError, TypeError):
             continue
     return min(found, default=None)
 

@@ -9,32 +9,28 @@ loop below would stay. It takes a second to import, and it sends to any address 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import http.client
-import io
 import ipaddress
 import json
 import os
 import re
-import socket
+import ssl
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import httpx
 
 from adora_vl.utils.errors import SpokenError, UserError
 from adora_vl.utils.files import KeptAnswers, written_to
 from adora_vl.utils.hidden import masked_text, note_secret
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _REFUSED = (401, 403)
@@ -42,7 +38,7 @@ _REFUSED = (401, 403)
 _LONG_PROMPT = re.compile(r"context[ _](length|window|size)|too long|longer than|max_model_len", re.IGNORECASE)
 _LONG_ANSWER = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
 _LONGEST_WAIT_S = 60.0
-_SHOWN = 200  # characters of what a server says about a refused call
+_SAID, _SHOWN = 4096, 200  # bytes that are read of what a server says about a refused call, and characters shown
 _LARGEST_REPLY = 32 * 2**20  # bytes; a million tokens of text are a quarter of it
 Messages = Sequence[Mapping[str, Any]]
 
@@ -195,105 +191,69 @@ class ChatClient:
             note_secret(key)
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
-        request = urllib.request.Request(address, content, headers)  # noqa: S310  # http(s), see `check_url`
         try:
-            with OPENER.open(request, timeout=self.endpoint.timeout_s) as reply:
-                received = bytes(reply.read(_LARGEST_REPLY + 1))
-        except urllib.error.HTTPError as error:
-            again = error.code in _RETRIED
-            said = "" if again else _said(error, key)
-            if error.code == 404:  # an address that goes on too far, or not far enough
-                said = f" at {address}{said}"
-            raise EndpointError(
-                f"HTTP {error.code}{said}",
-                again=again,
-                wait_s=_asked_to_wait(error),
-                refused=error.code in _REFUSED,
-                too_long=bool(_LONG_PROMPT.search(said)) and not _LONG_ANSWER.search(said),
-            ) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, too late, no HTTP
+            status, said, received = fetch(address, self.endpoint.timeout_s, content, headers)
+        except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # no connection, too late, no HTTP
             raise EndpointError(f"{type(error).__name__}: {error}") from error
-        if len(received) > _LARGEST_REPLY:
-            raise EndpointError(f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False)
-        return received
+        if httpx.codes.is_success(status):
+            return received
+        again = status in _RETRIED
+        why = "" if again else _in_a_line(received, key)
+        if status == httpx.codes.NOT_FOUND:  # an address that goes on too far, or not far enough
+            why = f" at {address}{why}"
+        raise EndpointError(
+            f"HTTP {status}{why}",
+            again=again,
+            wait_s=_seconds(said.get("Retry-After")),
+            refused=status in _REFUSED,
+            too_long=bool(_LONG_PROMPT.search(why)) and not _LONG_ANSWER.search(why),
+        )
 
 
-class _TimedReads(io.RawIOBase):
-    """What a socket receives until a moment of the monotonic clock; `TimeoutError` after it.
+def fetch(
+    address: str, timeout_s: float, content: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, Mapping[str, str], bytes]:
+    """Status, headers and body of one exchange, a GET where there is no `content`. All of it ends after `timeout_s`.
 
-    A socket's own time-out starts anew with every byte, so a server that sends one a second would hold a call for ever.
+    The proxy of the environment is used, but not for this machine itself, and no redirect is followed: the key goes to
+    the address that the user named. Raises what httpx raises, `OSError`, and `EndpointError` for a body without end.
     """
-
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._sock, self._deadline = sock, deadline
-        self._file = sock.makefile("rb", buffering=0)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int | None:
-        self._sock.settimeout(_left(self._deadline))
-        return self._file.readinto(buffer)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    exchange = partial(asyncio.run, _exchange(address, timeout_s, content, headers))
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return exchange()
+    with ThreadPool(1) as threads:  # a notebook runs a loop on this one
+        return threads.apply(exchange)
 
 
-class _TimedResponse(http.client.HTTPResponse):
-    """A response, status line and headers included, that has to be there at the deadline."""
-
-    def __init__(self, sock: socket.socket, *args: Any, deadline: float, **options: Any) -> None:
-        super().__init__(sock, *args, **options)
-        self.fp.close()
-        self.fp = io.BufferedReader(_TimedReads(sock, deadline))
-
-
-class _TimedConnection(http.client.HTTPConnection):
-    """A connection for one call, all of which has to end `timeout` seconds after this is made."""
-
-    def __init__(self, host: str, **options: Any) -> None:
-        super().__init__(host, **options)
-        self._deadline = time.monotonic() + options["timeout"]
-        self.response_class = partial(_TimedResponse, deadline=self._deadline)  # type: ignore[assignment]
-
-    def connect(self) -> None:
-        self.timeout = _left(self._deadline)
-        super().connect()
-
-    def send(self, data: Any) -> None:
-        if self.sock is None:
-            self.connect()
-        self.sock.settimeout(_left(self._deadline))
-        super().send(data)
+async def _exchange(
+    address: str, timeout_s: float, content: bytes | None, headers: Mapping[str, str] | None
+) -> tuple[int, Mapping[str, str], bytes]:
+    received = bytearray()
+    asking = httpx.AsyncClient(verify=_trusted(), trust_env=not is_here(address), timeout=None)  # noqa: S113  # below
+    method = "GET" if content is None else "POST"
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            asking as client,
+            client.stream(method, address, content=content, headers=headers) as reply,
+        ):
+            async for part in reply.aiter_bytes():
+                received += part
+                if not reply.is_success and len(received) > _SAID:
+                    break
+                if len(received) > _LARGEST_REPLY:
+                    raise EndpointError(f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False)
+    except TimeoutError:
+        raise TimeoutError("the call took too long") from None
+    return reply.status_code, reply.headers, bytes(received)
 
 
-class _TimedSecureConnection(_TimedConnection, http.client.HTTPSConnection):
-    """The same over TLS."""
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the call took too long")
-    return left
-
-
-class _TimedHandler(urllib.request.HTTPHandler):
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_TimedConnection, req)
-
-
-class _TimedSecureHandler(urllib.request.HTTPSHandler):
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_TimedSecureConnection, req)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The key goes to the address that the user named, and to no other one that a server may name."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
+@cache
+def _trusted() -> ssl.SSLContext:
+    """The certificates of this machine, read once."""
+    return ssl.create_default_context()
 
 
 def is_here(address: str) -> bool:
@@ -306,21 +266,6 @@ def is_here(address: str) -> bool:
     return found.is_loopback or found.is_unspecified
 
 
-class _ProxyToOthers(urllib.request.ProxyHandler):
-    """The proxy of the environment, where no_proxy does not say otherwise, and never to this machine itself."""
-
-    def proxy_open(self, req: urllib.request.Request, proxy: str, type: str) -> Any:
-        return None if is_here(req.full_url) else super().proxy_open(req, proxy, type)
-
-
-def build_opener() -> urllib.request.OpenerDirector:
-    """Opens addresses in time, by the proxies that the environment has now."""
-    return urllib.request.build_opener(_NoRedirects, _ProxyToOthers, _TimedHandler, _TimedSecureHandler)
-
-
-OPENER = build_opener()
-
-
 def _call_it_endpoint() -> None:
     threading.current_thread().name = "endpoint"
 
@@ -330,21 +275,18 @@ def _count(value: Any) -> int:
     return int(value) if isinstance(value, int | float) and 0 < value < 2**53 else 0
 
 
-def _said(error: urllib.error.HTTPError, key: str) -> str:
+def _in_a_line(received: bytes, key: str) -> str:
     """What the server says about a call that it refuses, without the key, in one line."""
-    try:
-        text = error.read(4096).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        return ""
+    text = received[:_SAID].decode(errors="replace")
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     text = masked_text(text, key)
     return f": {text[:_SHOWN]}" if text else ""
 
 
-def _asked_to_wait(error: urllib.error.HTTPError) -> float:
+def _seconds(asked: str | None) -> float:
     """The seconds that the server asks to wait for."""
     try:
-        return max(0.0, float(error.headers.get("Retry-After") or 0))
+        return max(0.0, float(asked or 0))
     except ValueError:  # a date
         return 0.0
 

@@ -30,7 +30,7 @@ from adora_vl.rewards import choose_rewards, try_rewards
 from adora_vl.rewards.judge import KEY_VARIABLE, score_in
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, build_opener, check_url, is_here
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url, is_here
 from data_prep.synthetic.generate import generate
 from eval.command import main
 from eval.compare import main as compare
@@ -121,7 +121,6 @@ def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
-    monkeypatch.setattr("adora_vl.utils.openai_client.OPENER", build_opener())
     for url in (judge.url, judge.url.replace("127.0.0.1", "localhost")):
         assert ChatClient(Endpoint(url, "m", attempts=1)).chat(HELLO).text == "hi"
     assert proxy.requests == []
