@@ -128,7 +128,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             refuse_tied_adapters(self.model)
             if not self._dist.is_fsdp:
                 refuse_unmergeable(self.model, self._dist.gather_params)
-        freeze(self.model, args.frozen_components)
+        freeze(self.model, args.adora_freeze)
         self._build_collaborators(args, models)
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
@@ -323,10 +323,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             key=self._step_key,
             attempt=attempt,
             group_size=self.num_generations if training else self.num_generations_eval,
-            sampling=SamplingRequest(image_cache=self.images.cache, grouped=self.args.adora_group_requests),
+            sampling=SamplingRequest(image_cache=self.images.cache, grouped=self.args.own("group_requests")),
             first_micro_step=self._step - self._step % self.shape.cycle,
         )
-        if self.args.adora_seeded_rollouts:
+        if self.args.own("seeded_rollouts"):
             generation.sampling.seed = (self.args.seed, generation.where)
         with self.clock.phase("rollout"), self.server_guard.watching():
             for extension in self.extensions:
@@ -503,7 +503,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _skips_old_pass(self) -> bool:
         """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks for them before."""
         asks = any(extension.needs_old_logps for extension in self.extensions)
-        return self.args.adora_skip_old_pass and self.shape.has_one_step and not has_dropout(self.model) and not asks
+        return self.args.own("skip_old_pass") and self.shape.has_one_step and not has_dropout(self.model) and not asks
 
     def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
         """Inside, TRL makes no pass for the old log-probabilities if they equal those of the policy's own pass."""
@@ -619,7 +619,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Stock TRL reads and decodes every copy of a row; ours reads each row of a training batch once, if possible
         while the policy learns from the batch before.
         """
-        if not is_training or not self.args.adora_cache_images or not hasattr(dataset, "__len__"):
+        if not is_training or not self.args.own("cache_images") or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         numbered = self.args.adora_rollouts.budget is not None or self.args.adora_rollouts.ahead > 0
         rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered)

@@ -40,7 +40,7 @@ def arguments(folder: Path, limit: int, budget: str, staleness: str, generations
     keys = {
         "config": "configs/train/smoke_cpu.yaml", "output_dir": str(folder), "max_steps": generations,
         "per_device_train_batch_size": 64, "max_completion_length": limit, "vllm_max_model_length": limit + 256,
-        "adora_group_requests": "false", "generation_kwargs": '{"ignore_eos": true}', "save_strategy": "no",
+        "adora_stock_step": "group_requests", "generation_kwargs": '{"ignore_eos": true}', "save_strategy": "no",
         "adora_synthetic_rows": 256, "logging_steps": 1, "seed": SEED, "adora_rollouts.budget": budget,
         "adora_record_every": 0, "log_completions": "false", "adora_rollouts.staleness": staleness,
     }  # fmt: skip

@@ -33,8 +33,8 @@ _FREE_KEYS = {
     "adora_columns", "adora_system_prompt_file", "adora_response_format",  # what was read is compared
     "adora_overlong_prompts",  # the rows that it leaves out are compared
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
-    "adora_prefetch_images", "adora_weight_transfer", "adora_weight_folder",
-    "adora_max_bad_steps", "adora_reward_timeout", "num_generations_eval", "per_device_eval_batch_size",
+    "adora_weight_transfer", "adora_weight_folder",
+    "adora_reward_timeout", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
 _BUDGET_KEYS = {"adora_rollouts.budget", "adora_rollouts.staleness"}  # these matter only if there is a budget

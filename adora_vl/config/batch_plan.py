@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from adora_vl.config.keys import RolloutOptions
+from adora_vl.config.keys import RolloutOptions, StepPart
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
@@ -27,10 +27,9 @@ class BatchKeys(Protocol):
     num_iterations: int
     loss_type: str
     top_entropy_quantile: float
-    adora_share_vision: bool
-    adora_share_prompt: bool
-    adora_skip_zero_signal: bool
     adora_rollouts: RolloutOptions
+
+    def own(self, part: StepPart) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def check_rows(plan: BatchPlan, rows: int) -> None:
 
 def regroups(config: BatchKeys) -> bool:
     """Whether any key wants micro-batches of whole groups instead of TRL's shuffled rows."""
-    shares = config.adora_share_vision or config.adora_share_prompt or config.adora_skip_zero_signal
+    shares = config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
     return shares or config.adora_rollouts.refill > 0 or config.adora_rollouts.replay > 0
 
 

@@ -156,7 +156,7 @@ def check_budget(config: Any) -> None:
         (config.vllm_tensor_parallel_size > 1, f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}"),
         (config.adora_rollouts.refill, f"adora_rollouts.refill: {config.adora_rollouts.refill}"),
         (config.adora_noisy_rollouts, f"adora_noisy_rollouts: {config.adora_noisy_rollouts}"),
-        (not config.adora_cache_images, "adora_cache_images: false"),
+        (not config.own("cache_images"), "adora_stock_step: cache_images"),
         (not config.vllm_importance_sampling_correction, "vllm_importance_sampling_correction: false"),
         (config.vllm_structured_outputs_regex, "vllm_structured_outputs_regex"),
         (parameters, f"generation_kwargs: {', '.join(parameters)}"),
@@ -194,7 +194,7 @@ def check_async(config: Any) -> None:
         (uncorrected, "vllm_importance_sampling_correction: false"),
         (config.adora_rollouts.budget is not None, f"adora_rollouts.budget: {config.adora_rollouts.budget}"),
         (config.adora_rollouts.refill, f"adora_rollouts.refill: {config.adora_rollouts.refill}"),
-        (not config.adora_cache_images, "adora_cache_images: false"),
+        (not config.own("cache_images"), "adora_stock_step: cache_images"),
         (config.dataloader_num_workers, f"dataloader_num_workers: {config.dataloader_num_workers}"),
         (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
     )

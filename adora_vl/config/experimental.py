@@ -91,9 +91,9 @@ def check_replay(config: Any) -> None:
         raise UserError(
             f"{key} does not go with sync_ref_model: true, whose reference is another one by then; set it to 0"
         )
-    if not config.adora_cache_images:
+    if not config.own("cache_images"):
         raise UserError(
-            f"{key} needs adora_cache_images: true; else every rollout would be kept with an image of its own"
+            f"{key} does not go with adora_stock_step: cache_images, where every rollout is kept with its own image"
         )
 
 

@@ -6,7 +6,7 @@ annotation, and not in its metadata, which Transformers' parser hands on to argp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,10 @@ from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, RESPONSE_FORMA
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 
+StepPart = Literal[
+    "cache_images", "group_requests", "share_vision", "batch_windows", "share_prompt", "skip_old_pass",
+    "skip_zero_signal", "spread_signal", "seeded_rollouts",
+]  # fmt: skip
 NOISE_KINDS = {"gaussian": 500.0, "rotate": 15.0}  # kind -> NoisyRollout's strength: diffusion steps, degrees
 NOISE_SCHEDULES = ("sigmoid", "constant")
 _ROUNDING = 1e-3  # of shares such as 0.333
@@ -146,55 +150,6 @@ class RolloutOptions:
 
 
 @dataclass
-class SpeedOptions:
-    """Switches for the work of a step. None changes what is learned; docs/speed.md says how exact each one is."""
-
-    adora_cache_images: bool = field(
-        default=True,
-        metadata={"help": "Decode and process each distinct image once, for the trainer and vLLM alike."},
-    )
-    adora_image_cache_mb: Annotated[int, Field(ge=0)] = field(
-        default=1024, metadata={"help": "Cache of processed images, kept over steps and epochs, in MB per process."}
-    )
-    adora_prefetch_images: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Read and process the next generation's images on a thread while the policy learns; null: where "
-            "the policy is on a GPU."
-        },
-    )
-    adora_group_requests: bool = field(
-        default=True, metadata={"help": "Send one request per prompt to vLLM, instead of one per rollout."}
-    )
-    adora_share_vision: bool = field(
-        default=True,
-        metadata={"help": "Run the vision tower once per distinct image; once per generation batch if it is frozen."},
-    )
-    adora_batch_windows: bool = field(
-        default=True,
-        metadata={"help": "In the vision tower attend to all windows of one size in one call; sdpa attention only."},
-    )
-    adora_share_prompt: bool = field(
-        default=True,
-        metadata={"help": "Compute a group's prompt once and let its rollouts attend to it, without padding."},
-    )
-    adora_skip_old_pass: bool = field(
-        default=True,
-        metadata={"help": "Skip the pass for the old log-probabilities where they equal the policy's own."},
-    )
-    adora_skip_zero_signal: bool = field(
-        default=True, metadata={"help": "Leave out of the policy step groups whose advantages are all zero."}
-    )
-    adora_spread_signal: bool = field(
-        default=True,
-        metadata={"help": "Move groups between processes, so that none waits for another in the policy step."},
-    )
-
-
-SWITCHES = tuple(key.name for key in fields(SpeedOptions) if key.type == "bool")
-
-
-@dataclass
 class ExperimentalOptions:
     """NoisyRollout (arXiv 2504.13055), VPPO (arXiv 2510.09285)."""
 
@@ -243,7 +198,7 @@ class ExperimentalOptions:
 
 
 @dataclass
-class AdoraKeys(SpeedOptions, ExperimentalOptions):
+class AdoraKeys(ExperimentalOptions):
     """ADORA's weights, the rollout guards, the engine, evaluation, freezing and pixel limits."""
 
     adora_method: Name = field(
@@ -279,6 +234,17 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
     adora_difficulty_needs_correct: bool = field(
         default=False,
         metadata={"help": "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there."},
+    )
+    adora_image_cache_mb: Annotated[int, Field(ge=0)] = field(
+        default=1024, metadata={"help": "Cache of processed images, kept over steps and epochs, in MB per process."}
+    )
+    adora_stock_step: bool | list[StepPart] = field(
+        default=False,
+        metadata={
+            "help": "true: compute a step as stock TRL does, for comparing; or the parts of it that are: cache_images, "
+            "group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, skip_zero_signal, "
+            "spread_signal, seeded_rollouts. docs/speed.md says what each saves, and how exact it is."
+        },
     )
     adora_rollouts: RolloutOptions = field(
         default_factory=RolloutOptions,
@@ -332,13 +298,6 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
             "disagree; false skips this check. `python -m adora_vl.doctor` checks more."
         },
     )
-    adora_max_bad_steps: Annotated[int, Field(ge=1)] = field(
-        default=3,
-        metadata={
-            "help": "Stop after this many steps in a row that were skipped: gradients not finite, or a ratio above "
-            "adora_max_ratio."
-        },
-    )
     adora_max_ratio: Annotated[float, Field(ge=1)] | None = field(
         default=1000.0,
         metadata={
@@ -385,9 +344,10 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
             "/dev/shm; null: .weights in output_dir. The trainer's user alone can read what it gets."
         },
     )
-    adora_freeze_vision_tower: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
-    adora_freeze_projector: bool = field(default=False, metadata={"help": "Do not train the projector (merger)."})
-    adora_freeze_language_model: bool = field(default=False, metadata={"help": "Do not train the language model."})
+    adora_freeze: list[Literal["vision_tower", "projector", "language_model"]] = field(
+        default_factory=list,
+        metadata={"help": "The parts that are not trained: vision_tower, projector (the merger), language_model."},
+    )
     adora_eval: list[str] = field(
         default_factory=list,
         metadata={
@@ -398,13 +358,6 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
     )
     adora_eval_limit: Annotated[int, Field(ge=1)] | None = field(
         default=None, metadata={"help": "Evaluate on the first so many problems of each; null: all."}
-    )
-    adora_seeded_rollouts: bool = field(
-        default=True,
-        metadata={
-            "help": "Sample each rollout from a seed of its own (run seed, step, row), whatever was drawn before it. "
-            "On a GPU vLLM samples a little slower with it."
-        },
     )
     adora_record_every: Annotated[int, Field(ge=0)] = field(
         default=1,
@@ -429,6 +382,11 @@ class AdoraKeys(SpeedOptions, ExperimentalOptions):
     )
     # TRL's default is every interface; the server is reached over loopback unless told otherwise.
     vllm_server_host: Name = field(default="127.0.0.1", metadata={"help": "Host of the vLLM server (server mode)."})
+
+    def own(self, part: StepPart) -> bool:
+        """Whether this part of a step is computed as here, and not as stock TRL does."""
+        stock = self.adora_stock_step
+        return part not in stock if isinstance(stock, list) else not stock
 
 
 def settle_data_options(script: AdoraScriptArguments) -> None:

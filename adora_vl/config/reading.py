@@ -10,19 +10,28 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from adora_vl.config.key_list import Key, read_keys
-from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments, StepPart
 from adora_vl.config.values import RANGES, Read, convert, declared, takes, takes_list
-from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
+from adora_vl.utils.cli import is_null, read_mapping, truth, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest
 
 # What became of keys that earlier configs have.
 REMOVED = {
-    "adora_less_padding": "leave it out: adora_share_prompt leaves no padding, and other rows are cut to their length",
+    "adora_less_padding": "leave it out: a shared prompt leaves no padding, and other rows are cut to their length",
+    "adora_prefetch_images": "leave it out: on a GPU images are read ahead by themselves",
+    "adora_max_bad_steps": "leave it out: a run stops after three such steps in a row",
 }
 LEAVE_OUT: Any = object()  # a value that is what the new key does by itself
+
+
+def _listed(word: str, when: bool) -> Callable[[Any], Any]:
+    """A switch that is now a word in a list."""
+    return lambda value: [word] if truth(value) is when else LEAVE_OUT
+
+
 # Old key -> the new one, and what its value is there; None: the same value.
 MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     "adora_dynamic_sampling": ("adora_rollouts.refill", None),
@@ -31,6 +40,11 @@ MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     "adora_max_staleness": ("adora_rollouts.staleness", None),
     "adora_replay_groups": ("adora_rollouts.replay", None),
     "adora_replay_alpha": ("adora_rollouts.replay_alpha", None),
+    **{f"adora_{part}": ("adora_stock_step", _listed(part, False)) for part in get_args(StepPart)},
+    **{
+        f"adora_freeze_{part}": ("adora_freeze", _listed(part, True))
+        for part in ("vision_tower", "projector", "language_model")
+    },
 }
 # What the training command takes beside the keys, for a word that is meant as one of them.
 OPTIONS = ("config", "dry-run", "card-gib", "processes", "accelerate-config", "write-config", "help", "help-all")
@@ -196,10 +210,12 @@ def _check_key(key: str, value: Any, where: str, known: Mapping[str, Key], optio
 def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[str, Key]) -> None:
     """Put what the command line says of a key over what the file says. A dot reaches into a mapping."""
     key, *names = spoken.split(".")
-    if key not in known and key.startswith("no_") and key[3:] in known and known[key[3:]].default is True:
-        refuse_stray(words)
-        values[key[3:]] = False
-        return
+    if key not in known and key.startswith("no_"):
+        refuse_old(key[3:], False, "command line")
+        if key[3:] in known and known[key[3:]].default is True:
+            refuse_stray(words)
+            values[key[3:]] = False
+            return
     _check_key(key, words, "command line", known, OPTIONS)
     if not names:
         values[key] = words

@@ -97,11 +97,6 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     __str__ = __repr__
 
     @property
-    def frozen_components(self) -> list[str]:
-        names = ("vision_tower", "projector", "language_model")
-        return [name for name in names if getattr(self, f"adora_freeze_{name}")]
-
-    @property
     def truncated_at(self) -> int:
         """Tokens from which a completion counts as truncated when `adora_truncation` is `length`."""
         return self.adora_truncated_at if self.adora_truncated_at is not None else self.max_completion_length - 2

@@ -115,6 +115,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         return _options(key, word, options)
     if tuple in kinds:
         return _tuple(key, value, hint)
+    if {bool, list} <= kinds and truth(word) is not None:
+        return truth(word)
     if list in kinds and not (str in kinds and isinstance(value, str)):
         return [convert(key, entry, _entry(hint)) for entry in _entries(key, value)]
     read = _read(key, value.value if isinstance(value, Enum) else value, kinds, names)

@@ -44,6 +44,11 @@ def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, 
     return {**columns, **none}
 
 
+def reads_ahead(device: torch.device) -> bool:
+    """Whether images are processed while the policy learns: on a CPU it needs the processor itself."""
+    return device.type != "cpu"
+
+
 class DistinctImages:
     """Owns the distinct images of the present generation."""
 
@@ -52,23 +57,23 @@ class DistinctImages:
         models: Sequence[nn.Module],
         processor: Any,
         device: torch.device,
-        switches: AdoraGRPOConfig,
+        config: AdoraGRPOConfig,
         dataset: Any = (),
     ) -> None:
         """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on."""
         self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)
-        self._device, self._switches = device, switches
+        self._device, self._config = device, config
         takes_references = [self.vision.install(model) for model in models]  # a list, so that every model is tried
         self.shown = all(takes_references) and may_have_images(dataset)  # whether rows of the run may have images
         self.image_processor: Any = getattr(processor, "image_processor", None)
         able = all(takes_references) and can_cache(self.image_processor)
-        self._cache = ImageCache(switches.adora_image_cache_mb * 2**20) if able else None
+        self._cache = ImageCache(config.adora_image_cache_mb * 2**20) if able else None
 
     @property
     def cache(self) -> ImageCache | None:
         """The cache of processed images, which the engine uses too. None if sharing is impossible or switched off."""
-        return self._cache if self._switches.adora_cache_images else None
+        return self._cache if self._config.own("cache_images") else None
 
     @property
     def knows_patches(self) -> bool:
@@ -88,12 +93,9 @@ class DistinctImages:
 
         It does nothing where a worker of the loader reads ahead, or where reading a row may draw a random number.
         """
-        switches, wanted = self._switches, self._switches.adora_prefetch_images
-        if wanted is None:
-            wanted = self._device.type != "cpu"  # there the policy needs the processor itself
-        if not wanted or self.cache is None or not self.shown:
+        if not reads_ahead(self._device) or self.cache is None or not self.shown:
             return NoPrefetch()
-        if switches.dataloader_num_workers or not only_decodes(dataset):
+        if self._config.dataloader_num_workers or not only_decodes(dataset):
             return NoPrefetch()
         return ImagePrefetch(rows, order, self.process, self.cache.limit_bytes)
 
@@ -112,8 +114,8 @@ class DistinctImages:
         begins, and the images of the previous one are released.
         """
         # Without a cache there are no references, and every pass takes the tower's way, also on a rank without images.
-        self.vision.share = self._switches.adora_share_vision and self.cache is not None
-        self.vision.batch_windows(self._switches.adora_batch_windows)
+        self.vision.share = self._config.own("share_vision") and self.cache is not None
+        self.vision.batch_windows(self._config.own("batch_windows"))
         bank = self.banks.more() if further else None
         if bank is None:
             bank = self.banks.new(mode)

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.utils.generic import is_flash_attention_requested
 
-from adora_vl.config.keys import SpeedOptions
+from adora_vl.config.keys import AdoraKeys
 from adora_vl.dedup.image_store import first_patches
 from adora_vl.dedup.images import with_image_columns
 from adora_vl.dedup.shared_prompt import groups_of, pack, sharing_pays
@@ -115,7 +115,7 @@ class PackedForward:
         bound = bound_of(_computing_dtype(self._accelerator, model))
         if not worst <= bound:
             self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
-            warnings.warn(f"adora_share_prompt: no shared prompts from here on: {self.refused}", stacklevel=2)
+            warnings.warn(f"share_prompt: no shared prompts from here on: {self.refused}", stacklevel=2)
 
     def _pass(
         self,
@@ -230,9 +230,9 @@ def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | Non
 class PolicyPass:
     """What TRL's `_get_per_token_logps_and_entropies` computes, for the policy, the old policy and the reference."""
 
-    def __init__(self, accelerator: Accelerator, switches: SpeedOptions, *, images: bool = False) -> None:
+    def __init__(self, accelerator: Accelerator, config: AdoraKeys, *, images: bool = False) -> None:
         """`images`: whether rows of other passes have images, so that rows without any get the same columns."""
-        self._switches, self._images = switches, images
+        self._config, self._images = config, images
         self.packed = PackedForward(accelerator)
         self._seen: Seen | None = None
         self._host: HostRows | None = None
@@ -272,7 +272,7 @@ class PolicyPass:
             return separate_rows(model, *own, compute_entropy, compute_aux_loss, **inputs)
 
         result: Result | None = None
-        if self._switches.adora_share_prompt and not compute_aux_loss and not self.packed.refused:
+        if self._config.own("share_prompt") and not compute_aux_loss and not self.packed.refused:
             result = self.packed(model, *tokens, compute_entropy, inputs, separate, self._host)
         result = result if result is not None else separate()
         if self._seen is not None:

@@ -127,7 +127,7 @@ def paper_checks(run: Checked) -> list[Check]:
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = describe(
-        run.model_config, dtype=model.dtype, frozen=config.frozen_components, peft_config=run.asked.model.peft_config
+        run.model_config, dtype=model.dtype, frozen=config.adora_freeze, peft_config=run.asked.model.peft_config
     )
     mixed = bool(config.bf16 or config.fp16)
     one = checkpoint_bytes(shape, run.where.sharding, mixed=mixed, reference=config.sync_ref_model)

@@ -74,7 +74,7 @@ class SampleReplay(Extension):
         if images.shown and images.cache is None:
             raise UserError(
                 f"adora_rollouts.replay: {config.adora_rollouts.replay} needs an image processor whose output can be "
-                "kept (adora_cache_images), and that of this model is of another kind; set it to 0"
+                "kept, and that of this model is of another kind; set it to 0"
             )
         self.accelerator, self.log, self.config = context.accelerator, context.log, config
         self.policy_logps, self.pad_id, self.banks = context.policy_logps, context.pad_id, images.banks

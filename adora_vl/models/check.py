@@ -17,8 +17,8 @@ from adora_vl.utils.hidden import masked
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
-# The keys that need to know how an architecture sees. With all of them off, images are handled as in stock TRL.
-NEEDS_FAMILY = ("adora_cache_images", "adora_share_vision", "adora_share_prompt")
+# What needs to know how an architecture sees. With all of it as in stock TRL, images are handled as there.
+NEEDS_FAMILY = ("cache_images", "share_vision", "share_prompt")
 
 LOST_UPDATES = (
     "dtype: the weights are in 16 bits, all are trained, and without DeepSpeed there is no float32 copy of them, so "
@@ -30,22 +30,19 @@ LOST_UPDATES = (
 class FamilyKeys(Protocol):
     """The keys of a run that need to know the family."""
 
-    adora_cache_images: bool
-    adora_share_vision: bool
-    adora_share_prompt: bool
     use_vllm: bool
     use_cpu: bool
+    adora_freeze: Sequence[str]
 
-    @property
-    def frozen_components(self) -> list[str]: ...
+    def own(self, part: Any) -> bool: ...
 
 
 def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) -> list[str]:
     """What a user should know of this model's family before the run: at most one line. No weight is loaded.
 
     Raises `UserError` for weights of 4 or 8 bit, for a model with images whose family is not in
-    `adora_vl.models.families`, unless all of `NEEDS_FAMILY` is off, and for one to which vLLM would give other
-    positions than Transformers.
+    `adora_vl.models.families`, unless all of `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give
+    other positions than Transformers.
     """
     if model.load_in_4bit or model.load_in_8bit:
         raise UserError("load_in_4bit/load_in_8bit: quantised training is not supported; use LoRA on bfloat16 weights")
@@ -59,12 +56,11 @@ def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) 
             f"{name}: model_type {kind} is not among the families that can share a prompt ({known()}): every rollout "
             "computes its prompt again, everything else works"
         ]
-    parts = [f"adora_freeze_{part}" for part in run.frozen_components]
-    if not any(getattr(run, key) for key in NEEDS_FAMILY) and not parts:
+    if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
         return [f"{name}: model_type {kind} is not among the known families; its images go the way of stock TRL"]
     raise UserError(
         f"model_name_or_path: {name!r} has model_type {kind}, which is not among the known families ({known()}); set "
-        f"{', '.join([*NEEDS_FAMILY, *parts])} to false to train it the way of stock TRL, or add the family as "
+        "adora_stock_step: true and adora_freeze: [] to train it the way of stock TRL, or add the family as "
         "adora_vl/models/__init__.py describes"
     )
 

@@ -96,7 +96,7 @@ FAMILIES: dict[str, Family] = {
         head_norms=True,
         interleaved=True,
         note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group cannot share: "
-        "adora_share_prompt is off by itself, everything else is shared",
+        "share_prompt is off by itself, everything else is shared",
     ),
 }
 
@@ -176,10 +176,7 @@ def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
     for component in components:
         parameters = [p for name, p in model.named_parameters() if component_of(name) == component]
         if not parameters:
-            raise UserError(
-                f"adora_freeze_{component}: true, but {type(model).__name__} has no parameter in its {component}; "
-                "remove the key"
-            )
+            raise UserError(f"adora_freeze: {component}: this model has none ({type(model).__name__}); leave it out")
         for parameter in parameters:
             parameter.requires_grad_(False)
         frozen[component] = len(parameters)

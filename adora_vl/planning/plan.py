@@ -70,7 +70,7 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
             "vision tower keeps for the backward pass is not in the prediction"
         )
     shape = describe(
-        run.model_config, dtype=model.dtype, frozen=config.frozen_components, peft_config=run.asked.model.peft_config
+        run.model_config, dtype=model.dtype, frozen=config.adora_freeze, peft_config=run.asked.model.peft_config
     )
     card, card_name = _card(options, config, run.where.sharding.local_processes)
     setup = make_setup(config, model, shape, run.where.sharding, lengths)
@@ -129,9 +129,9 @@ def make_setup(
     flash = "flash" in str(model.attn_implementation or "")
     regrouped = not regroup_obstacle(config)  # else the rollouts of a group lie in any micro-batch
     sharing = Sharing(
-        images=config.adora_cache_images,
-        vision=config.adora_cache_images and config.adora_share_vision and regrouped,
-        prompts=config.adora_cache_images and config.adora_share_prompt and regrouped,
+        images=config.own("cache_images"),
+        vision=config.own("cache_images") and config.own("share_vision") and regrouped,
+        prompts=config.own("cache_images") and config.own("share_prompt") and regrouped,
     )
     return Setup(
         shape=shape,

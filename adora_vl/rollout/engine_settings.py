@@ -45,7 +45,7 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         revision=revision,
         enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
-        keeps_images=not args.adora_cache_images,
+        keeps_images=not args.own("cache_images"),
         weight_folder=(args.adora_weight_folder or str(Path(args.output_dir, ".weights"))) if by_file else None,
         answer_s=args.ddp_timeout / 2,  # as long again remains to ask another, while the other ranks wait
         output_dir=args.output_dir,

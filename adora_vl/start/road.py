@@ -309,7 +309,7 @@ def parts(run: Checked) -> None:
     if loaded is None:
         check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
     if loaded is None or not hasattr(loaded, "peft_config"):
-        check_parts(run.model, run.model_config, run.asked.model.peft_config, run.config.frozen_components)
+        check_parts(run.model, run.model_config, run.asked.model.peft_config, run.config.adora_freeze)
 
 
 def processor(run: Checked) -> None:

@@ -101,9 +101,9 @@ class MicroBatcher:
         """
         shape, unit, chunks = self.shape, self.shape.unit, self.shape.steps // self.shape.chunk
         filled = len(batch["advantages"]) / (shape.rows * shape.steps)  # less where rollouts are unfinished
-        count, takes_all = len(batch["advantages"]) // unit, not self.config.adora_skip_zero_signal
+        count, takes_all = len(batch["advantages"]) // unit, not self.config.own("skip_zero_signal")
         live = [True] * count if self._every_row_counts or takes_all else live_units(batch["advantages"], unit)
-        if self.config.adora_spread_signal and self.accelerator.num_processes > 1:
+        if self.config.own("spread_signal") and self.accelerator.num_processes > 1:
             batch, live = self._rebalance(batch, live)
         wanted = max(gather_object([sum(live)]))
         columns = dict[str, Any](batch)
@@ -117,7 +117,7 @@ class MicroBatcher:
         return [self._micro_batch(split, host, part, filled) for part in plan]
 
     def _tokens(self, prompts_B: Tensor, answers_B: Tensor) -> list[int]:
-        return tokens_of_units(prompts_B, answers_B, self.shape.unit, shares_prompt=self.config.adora_share_prompt)
+        return tokens_of_units(prompts_B, answers_B, self.shape.unit, shares_prompt=self.config.own("share_prompt"))
 
     def _micro_batch(self, split: SplitBatch, host: HostRows, units: list[int], filled: float) -> Batch:
         """`filled`: the share of the generation's places that have rollouts."""

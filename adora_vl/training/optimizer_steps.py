@@ -30,10 +30,13 @@ class DeepSpeedSteps:
         return bool(self._accelerator.optimizer_step_was_skipped)
 
 
+MOST_BAD_STEPS = 3  # in a row, after which a run stops
+
+
 class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """A NaN in one batch would stay in Adam's moments for good, so such a step leaves weights and optimizer alone.
 
-    After `adora_max_bad_steps` of them in a row the run saves and stops, and `reason` says why. DeepSpeed (0.19.8)
+    After `MOST_BAD_STEPS` of them in a row the run saves and stops, and `reason` says why. DeepSpeed (0.19.8)
     finds and skips such a step itself, with ZeRO on all ranks, before a callback sees it: there it is only counted.
     With float16 DeepSpeed's search for a loss scale consists of such steps and ends with an error of its own, so there
     they do not stop a run.
@@ -41,7 +44,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
     def __init__(self, context: StepContext, ratios: RatioGuard, deepspeed: DeepSpeedSteps | None) -> None:
         config = context.config
-        self.patience = math.inf if deepspeed is not None and config.fp16 else config.adora_max_bad_steps
+        self.patience = math.inf if deepspeed is not None and config.fp16 else MOST_BAD_STEPS
         self.ratios, self.log, self.deepspeed = ratios, context.log, deepspeed
         self.in_a_row = 0
         self.reason: str | None = None

@@ -235,7 +235,7 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     if vision is not None:
         processor.image_processor.size = {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels}
     stock = GRPOTrainer(args=GRPOConfig(**values), processing_class=processor, **both)
-    freeze(stock.model, config.frozen_components)  # equal trained parameters
+    freeze(stock.model, config.adora_freeze)  # equal trained parameters
     return stock, config, model
 
 
@@ -244,7 +244,7 @@ def _prediction(asked: CardRun, config: Any, model: Any, folder: Path, prompt: i
     shape = describe(
         AutoConfig.from_pretrained(folder / "model"),
         dtype=model.dtype,
-        frozen=config.frozen_components,
+        frozen=config.adora_freeze,
         peft_config=peft,
     )
     image = asked.image_tokens if shape.vision else 0

@@ -110,7 +110,7 @@ class Subject:
         return logps * group.mask[:, -group.completion :]
 
     def shared(self) -> PolicyPass:
-        switches: Any = SimpleNamespace(adora_share_prompt=True)
+        switches: Any = SimpleNamespace(own=lambda part: True)
         return PolicyPass(self.accelerator, switches)
 
     def exactness(self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]) -> Iterator[Line]:

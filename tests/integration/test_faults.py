@@ -43,7 +43,7 @@ def after(tmp_path_factory):
         sys.executable, "-m", "tests.integration.faulty", "--config", "configs/train/smoke_cpu.yaml", "--max_steps",
         "9", "--num_generations", "4", "--per_device_train_batch_size", "16", "--max_completion_length", "12",
         "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "9", "--dataset_name",
-        str(folder / "whole"), "--output_dir", str(out), "--adora_skip_old_pass", "false",  # else every ratio is 1
+        str(folder / "whole"), "--output_dir", str(out), "--adora_stock_step", "skip_old_pass",  # else every ratio is 1
         "--adora_self_check", "false",  # it would meet the fault first
     ]  # fmt: skip
     done = run(command, environment={"STARTS": ";".join(starts), "TEST_MARK": mark}, check=False)

@@ -101,7 +101,7 @@ def test_lora_reaches_the_engine(tmp_path):
     launch(
         "cpu", *SMOKE, *SMALL, "--output_dir", str(out), "--max_steps", "4", "--learning_rate", "2e-2",
         "--adora_synthetic_rows", "64", "--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0",
-        "--lora_target_modules", "q_proj", "v_proj", "up_proj", "--adora_freeze_vision_tower", "true",
+        "--lora_target_modules", "q_proj", "v_proj", "up_proj", "--adora_freeze", "vision_tower",
         "--beta", "0.01",
     )  # fmt: skip
     steps = history(out)

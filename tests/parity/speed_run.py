@@ -16,7 +16,7 @@ import json
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 from adora_vl.utils.launch import prepare_engine_environment
@@ -30,7 +30,7 @@ from transformers import AutoModelForImageTextToText, TrainerCallback  # noqa: E
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
-from adora_vl.config.keys import SWITCHES, RolloutOptions  # noqa: E402, RolloutOptions
+from adora_vl.config.keys import RolloutOptions, StepPart  # noqa: E402
 from adora_vl.dedup import policy_pass as packed_module  # noqa: E402
 from adora_vl.dedup.shared_prompt import pack, sharing_pays  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
@@ -41,21 +41,22 @@ from adora_vl.training.generation import Generation  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 from tests.parity.looks import WITH_ENGINE, Gradients, data_set  # noqa: E402
 
+PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]
 # What each step has on. Sharing vision and prompts needs the references that the image cache gives.
 STEPS: dict[str, list[str]] = {
     "off": [],
     "off again": [],
-    "cache": ["adora_cache_images"],
-    "requests": ["adora_cache_images", "adora_group_requests"],
-    "vision": ["adora_cache_images", "adora_share_vision"],
-    "windows": ["adora_batch_windows"],
-    "prompt": ["adora_cache_images", "adora_share_prompt"],
-    "old pass": ["adora_skip_old_pass"],
-    "zero signal": ["adora_skip_zero_signal"],
-    "spread": ["adora_cache_images", "adora_skip_zero_signal", "adora_spread_signal"],
-    "no padding": ["adora_share_prompt"],  # without references to images nothing tells which rows share a prompt
-    "all": list(SWITCHES),
-    "refill": list(SWITCHES),  # with a further batch in the place of what has no signal
+    "cache": ["cache_images"],
+    "requests": ["cache_images", "group_requests"],
+    "vision": ["cache_images", "share_vision"],
+    "windows": ["batch_windows"],
+    "prompt": ["cache_images", "share_prompt"],
+    "old pass": ["skip_old_pass"],
+    "zero signal": ["skip_zero_signal"],
+    "spread": ["cache_images", "skip_zero_signal", "spread_signal"],
+    "no padding": ["share_prompt"],  # without references to images nothing tells which rows share a prompt
+    "all": PARTS,
+    "refill": PARTS,  # with a further batch in the place of what has no signal
 }
 
 
@@ -125,8 +126,7 @@ class Switches(TrainerCallback):
         self.trainer.packed.append(self.trainer.policy_pass.packed.passes)
         pays = (lambda *_: True) if name == "no padding" else sharing_pays
         mock.patch.object(packed_module, "sharing_pays", pays).start()
-        for switch in SWITCHES:
-            setattr(args, switch, switch in STEPS[name])
+        args.adora_stock_step = [part for part in PARTS if part not in STEPS[name]]
         args.adora_rollouts = RolloutOptions(refill=int(name == "refill"))
         self.trainer.loss = 0.0
 

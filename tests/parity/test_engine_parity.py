@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from adora_vl.advantage import Groups, weigh_groups
 from adora_vl.builtin import WarmStart
 from adora_vl.builtin.tiny_vl import build_tiny_model
-from adora_vl.config.keys import SWITCHES
 from adora_vl.doctor.engine import BANNED, BUFFERS, FEATURES, LANGUAGE, RUNNER, SLEEP, VISION
 from adora_vl.models.load import PRETRAINED
 from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
@@ -41,7 +40,10 @@ def assert_parity(result: dict[str, Any]) -> None:
     assert result["moved"] > 0.1, "the updates were too small to prove anything"
 
 
-STOCK_WORK = [f"{name}=false" for name in SWITCHES]
+STOCK_WORK = [
+    "adora_stock_step=[cache_images, group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, "
+    "skip_zero_signal, spread_signal]"
+]
 
 
 @pytest.mark.parametrize("words", [[], STOCK_WORK], ids=["all at once", "stock's work"])
@@ -111,7 +113,7 @@ def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
 
 def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is frozen.
-    result = parity(tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze_projector=true")
+    result = parity(tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze=[projector]")
     assert_parity(result)
     everything = sum(result["tensors"].values())
     assert result["sent"] == [everything] + [everything - result["tensors"]["projector"]] * 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advant
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.daro import Daro
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.keys import SWITCHES
+from adora_vl.config.keys import StepPart
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
@@ -54,7 +54,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         "seed": 2,
         # what ours adds by itself, so that the same tokens are sampled
         "generation_kwargs": {"suppress_tokens": never_sampled_ids(processor.tokenizer)},
-        **dict.fromkeys(SWITCHES, False),
+        "adora_stock_step": [part for part in get_args(StepPart) if part != "seeded_rollouts"],
     }
     args = AdoraGRPOConfig(**{**own, **settings})
     batches: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ DRIFT = 1e-4
 TWO_PROCESSES = (
     "per_device_train_batch_size=4",
     "gradient_accumulation_steps=4",
-    "adora_freeze_vision_tower=true",
+    "adora_freeze=[vision_tower]",
     "loss_type=dapo",
 )
 

@@ -47,15 +47,12 @@ class Watched(AdoraGRPOTrainer):
         """Of these rollouts, each with the weight that it has in stock TRL's micro-batches of full size."""
         batch = take_rows(split_pixel_values_by_grid(self.generation), rows)
         batch = unsplit_pixel_values_by_grid(batch)
-        switches = ("adora_share_vision", "adora_share_prompt")
-        for name in switches:
-            setattr(self.args, name, False)
+        self.args.adora_stock_step = ["share_vision", "share_prompt"]
         self.images.vision.share = False
         loss = GRPOTrainer._compute_loss(self, self.model, batch) * len(rows) / ROWS
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        for name in switches:
-            setattr(self.args, name, True)
+        self.args.adora_stock_step = False
         self.images.vision.share = True
         return {name: g for name, g in zip(named, gradients, strict=True) if g is not None}
 

@@ -39,7 +39,7 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
     ("save_steps: 1e3", [], "save_steps", 1000),
     ("run_name: 2020-01-01", [], "run_name", "2020-01-01"),
     ("attn_implementation: owner/kernel", [], "attn_implementation", "owner/kernel"),
-    ("adora_share_prompt: true", ["--no_adora_share_prompt"], "adora_share_prompt", False),
+    ("adora_self_check: true", ["--no_adora_self_check"], "adora_self_check", False),
     ("use_peft: null", ["--use_peft"], "use_peft", True),
     ("adora_reward: easyr1", [], "adora_reward", ["easyr1"]),
     ("adora_reward: easyr1", ["--adora_reward", "accuracy", "format"], "adora_reward", ["accuracy", "format"]),
@@ -120,7 +120,9 @@ BAD_WORDS = {
     '--adora_method_options {"factor":1,"factor":2}': "adora_method_options: 'factor' is given twice in one object",
     "--zzzz 1": "command line: unknown key 'zzzz'",
     "--adora_less_padding true": "command line: the key 'adora_less_padding' was removed; leave it out",
-    "--no_adora_share_promt": "command line: unknown key 'no_adora_share_promt'; did you mean 'adora_share_prompt'?",
+    "--no_adora_share_prompt": "is now part of adora_stock_step; write --adora_stock_step share_prompt",
+    "--adora_freeze_projector=true": "is now part of adora_freeze; write --adora_freeze projector",
+    "--no_adora_self_chek": "command line: unknown key 'no_adora_self_chek'; did you mean 'adora_self_check'?",
     "--config nowhere.yaml": "--config: no file 'nowhere.yaml'",
     "--confg a.yaml": "command line: unknown key 'confg'; did you mean '--config'?",
     "--dry-rn": "command line: unknown key 'dry_rn'; did you mean '--dry-run'?",
@@ -189,14 +191,14 @@ EARLY = {
     "'attenuation'?",
     "--adora_criteria length size": "adora_criteria: 'size' is not one of length, difficulty",
     "--config {file}": "adora_factor: 0 is not a number above 0",
-    "--config {file} --adora_factor 0.5 --no_adora_share_prompt --seed -1": "seed: -1 is not a whole number of at "
+    "--config {file} --adora_factor 0.5 --no_adora_self_check --seed -1": "seed: -1 is not a whole number of at "
     "least 0 and at most 4294967295",
 }
 
 
 def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path):
     """All in one process. What the command line replaces in the file is not looked at."""
-    (tmp_path / "c.yaml").write_text("adora_factor: 0\nadora_share_prompt: maybe\n")
+    (tmp_path / "c.yaml").write_text("adora_factor: 0\nadora_self_check: maybe\n")
     rows = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
     for command in ("train", "doctor.__main__"):
         commands = [row for row in rows if command == "train" or "--dry-run" not in row]

@@ -266,7 +266,7 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size: 2"),
         ({"adora_rollouts": {"budget": 100, "refill": 2}}, "adora_rollouts.refill: 2"),
         ({"adora_noisy_rollouts": 0.5}, "adora_noisy_rollouts: 0.5"),
-        ({"adora_cache_images": False}, "adora_cache_images: false"),
+        ({"adora_stock_step": ["cache_images"]}, "adora_stock_step: cache_images"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction: false"),
         ({"generation_kwargs": {"min_tokens": 5, "stop": ["."]}}, "generation_kwargs: min_tokens, stop"),
         ({"loss_type": "bnpo"}, "loss_type: bnpo"),
@@ -313,7 +313,7 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
 def test_what_one_step_ahead_does_not_go_with():
     ours = {
         "adora_rollouts": RolloutOptions(ahead=1), "use_vllm": True, "vllm_mode": "server",
-        "adora_weight_transfer": "file", "vllm_importance_sampling_correction": True, "adora_cache_images": True,
+        "adora_weight_transfer": "file", "vllm_importance_sampling_correction": True, "own": lambda part: True,
         "dataloader_num_workers": 0, "steps_per_generation": 4,
         "num_iterations": 1, "gradient_accumulation_steps": 2,
     }  # fmt: skip
@@ -324,7 +324,7 @@ def test_what_one_step_ahead_does_not_go_with():
         ("vllm_importance_sampling_correction", False, "vllm_importance_sampling_correction: false"),
         ("adora_rollouts", RolloutOptions(ahead=1, budget=64), "adora_rollouts.budget: 64"),
         ("adora_rollouts", RolloutOptions(ahead=1, refill=2), "adora_rollouts.refill: 2"),
-        ("adora_cache_images", False, "adora_cache_images: false"),
+        ("own", lambda part: False, "adora_stock_step: cache_images"),
         ("dataloader_num_workers", 2, "dataloader_num_workers: 2"),
         ("gradient_accumulation_steps", 8, "several generations for one optimizer step"),
     ):

@@ -197,8 +197,6 @@ def test_where_it_runs(subtests):
     cases: list[Any] = [
         ({}, "cuda", True),
         ({}, "cpu", False),
-        ({"adora_prefetch_images": True}, "cpu", True),
-        ({"adora_prefetch_images": False}, "cuda", False),
         ({"dataloader_num_workers": 2}, "cuda", False),
         ({"cache": None}, "cuda", False),
         ({"shown": False}, "cuda", False),
@@ -207,14 +205,13 @@ def test_where_it_runs(subtests):
     for changed, device, expected in cases:
         with subtests.test(f"{changed!r:.80} {device} {expected}"):
             given: dict[str, Any] = {
-                "adora_prefetch_images": None,
                 "dataloader_num_workers": 0,
                 "cache": SimpleNamespace(limit_bytes=1),
             }
             given |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
             args = SimpleNamespace(device=torch.device(device), **given)
             facts = {"cache": given["cache"], "shown": given["shown"], "process": len}
-            images: Any = SimpleNamespace(**facts, _switches=args, _device=args.device)
+            images: Any = SimpleNamespace(**facts, _config=args, _device=args.device)
             made = DistinctImages.prefetch(images, DistinctRows([]), cast("Any", InOrder()), given["dataset"])
             assert isinstance(made, ImagePrefetch) == expected and isinstance(made, NoPrefetch)
 
@@ -241,7 +238,8 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
     monkeypatch.setattr("adora_vl.dedup.images.ImagePrefetch", Patient)
     folder = shutil.copytree(adora_run, tmp_path / "adora")
     shutil.rmtree(folder / f"checkpoint-{STEPS}")
-    train(folder, adora_prefetch_images="true")
+    monkeypatch.setattr("adora_vl.dedup.images.reads_ahead", lambda device: True)
+    train(folder)
     assert recorded(folder) == recorded(adora_run)
     main = threading.current_thread().name
     assert seen[main] == 4, "the problems of step 3, the first after the checkpoint"

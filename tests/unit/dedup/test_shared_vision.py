@@ -22,7 +22,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 import adora_vl.dedup.vision
-from adora_vl.config.keys import SpeedOptions
+from adora_vl.config.keys import AdoraKeys
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.dedup.images import DistinctImages, with_image_columns
 from adora_vl.dedup.vision import BATCHED, SharedVision, batch_windows, by_size, host_bounds, in_passes
@@ -286,7 +286,7 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subt
             model = model_of("qwen2_5_vl")
             model.model.visual.requires_grad_(False)
             calls = passes_of(model.model.visual)
-            switches: Any = SpeedOptions(adora_cache_images=kept)
+            switches: Any = AdoraKeys(adora_stock_step=[] if kept else ["cache_images"])
             processor = SimpleNamespace(image_processor=Qwen2VLImageProcessor())
             images = DistinctImages([model], processor, torch.device("cpu"), switches)
             none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)

@@ -223,7 +223,7 @@ def test_what_it_does_not_go_with_is_said_in_one_line(subtests):
     cases = [
         (["--per_device_train_batch_size", "4"], "adora_rollouts.replay: 4 needs whole groups"),
         (["--loss_type", "bnpo"], "adora_rollouts.replay: 4 does not go with loss_type: bnpo"),
-        (["--adora_cache_images", "false"], "adora_rollouts.replay: 4 needs adora_cache_images: true"),
+        (["--adora_stock_step", "cache_images"], "adora_rollouts.replay: 4 does not go with adora_stock_step"),
         (["--sync_ref_model", "true"], "adora_rollouts.replay: 4 does not go with sync_ref_model"),
     ]
     for arguments, said in cases:

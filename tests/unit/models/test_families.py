@@ -104,13 +104,13 @@ def check(config: Any, **changed: Any) -> list[str]:
     return check_family(ModelConfig(model_name_or_path="some/model"), AdoraGRPOConfig(**settings), config)
 
 
-OFF: dict[str, Any] = dict.fromkeys(NEEDS_FAMILY, False)
+OFF: dict[str, Any] = {"adora_stock_step": [*NEEDS_FAMILY]}
 
 
 def test_a_known_family_says_nothing_but_what_is_off():
     assert all(check(AutoConfig.for_model(kind)) == [] for kind in FAMILIES if kind != "qwen3_5")
     (line,) = check(AutoConfig.for_model("qwen3_5"))
-    assert "linear attention" in line and "adora_share_prompt" in line
+    assert "linear attention" in line and "share_prompt" in line
 
 
 def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
@@ -130,10 +130,10 @@ def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
 
 
 def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
-    with pytest.raises(UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*share_vision.*models/__init"):
+    with pytest.raises(UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*stock_step: .*models/__init"):
         check(LlavaConfig())
-    with pytest.raises(UserError, match="set .*adora_freeze_projector to false"):
-        check(LlavaConfig(), adora_freeze_projector=True, **OFF)
+    with pytest.raises(UserError, match=r"set .*adora_freeze: \[\] to train"):
+        check(LlavaConfig(), adora_freeze=["projector"], **OFF)
     (line,) = check(LlavaConfig(), **OFF)
     assert "the way of stock TRL" in line and "\n" not in line
 
@@ -186,13 +186,13 @@ def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
     settings: dict[str, Any] = {
         "max_steps": 1,
         "per_device_train_batch_size": 4,
-        "adora_skip_old_pass": "false",
+        "adora_stock_step": "skip_old_pass",
         "save_strategy": "no",
     }
     with pytest.raises(AssertionError):
         train(tmp_path / "refused", **settings)
     assert "has model_type qwen2_5_vl, which is not among the known families" in capsys.readouterr().err
-    train(tmp_path / "run", **settings, **dict.fromkeys(NEEDS_FAMILY, "false"))
+    train(tmp_path / "run", **{**settings, "adora_stock_step": f"skip_old_pass,{','.join(NEEDS_FAMILY)}"})
     assert "the way of stock TRL" in capsys.readouterr().out
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
@@ -216,7 +216,7 @@ def test_one_key_freezes_one_part_and_no_other(subtests):
 def test_a_key_that_matches_nothing_is_an_error():
     text_only = nn.Module()
     text_only.lm_head = nn.Linear(2, 2)
-    with pytest.raises(UserError, match="adora_freeze_vision_tower: true.*no parameter"):
+    with pytest.raises(UserError, match="adora_freeze: vision_tower: this model has none"):
         freeze(text_only, ["vision_tower"])
 
 

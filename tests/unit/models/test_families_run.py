@@ -36,7 +36,7 @@ STEPS = 3
 
 SETTINGS = {
     "max_steps": STEPS, "save_steps": 2, "per_device_train_batch_size": 8, "max_completion_length": 12,
-    "entropy_coef": 1.0, "learning_rate": 1e-2, "adora_freeze_projector": "true", "log_completions": "true",
+    "entropy_coef": 1.0, "learning_rate": 1e-2, "adora_freeze": "projector", "log_completions": "true",
 }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def score(model: Path, data: Path, output: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_run_and_its_adapter_are_evaluated(trained, data, tmp_path):
     assert score(trained.run, data, tmp_path / "whole")["total"] == 2
-    settings = {**SETTINGS, "adora_freeze_projector": "false", **LORA}
+    settings = {**SETTINGS, "adora_freeze": "[]", **LORA}
     adapted = train(tmp_path / "lora", model_name_or_path=trained.model, **settings)
     parts = moved(trained.model, adapted / "merged")
     assert any(parts["language_model"]) and not any(parts["projector"]) and not any(parts["vision_tower"])

@@ -74,7 +74,7 @@ def trainer(engine: Any, **changed: Any) -> Any:
     found.model, found.shape = facts["model"], SimpleNamespace(has_one_step=True)
     found.extensions = [SimpleNamespace(needs_old_logps=facts["extension"])]
     found.args = SimpleNamespace(
-        adora_rollouts=RolloutOptions(refill=facts["tries"]), adora_skip_old_pass=not facts["old_pass"]
+        adora_rollouts=RolloutOptions(refill=facts["tries"]), own=lambda part: not facts["old_pass"]
     )
     return found
 

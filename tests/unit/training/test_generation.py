@@ -269,11 +269,11 @@ RUNS: dict[str, dict[str, Any]] = {
     # two micro-batches per step, every rollout twice, and features of a frozen tower that are kept for a generation
     "rollouts learned from twice": {
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4,
-        "num_iterations": 2, "adora_freeze_vision_tower": "true", "adora_freeze_projector": "true",
+        "num_iterations": 2, "adora_freeze": "vision_tower,projector",
     },
     "stock's work": {
-        "per_device_train_batch_size": 8, "steps_per_generation": CYCLE, "adora_cache_images": "false",
-        "adora_share_vision": "false", "adora_share_prompt": "false", "adora_skip_zero_signal": "false",
+        "per_device_train_batch_size": 8, "steps_per_generation": CYCLE,
+        "adora_stock_step": "cache_images,share_vision,share_prompt,skip_zero_signal",
     },
 }  # fmt: skip
 

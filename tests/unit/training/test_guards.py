@@ -40,9 +40,10 @@ def training():
     def log(name: str, value: float) -> None:
         logged.append(value)
 
-    context = step_context(log, adora_max_bad_steps=2, adora_max_ratio=1000.0)
+    context = step_context(log, adora_max_ratio=1000.0)
     ratios = RatioGuard(context)
     guard, control = SkipBadSteps(context, ratios, None), TrainerControl()
+    guard.patience = 2
 
     def step(*gradient: float, ratio: float | None = None) -> list[float]:
         ratios.exploded = ratio
@@ -84,8 +85,9 @@ def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False)
     """The guard of a run under DeepSpeed after two steps of this norm, and its control."""
     engine = SimpleNamespace(get_global_grad_norm=lambda: norm)
     steps = DeepSpeedSteps(lambda: engine, SimpleNamespace(optimizer_step_was_skipped=skipped))
-    context = step_context(adora_max_bad_steps=patience, fp16=fp16)
+    context = step_context(fp16=fp16)
     guard, control = SkipBadSteps(context, RatioGuard(context), steps), TrainerControl()
+    guard.patience = guard.patience if fp16 else patience
     for step in (7, 8):
         guard.on_step_end(None, SimpleNamespace(global_step=step), control)
     return guard, control
@@ -296,7 +298,6 @@ def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(monkeypatc
             save_on_a_full_disk(tmp_path)
         return 0
 
-    monkeypatch.setattr("adora_vl.train.look_first", lambda _: None)
     monkeypatch.setattr("adora_vl.train.train", training)
     assert train.main(["--model_name_or_path", "tiny"]) == 1
     assert capsys.readouterr().err == (

@@ -274,7 +274,7 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     monkeypatch.setattr("adora_vl.training.micro_batches.gather_object", lambda own: [*own, 5])
     two = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
-    one = batcher(banks=banks, accelerator=two, adora_spread_signal=False)
+    one = batcher(banks=banks, accelerator=two, adora_stock_step=["spread_signal"])
     found = rows_of(one.split(sixteen(banks, "h"), "0/0"))
     assert sorted(row for rows in found for row in rows) == [*range(8), 14, 15]
     assert [len(rows) for rows in found] == [0, 4, 4, 2]
@@ -305,7 +305,7 @@ def test_places_without_rollouts_do_not_count():
 def test_every_group_is_learned_from_where_the_loss_has_another_term_or_the_key_says_so(subtests):
     cases: dict[str, dict[str, Any]] = {
         "a penalty": {"every_row_counts": True},
-        "key": {"adora_skip_zero_signal": False},
+        "key": {"adora_stock_step": ["skip_zero_signal"]},
     }
     for name, keys in cases.items():
         with subtests.test(name):
