@@ -72,8 +72,8 @@ processes="$(awk -F, '{print NF}' <<<"$TRAINER_GPUS")"
 # The trainer is a child that gets the signals of this script, so that it saves before the servers end.
 env "${visible[@]}" "${LAUNCH:-.venv/bin/accelerate}" launch \
   --config_file "${ACCELERATE_CONFIG:-configs/accelerate/zero3.yaml}" --num_processes "$processes" \
-  -m adora_vl.train --model_name_or_path "$model" --use_vllm true --vllm_mode server --adora_weight_transfer file \
-  --adora_weight_folder "$weights" --vllm_server_base_url "$(IFS=,; echo "${addresses[*]}")" "$@" &
+  -m adora_vl.train --model_name_or_path "$model" --use_vllm true --vllm_mode server --adora_weight_transfer "$weights" \
+  --vllm_server_base_url "$(IFS=,; echo "${addresses[*]}")" "$@" &
 trainer="$!"
 trap 'kill -TERM "$trainer" 2>/dev/null' TERM INT HUP
 code=0

@@ -30,10 +30,10 @@ _FREE_KEYS = {
     "log_level_replica", "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts",
     "log_completions_hub_repo", "save_strategy", "save_steps", "save_total_limit", "vllm_gpu_memory_utilization",
     "adora_max_drift", "adora_self_check", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
-    "adora_columns", "adora_system_prompt_file", "adora_response_format",  # what was read is compared
+    "adora_columns",  # what was read is compared
     "adora_overlong_prompts",  # the rows that it leaves out are compared
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
-    "adora_weight_transfer", "adora_weight_folder",
+    "adora_weight_transfer",
     "adora_reward_timeout", "num_generations_eval", "per_device_eval_batch_size",
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")

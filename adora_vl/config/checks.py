@@ -81,9 +81,9 @@ def _check_rollouts(config: AdoraGRPOConfig) -> None:
             "adora_max_drift: null to train unguarded"
         )
     check_sampling(config)
-    if config.adora_truncated_at is not None and config.adora_truncated_at > config.max_completion_length:
+    if config.truncated_at is not None and config.truncated_at > config.max_completion_length:
         raise UserError(
-            f"adora_truncated_at: {config.adora_truncated_at} is above max_completion_length: "
+            f"adora_truncated: {config.truncated_at} is above max_completion_length: "
             f"{config.max_completion_length}, no rollout would ever count as truncated; remove it to derive it"
         )
     check_speed(config)
@@ -104,7 +104,7 @@ def check_sampling(config: Any) -> None:
 
 def check_servers(config: Any) -> None:
     """Raises `UserError` for weights that could not reach the servers of a run by NCCL."""
-    if not config.use_vllm or config.vllm_mode != "server" or config.adora_weight_transfer == "file":
+    if not config.use_vllm or config.vllm_mode != "server" or config.adora_weight_transfer != "nccl":
         return
     if config.use_cpu:
         raise UserError("adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true; set it to file")
@@ -186,7 +186,7 @@ def check_async(config: Any) -> None:
     if not config.adora_rollouts.ahead:
         return
     cycle = config.steps_per_generation * config.num_iterations
-    by_file = config.use_vllm and config.vllm_mode == "server" and config.adora_weight_transfer == "file"
+    by_file = config.use_vllm and config.vllm_mode == "server" and config.adora_weight_transfer != "nccl"
     uncorrected = not config.vllm_importance_sampling_correction
     _refuse_beside(
         "adora_rollouts.ahead: 1",

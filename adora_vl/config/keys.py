@@ -13,10 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from adora_vl.config.values import Name, check_fields
-from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, RESPONSE_FORMATS, SYSTEM_PROMPT, template
+from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, SYSTEM_PROMPTS, template
 from adora_vl.utils.cli import read_json
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, did_you_mean
 
+_Eos = Annotated[str, Field(pattern="^eos$", description="eos")]
+_Folder = Annotated[str, Field(pattern="/", description="a folder, with a / in its name")]
 StepPart = Literal[
     "cache_images", "group_requests", "share_vision", "batch_windows", "share_prompt", "skip_old_pass",
     "skip_zero_signal", "spread_signal", "seeded_rollouts",
@@ -57,10 +59,12 @@ class AdoraScriptArguments:
         },
     )
     adora_system_prompt: str | None = field(
-        default=SYSTEM_PROMPT, metadata={"help": "System prompt of every conversation; null for none."}
-    )
-    adora_system_prompt_file: str | None = field(
-        default=None, metadata={"help": "A UTF-8 text file with the system prompt, in place of adora_system_prompt."}
+        default="boxed",
+        metadata={
+            "help": "System prompt of every conversation. boxed asks for a box, think for <think> before it, "
+            "think_answer for <think>, then <answer> (think_format and think_answer_format check it); or a "
+            "FILE.txt; or a text of more than one word; null for none."
+        },
     )
     adora_prompt: str | None = field(
         default=DEFAULT_PROMPT,
@@ -75,14 +79,6 @@ class AdoraScriptArguments:
             "help": "What becomes of a row whose prompt leaves no room for an answer within vllm_max_model_length (or "
             "what the model allows): error (the run does not start) or drop (the row is left out).",
             "choices": ["error", "drop"],
-        },
-    )
-    adora_response_format: str = field(
-        default="boxed",
-        metadata={
-            "help": "What the default system prompt asks for: boxed, think (<think> before the answer) or think_answer "
-            "(<think>, then <answer>). The rewards think_format and think_answer_format check it.",
-            "choices": list(RESPONSE_FORMATS),
         },
     )
     adora_reward: list[str] = field(
@@ -129,7 +125,7 @@ class RolloutOptions:
     ahead: Annotated[int, Field(ge=0, le=1)] = field(
         default=0,
         metadata={
-            "help": "1: vLLM servers (adora_weight_transfer: file) sample the next generation while the policy learns "
+            "help": "1: vLLM servers that get weights by files sample the next generation while the policy learns "
             "from the present one, with weights of a generation before. 0: one after the other."
         },
     )
@@ -251,16 +247,12 @@ class AdoraKeys(ExperimentalOptions):
         metadata={"help": "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha."},
     )
     adora_correct_above: float = field(default=0.5, metadata={"help": "A rollout is correct above this reward."})
-    adora_truncation: str = field(
-        default="length",
-        metadata={
-            "help": "length: truncated from adora_truncated_at tokens on; eos: truncated where nothing has ended it.",
-            "choices": ["length", "eos"],
-        },
-    )
-    adora_truncated_at: Annotated[int, Field(ge=1)] | None = field(
+    adora_truncated: Annotated[int, Field(ge=1)] | _Eos | None = field(
         default=None,
-        metadata={"help": "Tokens; null means max_completion_length - 2, as the reference (4094 of 4096)."},
+        metadata={
+            "help": "Which rollouts count as truncated: those with so many tokens; null: max_completion_length - 2, as "
+            "the reference (4094 of 4096); eos: those that nothing has ended."
+        },
     )
     adora_empty_wrong: str = field(
         default="attenuate",
@@ -329,19 +321,12 @@ class AdoraKeys(ExperimentalOptions):
     adora_vllm_max_num_batched_tokens: Annotated[int, Field(ge=1)] = field(
         default=4096, metadata={"help": "vLLM's prefill budget; must hold one prompt with its image tokens."}
     )
-    adora_weight_transfer: str = field(
+    adora_weight_transfer: Literal["nccl", "file"] | _Folder = field(
         default="nccl",
         metadata={
-            "help": "How weights reach vLLM servers (vllm_mode: server): nccl, or file for any network, several "
-            "servers (vllm_server_base_url: http://a:8000,http://b:8000), and CPUs.",
-            "choices": ["nccl", "file"],
-        },
-    )
-    adora_weight_folder: str | None = field(
-        default=None,
-        metadata={
-            "help": "With adora_weight_transfer: file, a folder that trainer and servers see, such as one in "
-            "/dev/shm; null: .weights in output_dir. The trainer's user alone can read what it gets."
+            "help": "How weights reach vLLM servers (vllm_mode: server): nccl; or by files, for any network, several "
+            "servers (vllm_server_base_url: http://a:8000,http://b:8000), and CPUs, in .weights of output_dir (file), "
+            "or a folder that trainer and servers see, such as one in /dev/shm; the trainer's user alone can read it."
         },
     )
     adora_freeze: list[Literal["vision_tower", "projector", "language_model"]] = field(
@@ -390,7 +375,7 @@ class AdoraKeys(ExperimentalOptions):
 
 
 def settle_data_options(script: AdoraScriptArguments) -> None:
-    """Read what the keys stand for into a script's arguments: the file, the format's prompt, JSON. Raises `UserError`.
+    """Read what the keys stand for into a script's arguments: the system prompt, JSON. Raises `UserError`.
 
     Twice is the same as once.
     """
@@ -401,16 +386,7 @@ def settle_data_options(script: AdoraScriptArguments) -> None:
     _check_mixture(script.dataset_name, script.adora_mixture)
     if script.adora_prompt is not None:
         template(script.adora_prompt)
-    prompt, file = script.adora_system_prompt, script.adora_system_prompt_file
-    if file is not None:
-        text = _text_of(file)
-        if prompt not in (SYSTEM_PROMPT, text):
-            raise UserError(
-                f"adora_system_prompt_file: {file!r} is given beside an adora_system_prompt; give one of them"
-            )
-        script.adora_system_prompt = text
-    elif prompt == SYSTEM_PROMPT:
-        script.adora_system_prompt = RESPONSE_FORMATS[script.adora_response_format]
+    script.adora_system_prompt = _prompt_of(script.adora_system_prompt)
     token = next((token for token in CONTROL_TOKENS if token in (script.adora_system_prompt or "")), None)
     if token is not None:
         raise UserError(f"adora_system_prompt: it has the model's own token {token}; remove it from the text")
@@ -432,13 +408,21 @@ def _check_mixture(names: list[str], weights: list[float] | None) -> None:
         )
 
 
-def _text_of(file: str) -> str:
+def _prompt_of(value: str | None) -> str | None:
+    """The text that a word stands for: one of ours, or a file. A text of several words is the prompt itself."""
+    if value is None or value in SYSTEM_PROMPTS:
+        return value and SYSTEM_PROMPTS[value]
+    if len(value.split()) > 1 and ("\n" in value or not value.endswith(".txt")):
+        return value
     try:
-        content = Path(file).read_bytes()
+        content = Path(value).read_bytes()
         text = content.decode("utf-8-sig").strip()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
-        raise UserError(f"adora_system_prompt_file: {file!r} cannot be read ({reason}); name a UTF-8 text") from error
+        raise UserError(
+            f"adora_system_prompt: {value!r} is not one of {', '.join(SYSTEM_PROMPTS)}, nor a UTF-8 text that can be "
+            f"read ({reason}), nor a text of more than one word{did_you_mean(value, SYSTEM_PROMPTS)}"
+        ) from error
     if not text or len(content) > _LARGEST_PROMPT:
-        raise UserError(f"adora_system_prompt_file: {file!r} has {len(content)} bytes; name a file with a prompt in it")
+        raise UserError(f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt in it")
     return text

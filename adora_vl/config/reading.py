@@ -40,6 +40,14 @@ MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
     "adora_max_staleness": ("adora_rollouts.staleness", None),
     "adora_replay_groups": ("adora_rollouts.replay", None),
     "adora_replay_alpha": ("adora_rollouts.replay_alpha", None),
+    "adora_system_prompt_file": ("adora_system_prompt", lambda value: LEAVE_OUT if is_null(value) else value),
+    "adora_response_format": ("adora_system_prompt", lambda value: LEAVE_OUT if value == "boxed" else value),
+    "adora_truncation": ("adora_truncated", lambda value: value if value == "eos" else LEAVE_OUT),
+    "adora_truncated_at": ("adora_truncated", None),
+    "adora_weight_folder": (
+        "adora_weight_transfer",
+        lambda value: LEAVE_OUT if is_null(value) else value if "/" in str(value) else f"./{value}",
+    ),
     **{f"adora_{part}": ("adora_stock_step", _listed(part, False)) for part in get_args(StepPart)},
     **{
         f"adora_freeze_{part}": ("adora_freeze", _listed(part, True))

@@ -97,9 +97,10 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     __str__ = __repr__
 
     @property
-    def truncated_at(self) -> int:
-        """Tokens from which a completion counts as truncated when `adora_truncation` is `length`."""
-        return self.adora_truncated_at if self.adora_truncated_at is not None else self.max_completion_length - 2
+    def truncated_at(self) -> int | None:
+        """Tokens from which on a completion counts as truncated; None: where nothing has ended it."""
+        at = self.adora_truncated
+        return None if isinstance(at, str) else self.max_completion_length - 2 if at is None else at
 
 
 class NoGPUError(UserError):

@@ -22,8 +22,8 @@ CONTROL_TOKENS = (
 )  # fmt: skip
 # The prompt of the ADORA reference's recipe (shadecloak/ADORA, VLM preset).
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
-# What `adora_response_format` asks for, beside the box that the grader reads. The wording is that of R1's template.
-RESPONSE_FORMATS = {
+# The words for `adora_system_prompt`. What two of them ask for beside the box has the wording of R1's template.
+SYSTEM_PROMPTS = {
     "boxed": SYSTEM_PROMPT,
     "think": (
         "First think about the reasoning process, then give the answer. The reasoning process is enclosed within "

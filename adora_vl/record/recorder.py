@@ -23,6 +23,7 @@ from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
 from adora_vl.training.scores import Scores
 from adora_vl.types import Batch, Row, StepContext, compared_mask
+from adora_vl.utils.cli import plain
 from adora_vl.utils.hidden import masked
 
 
@@ -87,7 +88,7 @@ class Recorder:
         self._counted = 0  # this rank's rollouts in the present step
         self._spans: list[slice] = []  # the recorded ones, one entry per generation
         own = [each.name for each in fields(config) if each.name.startswith("adora_")]
-        settings = masked({name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)})
+        settings = masked(plain({name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)}))
         settings["truncated_at"] = config.truncated_at
         self.record = Record(Path(config.output_dir), config.adora_record_gb, settings, accelerator.num_processes)
 

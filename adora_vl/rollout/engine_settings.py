@@ -39,14 +39,15 @@ def engine_dtype(args: AdoraGRPOConfig) -> str | None:
 
 def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettings:
     """What the engine is built with."""
-    by_file = args.vllm_mode == "server" and args.adora_weight_transfer == "file"
+    folder = args.adora_weight_transfer if args.vllm_mode == "server" else "nccl"
+    files = {"nccl": None, "file": str(Path(args.output_dir, ".weights"))}
     return EngineSettings(
         dtype=engine_dtype(args),
         revision=revision,
         enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
         keeps_images=not args.own("cache_images"),
-        weight_folder=(args.adora_weight_folder or str(Path(args.output_dir, ".weights"))) if by_file else None,
+        weight_folder=files.get(folder, folder),
         answer_s=args.ddp_timeout / 2,  # as long again remains to ask another, while the other ranks wait
         output_dir=args.output_dir,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from adora_vl.checkpoint.library_state import save_tensors
 from adora_vl.utils.files import abandoned, locked_folder, unwritable
 
-KEY = "adora_weight_folder"
+KEY = "adora_weight_transfer"
 
 
 class WeightFiles:

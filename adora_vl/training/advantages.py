@@ -62,8 +62,7 @@ class AdvantageComputer:
         self.scale = str(config.scale_rewards)
         self.accelerator, self.correct_above = context.accelerator, config.adora_correct_above
         self.methods, self.reward_weights_F = methods, reward_weights_F
-        at = config.truncated_at if config.adora_truncation == "length" else None
-        self.truncation = Truncation(at, masked=config.mask_truncated_completions)
+        self.truncation = Truncation(config.truncated_at, masked=config.mask_truncated_completions)
 
     def judged(self, scores: Scores, batch: Batch, generations: int, step: int, *, training: bool) -> Advantages:
         """What the criteria say of rollouts that have just been graded. `batch` is this rank's, with TRL's advantages.

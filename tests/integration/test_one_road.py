@@ -127,7 +127,7 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--use_vllm true --adora_rollouts.ahead 1", "adora_rollouts.ahead: 1 does not go with another engine"),
     ("--adora_noisy_rollouts 0.3", "adora_noisy_rollouts: 0.3 of num_generations: 8 is 2.4"),
     ("--adora_visual_tokens 0.4 --loss_type vespo", "adora_visual_tokens: 0.4 gives each token an advantage"),
-    ("--max_completion_length 32 --adora_truncated_at 40", "adora_truncated_at: 40 is above max_completion_length"),
+    ("--max_completion_length 32 --adora_truncated 40", "adora_truncated: 40 is above max_completion_length"),
     ("--beta nan", "beta: nan is not"),
     ("--lr_scheduler_type cosine_with_min_lr", "lr_scheduler_kwargs: {} does not fit lr_scheduler_type"),
     ("--optim_args foo", "optim_args: 'foo' is not NAME=VALUE"),

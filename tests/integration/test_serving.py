@@ -89,7 +89,7 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
 
 def test_an_adapter_reaches_the_server_merged_and_the_seeds_decide_what_it_samples(tmp_path, served):
     layers = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "q_proj,up_proj"}
-    lora = by_file(served, adora_weight_folder=tmp_path / "shared", **layers)
+    lora = by_file(served, adora_weight_transfer=tmp_path / "shared", **layers)
     answers = []
     for name in ("one", "other"):
         out = train(tmp_path / name, **lora)

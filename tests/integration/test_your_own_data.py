@@ -81,7 +81,7 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i", "t": "t"})
     changed = {
         "dataset_name": folder, "adora_columns": columns, "adora_prompt": "{problem}\nLook: {t}", "output_dir": out,
-        "adora_response_format": "think_answer", "adora_reward": "accuracy,think_answer_format", "max_steps": 2,
+        "adora_system_prompt": "think_answer", "adora_reward": "accuracy,think_answer_format", "max_steps": 2,
         "per_device_train_batch_size": 16, "num_generations": 4, "logging_steps": 1, "save_strategy": "no",
         "max_completion_length": 16, "vllm_max_model_length": 512, "entropy_coef": 1.0, "learning_rate": 1e-3,
         "eval_strategy": "steps", "eval_steps": 2,

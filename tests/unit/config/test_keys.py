@@ -56,7 +56,7 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_factor": ([0, -1], [0.1, 4], "a number above 0"),
     "adora_tau": ([0, 1.1], [1e-9, 1], "a number above 0 and at most 1"),
     "adora_correct_above": ([], [-3, 0, 0.5], "a number"),
-    "adora_truncated_at": ([0, 1.5], [1, None], "a whole number of at least 1 or null"),
+    "adora_truncated": ([0, 1.5], [1, None], "a whole number of at least 1 or eos or null"),
     "adora_max_drift": ([0, -1], [0.3, None], "a number above 0 or null"),
     "adora_vllm_max_num_batched_tokens": ([0, 1.5], [1], "a whole number of at least 1"),
     "adora_eval_limit": ([0, 1.5], [1, None], "a whole number of at least 1 or null"),
@@ -282,7 +282,7 @@ def test_the_documentation_has_every_key_of_ours_with_its_default():
     """In the tables of docs/configuration.md, which say two defaults in words."""
     rows = re.findall(r"^\| (`[\w.]+`(?:, `\w+`)*) \| (.*?) \|", (ROOT / "docs/configuration.md").read_text(), re.M)
     stated = {key: text.strip("`") for keys, text in rows for key in re.findall(r"`([\w.]+)`", keys)}
-    in_words = {"adora_system_prompt", "adora_eval"}
+    in_words = {"adora_eval"}
     assert stated["adora_prompt"].replace("\\n", "\n") == defaults()["adora_prompt"]
     assert stated.keys() >= OURS
     wrong = {}

@@ -55,7 +55,7 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
     ("{}", ["--adora_method_options", "{steps: [0, 5]}"], "adora_method_options", '{"steps": [0, 5]}'),
     ("{}", ["--adora_method_options", '{"steps": [0, 5]}'], "adora_method_options", '{"steps": [0, 5]}'),
     ("{}", ["--max_completion_length", "4096"], "truncated_at", 4094),
-    ("adora_truncated_at: 100", ["--max_completion_length", "4096"], "truncated_at", 100),
+    ("adora_truncated: 100", ["--max_completion_length", "4096"], "truncated_at", 100),
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.data.dataset import load_split, read_manifest, row_count, split_files, write_split
 from adora_vl.data.images import png_bytes
 from adora_vl.data.loading import UnreadableImage, load_rows, mark_unreadable, mixed_rows, unreadable_rows
-from adora_vl.data.prompts import DEFAULT_PROMPT, RESPONSE_FORMATS, SYSTEM_PROMPT
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evaluation import take_evaluations
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run, run_manifest
@@ -126,12 +126,12 @@ def test_a_resume_sees_another_data_set_share_prompt_or_order(sets: list[Path], 
         "adora_mixture": ("--dataset_name", *sets, "--adora_mixture", 0.5, 0.5),
         "dataset": ("--dataset_name", *sets[::-1], "--adora_mixture", 0.6, 0.4),
         "adora_prompt": (*mixed, "--adora_prompt", "{problem}!"),
-        "adora_system_prompt": (*mixed, "--adora_system_prompt_file", system),
+        "adora_system_prompt": (*mixed, "--adora_system_prompt", system),
     }.items():
         (changed,) = differences(before, of(*words))
         assert changed.startswith(f"{key}: ")
     system.write_text("Be very brief.\n")
-    assert "very brief" in of(*mixed, "--adora_system_prompt_file", system)["adora_system_prompt"]
+    assert "very brief" in of(*mixed, "--adora_system_prompt", system)["adora_system_prompt"]
 
 
 def test_a_table_is_named_with_its_columns_and_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +252,9 @@ def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
         (["--dataset_name", "a", "a"], "dataset_name: 'a' is given twice"),
         (["--adora_columns", "[1]"], "adora_columns: "),
         (["--dataset_name", __file__], "test_loading.py' is a file; say which of its columns"),
-        (["--adora_response_format", "loud"], "adora_response_format: 'loud' is not one of"),
+        (["--adora_system_prompt", "thnk"], "adora_system_prompt: 'thnk' is not one of .*did you mean 'think'"),
         (["--adora_prompt", "{problem.x}"], "adora_prompt: .*plain name"),
-        (["--adora_system_prompt_file", "nowhere.txt"], "adora_system_prompt_file: 'nowhere.txt' cannot be read"),
+        (["--adora_system_prompt", "nowhere.txt"], "'nowhere.txt' is not one .*No such file"),
     ]
     for words, message in cases:
         with subtests.test(f"{words!r:.80}"):
@@ -314,15 +314,12 @@ def test_a_row_that_is_there_twice_is_refused(sets: list[Path], tmp_path: Path) 
 def test_the_system_prompt_is_of_a_file_or_of_the_format(tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     file.write_bytes(b"\xef\xbb\xbfThink of {braces}.\n")
-    assert script_of("--adora_system_prompt_file", file).adora_system_prompt == "Think of {braces}."
-    assert script_of("--adora_response_format", "think").adora_system_prompt == RESPONSE_FORMATS["think"]
-    own = script_of("--adora_response_format", "think", "--adora_system_prompt", "Mine.")
-    assert own.adora_system_prompt == "Mine."
-    with pytest.raises(UserError, match="give one of them"):
-        script_of("--adora_system_prompt_file", file, "--adora_system_prompt", "Mine.")
+    assert script_of("--adora_system_prompt", file).adora_system_prompt == "Think of {braces}."
+    assert script_of("--adora_system_prompt", "think").adora_system_prompt == SYSTEM_PROMPTS["think"]
+    assert script_of("--adora_system_prompt", "It is mine.").adora_system_prompt == "It is mine."
     file.write_bytes(b"\xff")
-    with pytest.raises(UserError, match="name a UTF-8 text"):
-        script_of("--adora_system_prompt_file", file)
+    with pytest.raises(UserError, match="nor a UTF-8 text that can be read"):
+        script_of("--adora_system_prompt", file)
 
 
 def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:

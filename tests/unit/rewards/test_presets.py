@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adora_vl.config.reading import read
-from adora_vl.data.prompts import RESPONSE_FORMATS, SYSTEM_PROMPT, asks_for_answer_tags
+from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
 from adora_vl.rewards.choose import reachable
@@ -231,9 +231,9 @@ def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
 
 
 def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
-    assert set(RESPONSE_FORMATS) == {"boxed", "think", "think_answer"}
-    assert all("\\boxed{" in prompt for prompt in RESPONSE_FORMATS.values())
-    assert [name for name, prompt in RESPONSE_FORMATS.items() if asks_for_answer_tags(prompt)] == ["think_answer"]
+    assert set(SYSTEM_PROMPTS) == {"boxed", "think", "think_answer"}
+    assert all("\\boxed{" in prompt for prompt in SYSTEM_PROMPTS.values())
+    assert [name for name, prompt in SYSTEM_PROMPTS.items() if asks_for_answer_tags(prompt)] == ["think_answer"]
     assert asks_for_answer_tags(None, "{problem} Write <answer>5</answer>.") and not asks_for_answer_tags(None, None)
     assert not asks_for_answer_tags(SYSTEM_PROMPT, "{problem}")
 
@@ -261,7 +261,7 @@ def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
 @pytest.mark.slow
 def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None:
     for form, expected in (("think_answer", [1.0]), ("think", [0.0])):
-        words = arguments(tmp_path / form, adora_response_format=form, adora_reward="accuracy")
+        words = arguments(tmp_path / form, adora_system_prompt=form, adora_reward="accuracy")
         (function,) = prepare(read(words), to_train=False).rewards.functions
         assert function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"]) == expected, form
 

@@ -240,7 +240,7 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(s
             taken.append(name)
             yield name, torch.zeros(2)
 
-    one_line = "adora_weight_folder: .* cannot be written .*choose another"
+    one_line = "adora_weight_transfer: .* cannot be written .*choose another"
     with pytest.raises(UserError, match=one_line), files.written(tensors()):
         raise AssertionError("nothing was written")
     assert taken == ["a", "b", "c"], "other ranks gather every tensor"

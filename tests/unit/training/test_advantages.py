@@ -76,7 +76,7 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
     """As where a string ends them, without the end-of-turn token. Here answers whose last token is even have ended."""
     monkeypatch.setattr(Ends, "ended", lambda self, ids, text: ids[-1] % 2 == 0)
     learned = noted_batches(monkeypatch)
-    keys: Any = {"mask_truncated_completions": True, "adora_truncation": "eos"}
+    keys: Any = {"mask_truncated_completions": True, "adora_truncated": "eos"}
     log = run_from_python(tmp_path, **keys).state.log_history[0]
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
     mask_B = learned[0]["completion_mask"].any(dim=1)
