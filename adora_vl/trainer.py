@@ -23,7 +23,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
+from trl.trainer.utils import use_adapter
 
 from adora_vl.checkpoint.library_state import Losses, MovingReference
 from adora_vl.checkpoint.store import facts_of
@@ -37,6 +39,7 @@ from adora_vl.config.where import Where
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, NoPrefetch
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import PolicyPass, evaluating, generation_logps, has_dropout
+from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.experimental import extensions
@@ -48,13 +51,13 @@ from adora_vl.record import metrics, trackers
 from adora_vl.record.card import CardWriter, model_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.record.recorder import KeepRecord, Recorder
+from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.agreement import DriftProbe, SelfCheck, drift_probe, measured_drift
 from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import (
     folder_settings_left_out,
-    messages_of,
     mismatch_named,
     never_sample,
     never_sampled_ids,
@@ -64,13 +67,14 @@ from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objec
 from adora_vl.start.road import Asked, Checked, ModelSource, walk
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.ahead import RolloutsAhead
+from adora_vl.training.collate import collated, said
 from adora_vl.training.dynamic_sampling import DynamicSampling
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard, errors_with_step
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import DeepSpeedSteps, ScaledRate, SkipBadSteps
 from adora_vl.training.partial_rollouts import PartialRollouts
-from adora_vl.training.scores import Ends, Grader
+from adora_vl.training.scores import Ends, Grader, RewardFunctions
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import Batch, Row, StepContext, loss_mask
 from adora_vl.utils import compat
@@ -146,11 +150,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.loss_sums = Losses(self)
         self.row_guard, self.drift_guard, self.ratio_guard = RowGuard(context), DriftGuard(context), RatioGuard(context)
         self.reward_guard, self.server_guard = RewardGuard(context), ServerGuard(context)
-        self.reward_funcs = self.reward_guard.around(self.reward_funcs, self.reward_func_names)
+        self.rewards = RewardFunctions(
+            self.reward_guard.around(self.reward_funcs, self.reward_func_names), self.reward_processing_classes,
+            self.chat_template_kwargs, super(GRPOTrainer, self)._prepare_inputs, lambda: self.async_loop,
+        )  # fmt: skip
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
-        self.mask_truncated_completions = False  # `_collect` does it: TRL knows the end-of-turn tokens alone
-        self.grader = Grader(context, self.reward_guard, self.reward_weights, self.reward_func_names, ends)
+        self.ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
+        self.grader = Grader(context, self.reward_guard, self.reward_weights, self.reward_func_names)
         self.resample = DynamicSampling(context)
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until there is a loader
@@ -162,7 +168,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             partials = PartialRollouts(context, self._sample_alone, lambda: self.vllm_generation, self.train_dataset)
             self.extensions.insert(0, partials)
         if args.adora_rollouts.ahead:
-            asks = self._sync, self._tokenized, lambda now: self._distinct_rows.rows_after(now, self._row_order)
+            asks = self._sync, self._prompts, lambda now: self._distinct_rows.rows_after(now, self._row_order)
             drift = partial(drift_probe, self), self._check_drift
             self.extensions.insert(0, RolloutsAhead(context, self.vllm_generation, *asks, *drift))
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
@@ -290,9 +296,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return cast("AbstractContextManager[None]", self.vllm_generation.staying_awake())
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        """Stock TRL processes the image of every copy of a row twice, makes a pass for the old log-probabilities
-        whenever vLLM samples, and returns group-normalised advantages. Ours processes each image once, makes that pass
-        only if it is needed, replaces groups without signal, and then weighs all groups together.
+        """Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the old
+        log-probabilities whenever vLLM samples, grades, and returns group-normalised advantages. Ours processes each
+        image once, makes that pass only if it is needed, replaces groups without signal, and then weighs all together.
         """
         generation = self._collect(self._begin(inputs))
         if self.model.training:
@@ -336,31 +342,91 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _collect(self, generation: Generation) -> Generation:
         """Sample, grade and judge these rollouts, and record them."""
         rows, mode, training = generation.rows, generation.mode, generation.mode == "train"
-        self._collecting = generation
         if training and not generation.attempt:
             trackers.empty(self._logs)
-        processor = self.images.generation(rows, mode, further=generation.attempt > 0, processor=self.processing_class)
-        with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self), self._old_pass(needed=not training):
-            batch = generation.batch = self.images.completed(self._sample_and_grade(generation))
-        scores = generation.scores
-        assert scores is not None
-        if self.args.mask_truncated_completions:
-            ended_B = ~generation.of_rank(scores.unended_B, self.accelerator.process_index)
-            batch["completion_mask"] = batch["completion_mask"] * ended_B[:, None]
-            if not training:  # else `_weigh` counts those that are learned from
-                batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        with self.clock.phase("rollout"), self.server_guard.watching():
+            prompts = self.images.prompts(rows, mode, further=generation.attempt > 0)
+            completions, logps = self._sampled(rows, prompts, generation.sampling, generation.group_size)
+            answers = said(self.processing_class, prompts, completions)
+        texts = [completion_text(answer) for answer in answers]
+        ended = [self.ends.ended(ids, text) for ids, text in zip(completions, texts, strict=True)]
+        counted = ended if self.mask_truncated_completions else [True] * len(rows)
+        widths = {"pad_id": self._tokenizer.pad_token_id, "multiple": self.pad_to_multiple_of}
+        to_device = super(GRPOTrainer, self)._prepare_inputs
+        batch = collated(prompts, completions, logps, counted, **widths, to_device=to_device)
+        batch = generation.batch = self.images.completed(cast("Batch", {**batch, **self._columns(generation)}))
+        self._score(batch, mode)
+        with self.clock.phase("grading"):
+            grades = self.rewards(rows, prompts.messages, answers, completions, self.state)
+        scores = self.grader(grades, prompts.ids, completions, texts, ended, generation.group_size, generation.step)
+        generation.scores = scores
         if training:
             self.drift_guard.check_batch(batch, generation.step)
+            self.state.num_input_tokens_seen += scores.tokens
+        else:  # in a training `_weigh` counts those that are learned from
+            batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
         judged = self.advantages.judged(scores, batch, generation.group_size, generation.step, training=training)
         generation.advantages = judged
-        metrics.add_judged_figures(self._metrics[mode], judged, scores)
-        trackers.add_weighed(self._logs, judged, texts=trackers.logs_tables(self.args))
-        trackers.show_all(self._logs["rewards"], scores.rewards, self.reward_func_names)
+        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        for name, value in metrics.judged_figures(judged, scores, self.reward_func_names).items():
+            self._metrics[mode][name].append(value)
+        images = (prompts.images or [None] * len(rows)) if self.log_multimodal else []
+        table = trackers.TableRows(prompts.messages, answers, images, scores, judged, self.reward_func_names)
+        table.add_to(self._logs, texts=trackers.logs_tables(self.args))
         if training:
             with self.clock.phase("other"):
                 batch["rollout_number"] = self.recorder.number(len(rows))
                 self.recorder.add(generation, self._logs, self.reward_func_names)
         return generation
+
+    def _sampled(
+        self, rows: list[Row], prompts: PromptBatch, request: SamplingRequest, group_size: int
+    ) -> tuple[list[list[int]], list[list[float | None]] | None]:
+        """The rollouts of this rank, and their log-probabilities where the engine says them. Without vLLM, stock TRL
+        samples by settings of the model's folder too, where no key says another. Ours samples by the keys alone.
+        """
+        how = self.vllm_generation.sampling(request) if self.use_vllm else folder_settings_left_out(self.model)
+        with how, mismatch_named(rows):
+            turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, group_size)
+        if self.use_vllm and self.model.training:
+            self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
+        return cast("tuple[list[list[int]], Any]", turn)
+
+    def _columns(self, generation: Generation) -> dict[str, Tensor]:
+        """What is known of the rollouts from how they were sampled."""
+        request, found = generation.sampling, dict[str, Any]()
+        if request.alter_images is not None:
+            found["distorted"] = request.altered
+        if request.answers is not None:
+            found |= request.answers.columns
+        device = self.accelerator.device
+        return {name: torch.tensor(values).to(device, non_blocking=True) for name, values in found.items()}
+
+    def _score(self, batch: Batch, mode: str) -> None:
+        """Put the log-probabilities into a batch that the loss compares its own with: of the policy that has sampled,
+        unless the policy's own pass gives them, and of the reference model.
+        """
+        args, training = self.args, mode == "train"
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        corrects = corrects and not (training and self._skips_old_pass)
+        one_step = args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) == 0
+        rows = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+
+        def scored(model: Any) -> Tensor:
+            return generation_logps(batch, partial(self._get_per_token_logps_and_entropies, model), rows)
+
+        with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
+            if corrects or not one_step:
+                batch["old_per_token_logps"] = scored(self.model)
+            if corrects:
+                for name, value in self.ratio.complete(batch, batch["old_per_token_logps"]).items():
+                    self._metrics[mode][name].append(value)
+            if self.beta != 0.0 and self.ref_model is not None:
+                batch["ref_per_token_logps"] = scored(self.ref_model)
+            elif self.beta != 0.0:  # the base model of an adapter, or the adapter as it was
+                policy = self.accelerator.unwrap_model(self.model)
+                with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+                    batch["ref_per_token_logps"] = scored(self.model)
 
     def _weigh(self, generation: Generation) -> None:
         """Weigh the groups that are learned from, once: no later part replaces one."""
@@ -380,28 +446,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.recorder.weighed(generation, self._logs)
         self.prefetch.start()
 
-    def _sample_and_grade(self, generation: Generation) -> Batch:
-        """TRL's part of a generation: weights into the engine, prompts, rollouts, rewards, advantages."""
-        request = generation.sampling
-        sampling = self.vllm_generation.sampling(request) if self.use_vllm else nullcontext()
-        gathering = compat.PROMPT_GATHERING.replaced_by(trackers.gather_texts, on=grpo_trainer)
-        with sampling, gathering, mismatch_named(generation.rows):
-            batch = cast("Batch", super()._generate_and_score_completions(generation.rows))
-        if generation.mode == "train" and self.use_vllm:
-            self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
-        if request.alter_images is not None:
-            batch["distorted"] = torch.tensor(request.altered).to(self.accelerator.device, non_blocking=True)
-        for name, values in request.answers.columns.items() if request.answers is not None else ():
-            batch[name] = torch.tensor(values, device=self.accelerator.device)  # type: ignore[literal-required]
-        return batch
-
-    def _sample_alone(self, rows: list[Row], request: SamplingRequest) -> tuple[list[list[int]], list[list[Any]]]:
-        """What the engine samples for these rows, in TRL's way. A rank without rows takes part in the weight sync."""
-        with self.clock.phase("rollout"), mismatch_named(rows), self.vllm_generation.sampling(request):
+    def _sample_alone(self, rows: list[Row], request: SamplingRequest) -> tuple[list[list[int]], Any]:
+        """What the engine samples for these rows. A rank without rows takes part in the weight sync."""
+        with self.clock.phase("rollout"):
             self._sync()
             if not rows:
                 return [], []
-            return tuple(self._generate_single_turn(*self._tokenized(rows), self.num_generations))
+            return self._sampled(rows, self._prompts(rows), request, self.num_generations)
 
     def _sync(self) -> None:
         """The policy's weights to the engine, unless it has them."""
@@ -409,37 +460,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.vllm_generation.sync_weights()
             self._last_loaded_step: int = self.state.global_step
 
-    def _tokenized(self, rows: list[Row]) -> tuple[Any, ...]:
-        processor = self.images.generation(rows, "train", further=False, processor=self.processing_class)
-        with processor as taken, compat.PROCESSOR.replaced_by(taken, on=self):
-            return cast("tuple[Any, ...]", self._tokenize_prompts(messages_of(rows)))
+    def _prompts(self, rows: list[Row]) -> PromptBatch:
+        return self.images.prompts(rows, "train", further=False)
 
     def _check_drift(self, probe: DriftProbe, answers: Any, step: int) -> None:
         """Of the present weights, on short rollouts of some of the rows."""
         with self.images.vision.unshared():  # a rank may have an image among them where another one has none
             measured_drift(self, self.drift_guard.check, probe, answers, step)
-
-    def _generate(self, prompts: list[Any]) -> Any:
-        """Stock TRL processes images, samples and decodes here, timed for wandb alone, and without vLLM by settings of
-        the model's folder too, where no key says another. Ours times it for the log, and samples by the keys alone.
-        """
-        alone = nullcontext() if self.use_vllm else folder_settings_left_out(self.model)
-        with self.clock.phase("rollout"), self.server_guard.watching(), alone:
-            return super()._generate(prompts)
-
-    def _calculate_rewards(
-        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
-    ) -> Tensor:
-        """Stock TRL returns the rewards gathered from all ranks, (B, functions), and takes one that is missing beside
-        others for 0; if a function raises, only that rank stops. Ours returns NaN throughout for a rollout that lacks a
-        reward, which TRL then leaves out. It also times the functions, keeps the scores, and stops all ranks.
-        """
-        with self.clock.phase("grading"):
-            rewards_BF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        now = self._collecting
-        assert now is not None
-        now.scores = self.grader(rewards_BF, completions, completion_ids_list, now.group_size, now.step)
-        return now.scores.rewards.counted_BF.to(rewards_BF.device, non_blocking=True)
 
     @property
     def _step_key(self) -> str:
@@ -476,7 +503,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             if corrects_ratio and self.ratio.is_due(micro):
                 self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
                 self.recorder.measured(micro, logps_BC)
-                self.ratio.complete(micro, logps_BC)
+                for name, value in self.ratio.complete(micro, logps_BC).items():
+                    self.log_figure(name, value)
 
         with self.policy_pass.watched(seen, micro.get("host")):
             loss = super()._compute_loss(model, micro)
@@ -504,12 +532,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks for them before."""
         asks = any(extension.needs_old_logps for extension in self.extensions)
         return self.args.own("skip_old_pass") and self.shape.has_one_step and not has_dropout(self.model) and not asks
-
-    def _old_pass(self, *, needed: bool) -> AbstractContextManager[None]:
-        """Inside, TRL makes no pass for the old log-probabilities if they equal those of the policy's own pass."""
-        if needed or not self._skips_old_pass:
-            return nullcontext()
-        return compat.OLD_PASS.replaced_by(False, on=self)
 
     # ------------------------------------------------------------------------------------------ 3. a checkpoint
 

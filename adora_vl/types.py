@@ -38,6 +38,7 @@ class Batch(TypedDict, total=False):
     advantages: Tensor  # (B,), or (B, C) where tokens are weighed
     num_items_in_batch: Tensor  # (), tokens of the loss, of all ranks
     old_per_token_logps: Tensor  # (B, C), of the policy that the generation was sampled with
+    ref_per_token_logps: Tensor  # (B, C), of the reference model
     sampling_per_token_logps: Tensor  # (B, C), of the engine
     importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
     tool_mask: Tensor  # (B, C)

@@ -78,10 +78,11 @@ def place_of(phase: str) -> tuple[Any, Any, str]:
     """The trainer's class, and what is patched for this phase: owner and name."""
     from adora_vl.checkpoint import writer
     from adora_vl.trainer import AdoraGRPOTrainer
+    from adora_vl.training.scores import RewardFunctions
 
     places = {
         "rollout": (AdoraGRPOTrainer, "_generate_and_score_completions"),
-        "grading": (AdoraGRPOTrainer, "_calculate_rewards"),
+        "grading": (RewardFunctions, "__call__"),
         "backward": (AdoraGRPOTrainer, "_compute_loss"),
         "saving": (writer, "publish"),
     }

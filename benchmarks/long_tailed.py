@@ -76,11 +76,12 @@ def child(median: int, limit: int, budget: str, staleness: str, generations: int
 
     found: list[dict[str, float]] = []
     force_lengths(lambda seed: drawn(seed, median, limit))
-    engine_step, begin, generate = LLMEngine.step, AdoraGRPOTrainer._begin, AdoraGRPOTrainer._generate
+    engine_step, begin, sampled = LLMEngine.step, AdoraGRPOTrainer._begin, AdoraGRPOTrainer._sampled
+    beginning: list[Any] = []
 
     def timed(method: Any, name: str) -> Any:
         def run(*given: Any) -> Any:
-            if method is begin:
+            if method is begun:
                 found.append(dict.fromkeys(("steps", "decoding", "seconds", "rollouts", "tokens"), 0.0))
             start = time.process_time()
             answer = method(*given)
@@ -91,15 +92,24 @@ def child(median: int, limit: int, budget: str, staleness: str, generations: int
 
         return run
 
-    def generated(self: Any, prompts: list[Any]) -> Any:
-        answer = generate(self, prompts)
-        found[-1]["rollouts"] += len(prompts)
-        found[-1]["tokens"] += sum(map(len, answer[1]))
+    def begun(*given: Any) -> Any:
+        beginning.append(given)
+        answer = begin(*given)
+        beginning.clear()
         return answer
 
+    def of_a_generation(*given: Any) -> Any:
+        answer = sampled(*given)
+        found[-1]["rollouts"] += len(answer[0])
+        found[-1]["tokens"] += sum(map(len, answer[0]))
+        return answer
+
+    def generated(*given: Any) -> Any:  # a budget samples where a generation begins
+        return sampled(*given) if beginning else timed(of_a_generation, "seconds")(*given)
+
     LLMEngine.step = timed(engine_step, "decoding")
-    AdoraGRPOTrainer._begin = timed(begin, "seconds")  # type: ignore[method-assign]
-    AdoraGRPOTrainer._generate = timed(generated, "seconds")  # type: ignore[method-assign]
+    AdoraGRPOTrainer._begin = timed(begun, "seconds")  # type: ignore[method-assign]
+    AdoraGRPOTrainer._sampled = generated  # type: ignore[method-assign,assignment]
     with tempfile.TemporaryDirectory() as folder:
         assert main(arguments(Path(folder), limit, budget, staleness, generations)) == 0
     return found

@@ -221,7 +221,7 @@ def timed(trainer: Any) -> dict[str, Clock]:
     for clock in clocks.values():
         clock.around(trainer, "get_batch_samples", "data")
         clock.around(trainer.processing_class.image_processor, "preprocess", "image")
-        clock.around(trainer, "_calculate_rewards", "grading")
+        clock.around(trainer, "rewards", "grading")
         clock.around(trainer, "_get_per_token_logps_and_entropies", passing)
         clock.around(trainer.accelerator, "backward", "backward")
         clock.around(ChunkedLogProbFunction, "forward", head)

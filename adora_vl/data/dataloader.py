@@ -16,10 +16,7 @@ from trl.trainer.utils import RepeatSampler
 
 
 class KeptImage(Image.Image):
-    """A decoded image that is never copied: TRL deep-copies the prompts of a batch, and nothing here draws on one."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptImage:
-        return self
+    """A decoded image that nothing here draws on."""
 
     @cached_property
     def digest(self) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, ImagePref
 from adora_vl.data.loading import only_decodes
 from adora_vl.data.rows import has_images
 from adora_vl.dedup.image_store import ImageBanks, ImageCache, can_cache, effective_settings
-from adora_vl.dedup.processor import FlatProcessor, StepProcessor
+from adora_vl.dedup.prompts import PromptBatch, read_prompts, referring
 from adora_vl.dedup.vision import SharedVision
 from adora_vl.types import Batch, Row
 
@@ -63,7 +63,7 @@ class DistinctImages:
         """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on."""
         self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)
-        self._device, self._config = device, config
+        self._processor, self._device, self._config = processor, device, config
         takes_references = [self.vision.install(model) for model in models]  # a list, so that every model is tried
         self.shown = all(takes_references) and may_have_images(dataset)  # whether rows of the run may have images
         self.image_processor: Any = getattr(processor, "image_processor", None)
@@ -106,9 +106,8 @@ class DistinctImages:
         tokens_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         return cast("Batch", with_image_columns(dict(batch), tokens_BT))
 
-    @contextmanager
-    def generation(self, rows: Sequence[Row], mode: str, *, further: bool, processor: Any) -> Iterator[Any]:
-        """Yields the processor for these rows.
+    def prompts(self, rows: Sequence[Row], mode: str, *, further: bool) -> PromptBatch:
+        """The prompts of these rows; their images are held until the next generation of this mode.
 
         `mode` is `train` or `eval`. With `further` the rows are added to the present batch. Otherwise a new batch
         begins, and the images of the previous one are released.
@@ -119,8 +118,10 @@ class DistinctImages:
         bank = self.banks.more() if further else None
         if bank is None:
             bank = self.banks.new(mode)
-        cache = self.cache
-        if cache is None or not any(row.get("images") for row in rows):
-            yield FlatProcessor(processor) if self.shown else processor
-        else:
-            yield StepProcessor(processor, cache, bank, self._device)
+        if self.cache is None or not any(row.get("images") for row in rows):
+            return self.read(rows)
+        return self.read(rows, referring(self.image_processor, self.cache, bank, self._device))
+
+    def read(self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None) -> PromptBatch:
+        """As `prompts`, with pixels instead of references to them."""
+        return read_prompts(rows, self._processor, self._config.chat_template_kwargs or {}, processing)

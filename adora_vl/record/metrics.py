@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from adora_vl.advantage import Adora, AdoraWeighting, Groups
+from adora_vl.advantage import Adora, AdoraWeighting
+from adora_vl.advantage.grpo import deviation
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scores import Scores
 from adora_vl.utils.files import replace_file
@@ -384,41 +385,31 @@ class TieNotice:
             )
 
 
-def add_judged_figures(metrics: Mapping[str, list[float]], judged: Advantages, scores: Scores) -> None:
-    """Add the figures of graded rollouts to those of the next log, also of those that are replaced, and correct TRL's.
-    `metrics`: makes missing lists.
-    """
-    for name, value in judged_figures(judged, scores).items():
-        metrics[name].append(value)
-    leave_out_dissolved(metrics, judged.groups)
-    set_ended(metrics, scores)
-
-
 def learned_figures(weighed: Advantages) -> dict[str, float]:
     """The figures of the rollouts that are learned from, by their names in the log."""
     figures = {"learned_reward": torch.nanmean(weighed.groups.rewards_PG).item(), **weighed.figures}
     return {f"adora/{name}": value for name, value in figures.items()}
 
 
-def judged_figures(judged: Advantages, scores: Scores) -> dict[str, float]:
-    """The figures of ADORA, of the texts and of the rewards, by their names in the log."""
-    figures = adora_metrics(judged.weighting)
-    figures["reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
-    named = {f"adora/{name}": value for name, value in figures.items()}
-    return {**named, "rewards/missing": scores.rewards.missing_share}
-
-
-def set_ended(metrics: Mapping[str, list[float]], scores: Scores) -> None:
-    """Correct TRL's figures of ended answers: it takes one that was stopped at a string for cut off."""
-    metrics["completions/clipped_ratio"][-1] = scores.unended_B.float().mean().item()
+def judged_figures(judged: Advantages, scores: Scores, functions: Sequence[str]) -> dict[str, float]:
+    """The figures of all rollouts that were graded, also of those that are replaced: TRL's, under its names, ADORA's,
+    and those that the reward `functions` asked to log.
+    """
+    figures = {f"adora/{name}": value for name, value in adora_metrics(judged.weighting).items()}
+    figures["adora/reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
+    figures["rewards/missing"] = scores.rewards.missing_share
+    figures["completions/clipped_ratio"] = scores.unended_B.float().mean().item()
     ended = scores.lengths_B[~scores.unended_B]
     for name, of in (("mean", torch.mean), ("min", torch.amin), ("max", torch.amax)):
-        metrics[f"completions/{name}_terminated_length"][-1] = of(ended).item() if len(ended) else 0.0
+        figures[f"completions/{name}_length"] = of(scores.lengths_B).item()
+        figures[f"completions/{name}_terminated_length"] = of(ended).item() if len(ended) else 0.0
+    for name, rewards_B in zip(functions, scores.rewards.counted_BF.unbind(dim=1), strict=True):
+        figures[f"rewards/{name}/mean"], figures[f"rewards/{name}/std"] = _mean_and_deviation(rewards_B)
+    figures["reward"], figures["reward_std"] = _mean_and_deviation(judged.groups.rewards_PG.flatten())
+    return {**figures, **judged.figures, **scores.logged}
 
 
-def leave_out_dissolved(metrics: Mapping[str, list[float]], groups: Groups) -> None:
-    """Correct TRL's share of groups with equal rewards: it also counts groups without any reward."""
-    judged_P = groups.scored_PG.any(dim=1)
-    if bool(judged_P.any()) and not bool(judged_P.all()):
-        shares = metrics["frac_reward_zero_std"]
-        shares[-1] = min(1.0, shares[-1] / judged_P.float().mean().item())
+def _mean_and_deviation(values: Tensor) -> tuple[float, float]:
+    """Of those that are not NaN."""
+    mean = torch.nanmean(values)
+    return mean.item(), deviation(values, mean).item()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from trl.trainer.utils import strip_images_from_messages
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.training.advantages import Advantages
-from adora_vl.training.scores import Rewards
+from adora_vl.training.scores import Scores
 from adora_vl.utils.errors import UserError
 
 
@@ -67,29 +68,42 @@ _COLUMNS = ("prompt", "completion", "advantages")  # one deque each in TRL's `_l
 _GROUPS = ("rewards", "extra")  # a deque per reward function, per column of the user's
 
 
-def add_weighed(table: Mapping[str, Any], weighed: Advantages, *, texts: bool = False) -> None:
-    """Put the advantages of graded rollouts into `table`, the trainer's `_logs`: in a training 0, until `set_weighed`
-    has the final ones. `texts`: also turn its prompts into plain texts, because wandb refuses messages that mix text
-    and images.
+@dataclass(frozen=True)
+class TableRows:
+    """Rollouts that have been graded: `prompts`, `completions` and `images` of this rank, the rest of all ranks."""
 
-    TRL has filled in its own advantages, which become the column `advantage_raw`. The table keeps the rollouts of the
-    newest generation batch alone, so it may have fewer rows than this generation.
-    """
-    advantages_B, generations = weighed.advantages_PG.flatten(), weighed.raw_PG.shape[1]
-    in_one_form(table["prompt"])
-    shown, extra = table["advantages"], table["extra"]
-    count = min(len(advantages_B), len(shown))
-    extra["advantage_raw"].extend([shown.pop() for _ in range(count)][::-1])
-    shown.extend(advantages_B[-count:].tolist())
-    weights_B = weighed.weighting.weights_P.repeat_interleave(generations)
-    tds_B = weighed.weighting.tds_P.repeat_interleave(generations)
-    columns = {"adora_weight": weights_B, "adora_tds": tds_B, "adora_length": weighed.groups.lengths_PG.flatten()}
-    for name, column_B in columns.items():
-        extra[name].extend(column_B[-count:].tolist())
-    if texts:
-        prompts = [conversation_text(prompt) for prompt in table["prompt"]]
-        table["prompt"].clear()
-        table["prompt"].extend(prompts)
+    prompts: list[Any]
+    completions: list[Any]
+    images: list[Any]  # empty where no tracker has a table for them
+    scores: Scores
+    judged: Advantages
+    functions: Sequence[str]  # the names of the reward functions
+
+    def add_to(self, table: Mapping[str, Any], *, texts: bool = False) -> None:
+        """Put them into `table`, the trainer's `_logs`, which keeps as many rows as a generation has. The advantages
+        are in a training 0 until `set_weighed` has the final ones; `advantage_raw` is TRL's. `texts`: turn prompts into
+        plain texts, because wandb refuses messages that mix text and images.
+        """
+        judged, generations = self.judged, self.judged.raw_PG.shape[1]
+        table["prompt"].extend(gather_texts(self.prompts))
+        table["completion"].extend(gather_object(self.completions))
+        table["images"].extend(gather_object(self.images))
+        in_one_form(table["prompt"])
+        for name, said_B in zip(self.functions, self.scores.rewards.all_BF.unbind(dim=1), strict=True):
+            table["rewards"][name].extend(said_B.tolist())
+        table["advantages"].extend(judged.advantages_PG.flatten().tolist())
+        columns = {
+            "advantage_raw": judged.raw_PG.flatten(),
+            "adora_weight": judged.weighting.weights_P.repeat_interleave(generations),
+            "adora_tds": judged.weighting.tds_P.repeat_interleave(generations),
+            "adora_length": judged.groups.lengths_PG.flatten(),
+        }
+        for name, values in [*self.scores.extra.items(), *((name, own.tolist()) for name, own in columns.items())]:
+            table["extra"][name].extend(values)
+        if texts:
+            prompts = [conversation_text(prompt) for prompt in table["prompt"]]
+            table["prompt"].clear()
+            table["prompt"].extend(prompts)
 
 
 def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) -> None:
@@ -99,17 +113,6 @@ def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) ->
     for place in range(-min(len(column), len(values)), 0):
         if not math.isnan(values[place]):
             column[place] = values[place]
-
-
-def show_all(shown: Mapping[str, Any], rewards: Rewards, names: Sequence[str]) -> None:
-    """Put back what each function said about the rollouts that have left their group. `shown`: the columns of the table
-    by function.
-    """
-    for number, name in enumerate(names):
-        values = rewards.all_BF[:, number].tolist()
-        for _ in range(min(len(shown[name]), len(values))):
-            shown[name].pop()
-        shown[name].extend(values)  # of which the table keeps the newest
 
 
 def conversation_text(messages: Any) -> str:

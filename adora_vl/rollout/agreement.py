@@ -14,19 +14,18 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl.data_utils import apply_chat_template
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import unreadable_rows
-from adora_vl.data.rows import images_of
+from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import evaluating
 from adora_vl.models.precision import HasModels, dtype_name
 from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
-from adora_vl.rollout.prompt_tokens import PromptMismatchError, messages_of, never_sampled_ids
+from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
 from adora_vl.rollout.servers import GroupRequest
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
@@ -60,15 +59,13 @@ class HasEngine(HasModels, Protocol):
     accelerator: Accelerator
     model: PreTrainedModel
     processing_class: Any
-    chat_template_kwargs: dict[str, Any]
+    images: DistinctImages
     train_dataset: Dataset
     control: Any
     use_vllm: bool
     vllm_mode: str
     vllm_generation: AdoraVLLMGeneration
     _tokenizer: PreTrainedTokenizerBase
-
-    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]: ...
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
 
@@ -100,22 +97,17 @@ def own_rows(trainer: HasEngine, count: int) -> list[Any]:
     return [data[(first + number) % len(data)] for number in range(count)]
 
 
-def read_prompts(trainer: HasEngine, rows: Sequence[dict[str, Any]]) -> Prompts:
-    """Prompts of dataset rows, made by the trainer's own tokenizing and processor."""
-    images, messages = [images_of(row) for row in rows], messages_of(rows)
-    ids, sent_images, _ = trainer._tokenize_prompts(messages)
+def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
+    """Prompts of dataset rows, as the trainer reads them."""
+    read = trainer.images.read(rows)
     names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
-    if not any(images):
-        return Prompts(names, [list(row) for row in ids], None, {}, None)
-    kwargs = trainer.chat_template_kwargs
-    texts = [apply_chat_template({"prompt": m}, trainer.processing_class, **kwargs)["prompt"] for m in messages]
-    read = trainer.processing_class(images=images, text=texts, padding=True, return_tensors="pt")
-    fields = {
-        name: value.to(trainer.accelerator.device)
-        for name, value in read.items()
-        if name not in ("input_ids", "attention_mask")
-    }
-    return Prompts(names, [list(row) for row in ids], sent_images, fields, [len(row) for row in images])
+    if read.images is None:
+        return Prompts(names, read.ids, None, {}, None)
+    types = [torch.tensor(one) for one in read.fields["mm_token_type_ids"]]
+    fields = {**read.fields, "mm_token_type_ids": pad(types, padding_value=0, padding_side="left")}
+    device = trainer.accelerator.device
+    moved = {name: value.to(device) for name, value in fields.items()}
+    return Prompts(names, read.ids, read.images, moved, read.num_images)
 
 
 def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str) -> Rollouts:

@@ -128,14 +128,14 @@ class ImportanceRatio:
     """Computes the ratio in the policy's own pass. Stock TRL makes a separate pass for it."""
 
     def __init__(self, context: StepContext) -> None:
-        self.accelerator, self.log, self.config = context.accelerator, context.log, context.config
+        self.accelerator, self.config = context.accelerator, context.config
 
     def is_due(self, micro: Batch) -> bool:
         """Whether the batch has the engine's log-probabilities but no ratio yet."""
         return "importance_sampling_ratio" not in micro and "sampling_per_token_logps" in micro
 
-    def complete(self, micro: Batch, logps_BC: Tensor) -> None:
-        """Put the ratio into the micro-batch, and its figures into the log under TRL's names."""
+    def complete(self, micro: Batch, logps_BC: Tensor) -> dict[str, float]:
+        """Put the ratio into the batch. Returns its figures for the log under TRL's names, of all ranks."""
         mask_BC, sampling_BC, config = loss_mask(micro), micro["sampling_per_token_logps"], self.config
         ratio = importance_ratio(
             logps_BC,
@@ -150,5 +150,5 @@ class ImportanceRatio:
         same_B = ~micro["distorted"] if "distorted" in micro else everything_B  # of the others the ratio is 1
         own_5 = ratio_figures(ratio, logps_BC, sampling_BC, mask_BC, same_B)
         ranks = self.accelerator.gather(own_5[None]).tolist()
-        for (name, combined), values in zip(_FIGURES.items(), zip(*ranks, strict=True), strict=True):
-            self.log(name, combined(values))
+        columns = zip(_FIGURES.items(), zip(*ranks, strict=True), strict=True)
+        return {name: combined(values) for (name, combined), values in columns}

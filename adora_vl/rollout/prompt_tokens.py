@@ -1,4 +1,4 @@
-"""From rows to prompts, and image tokens: collapsed in prompts for the engine, checked in what the engine read, and
+"""Image tokens: collapsed in prompts for the engine, checked in what the engine read, and
 never sampled.
 """
 
@@ -10,9 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from trl.data_utils import prepare_multimodal_messages
 
-from adora_vl.data.rows import images_of
 from adora_vl.utils.errors import RolloutError, UserError
 
 # If one of these is sampled, there is no image for it, and the training's forward pass raises (trl issue 3847).
@@ -25,14 +23,6 @@ class PromptMismatchError(RolloutError):
     def __init__(self, row: int, message: str) -> None:
         super().__init__(message)
         self.row = row
-
-
-def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The prompts of a batch as TRL hands them to `_generate`: with their images inside, if any row has one."""
-    images = [images_of(row) for row in rows]
-    if not any(images):
-        return [row["prompt"] for row in rows]
-    return [prepare_multimodal_messages(row["prompt"], images=own) for row, own in zip(rows, images, strict=True)]
 
 
 def refuse_prefill(dataset: Any) -> None:

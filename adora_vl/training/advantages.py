@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import AdoraWeighting
-from adora_vl.advantage.grpo import is_constant, stock_advantages
+from adora_vl.advantage.grpo import deviation, is_constant, stock_advantages
 from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.training.scores import Scores, weighted_sum
 from adora_vl.types import Batch, StepContext
@@ -65,38 +65,51 @@ class AdvantageComputer:
         self.truncation = Truncation(config.truncated_at, masked=config.mask_truncated_completions)
 
     def judged(self, scores: Scores, batch: Batch, generations: int, step: int, *, training: bool) -> Advantages:
-        """What the criteria say of rollouts that have just been graded. `batch` is this rank's, with TRL's advantages.
+        """What the criteria say of rollouts that have just been graded. `batch` is this rank's.
 
         In a training nothing is learned from them so far: the advantages are 0, and the batch gets the columns by which
-        its groups can be chosen, and weighed later. In an evaluation the advantages are left as TRL made them.
+        its groups can be chosen, and weighed later. In an evaluation it gets the advantages that TRL would give it.
         """
-        own_B2 = torch.stack([batch["advantages"], self._surprisal(batch)], dim=1)
-        raw_B, surprisal_B = self.accelerator.gather(own_B2).cpu().unbind(dim=1)
+        surprisal_B = self.accelerator.gather(self._surprisal(batch)).cpu()
         facts = (scores.lengths_B, scores.unended_B.float(), surprisal_B)
         grades_BK = torch.cat([scores.rewards.counted_BF, torch.stack(facts, dim=1)], dim=1)
-        groups, _ = self._groups(grades_BK, generations, step)
-        raw_PG = raw_B.view(-1, generations)
+        groups, raw_PG = self._groups(grades_BK, generations, step)
+        rows, device = len(batch["completion_ids"]), batch["completion_ids"].device
+        own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         if training:
-            rows, device = len(batch["advantages"]), batch["advantages"].device
-            own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
             batch["grades"] = grades_BK[own].to(device, non_blocking=True)
             signal_B = self.methods.signal(groups).repeat_interleave(generations)
             batch["signal"] = signal_B[own].to(device, non_blocking=True)
+        else:
+            batch["advantages"] = raw_PG.flatten()[own].to(device, non_blocking=True)
         advantages_PG = torch.zeros_like(raw_PG) if training else raw_PG
-        return Advantages(groups, self.methods.weigh(groups), raw_PG, advantages_PG, {})
+        figures = {"frac_reward_zero_std": self._equal_share(groups, raw_PG)}
+        return Advantages(groups, self.methods.weigh(groups), raw_PG, advantages_PG, figures)
+
+    def _equal_share(self, groups: Groups, raw_PG: Tensor) -> float:
+        """TRL's share of groups whose rewards do not differ, in the unit by which they are scaled; of those groups that
+        have a reward.
+        """
+        rewards_PG = groups.rewards_PG
+        if not self.methods.sums_rewards:  # the deviation of normalised sums, over itself and 1e-4
+            spread = deviation(raw_PG.flatten(), raw_PG.mean()) / 1e4
+        elif self.scale == "batch":
+            spread = deviation(rewards_PG.flatten(), torch.nanmean(rewards_PG))
+        else:
+            spread = deviation(rewards_PG, torch.nanmean(rewards_PG, dim=1, keepdim=True))
+        equal_P = torch.isclose(spread, torch.zeros_like(spread)).expand(len(rewards_PG), 1)
+        return equal_P[groups.scored_PG.any(dim=1)].float().mean().item()
 
     def __call__(self, batch: Batch, generations: int, step: int) -> Advantages:
         """Of the groups that are learned from. `batch` is this rank's, with the columns that `judged` gave its rows."""
         grades_BK = self.accelerator.gather(batch["grades"]).cpu()
-        groups, rewards_PGF = self._groups(grades_BK, generations, step)
-        sums = self.methods.sums_rewards
-        raw_PG = stock_advantages(rewards_PGF, self.reward_weights_F, scale=self.scale, sums_rewards=sums)
+        groups, raw_PG = self._groups(grades_BK, generations, step)
         advantages_PG = self.methods(groups, raw_PG)
         assert self.methods.weighting is not None
         return Advantages(groups, self.methods.weighting, raw_PG, advantages_PG, dict(self.methods.figures))
 
     def _groups(self, grades_BK: Tensor, generations: int, step: int) -> tuple[Groups, Tensor]:
-        """The groups, and the reward of each function, (P, G, F)."""
+        """The groups, and the advantages that TRL would give them, (P, G)."""
         rewards_BF = grades_BK[:, :-3]
         lengths_PG, unended_PG, surprisal_PG = (part.view(-1, generations) for part in grades_BK[:, -3:].unbind(dim=1))
         unended_PG, rewards_PGF = unended_PG > 0, rewards_BF.view(len(lengths_PG), generations, -1)
@@ -104,6 +117,8 @@ class AdvantageComputer:
         if not self.methods.sums_rewards:
             weighed_PFG = rewards_PGF[:, :, self.reward_weights_F.to(rewards_BF.device) != 0].transpose(1, 2)
             varied_P = ~is_constant(weighed_PFG.flatten(0, 1)).view(len(lengths_PG), -1).all(dim=1)
+        sums = self.methods.sums_rewards
+        raw_PG = stock_advantages(rewards_PGF, self.reward_weights_F, scale=self.scale, sums_rewards=sums)
         return Groups(
             weighted_sum(rewards_BF, self.reward_weights_F).view(-1, generations),
             lengths_PG,
@@ -113,15 +128,14 @@ class AdvantageComputer:
             correct_above=self.correct_above,
             step=step,
             varied_P=varied_P,
-        ), rewards_PGF
+        ), raw_PG
 
     def _surprisal(self, batch: Batch) -> Tensor:
         """Mean surprisal of each rollout of this rank in nats per token, (B,); NaN without the engine's
         log-probabilities.
         """
-        logps_BC = batch.get("sampling_per_token_logps")
+        logps_BC, mask_BC = batch.get("sampling_per_token_logps"), batch["completion_mask"]
         if logps_BC is None:
-            return torch.full_like(batch["advantages"], torch.nan)
-        mask_BC = batch["completion_mask"]
+            return torch.full((len(mask_BC),), torch.nan, device=mask_BC.device)
         total_B = (torch.nan_to_num(logps_BC) * mask_BC).sum(dim=1)
         return -total_B / mask_BC.sum(dim=1).clamp(min=1)

@@ -26,6 +26,7 @@ from adora_vl.config.batch_plan import Shape
 from adora_vl.config.checks import check_async
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.agreement import DriftProbe
 from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest
 from adora_vl.rollout.servers import GroupRequest, Sampled
@@ -37,7 +38,6 @@ from adora_vl.utils.files import replace_file
 FILE = "rollouts-ahead.json"  # in a checkpoint
 _Found = tuple[list[Sampled], float]  # and when they were there
 
-Tokenized = tuple[list[list[int]], list[list[Any] | None] | None, Any]
 NextRows = Callable[[list[int]], list[Row]]
 
 
@@ -59,19 +59,19 @@ class RolloutsAhead(Extension):
         context: StepContext,
         engine: AdoraVLLMGeneration,
         sync: Callable[[], None],
-        tokenized: Callable[[list[Row]], Tokenized],
+        prompts: Callable[[list[Row]], PromptBatch],
         next_rows: NextRows,
         probe: Callable[[list[Row], int], DriftProbe],
         check_drift: Callable[[DriftProbe, Any, int], None],
     ) -> None:
-        """`sync`: the policy's weights to the servers. `tokenized`: as TRL's `_tokenize_prompts`. `next_rows`: of the
+        """`sync`: the policy's weights to the servers. `prompts`: of rows. `next_rows`: of the
         generation after the one with these numbers. `probe`: what to ask for of some rows, to measure the drift of the
         weights at this step, and `check_drift`: judges what came of it. Raises `UserError` for keys that do not go with
         it.
         """
         check_async(context.config)
         self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
-        self.engine, self.sync, self.tokenized = engine, sync, tokenized
+        self.engine, self.sync, self.prompts = engine, sync, prompts
         self.next_rows, self.probe, self.check_drift = next_rows, probe, check_drift
         shape = Shape.of(context.config)
         self.steps, self.generations = shape.updates, shape.generations
@@ -142,8 +142,8 @@ class RolloutsAhead(Extension):
 
     def _requests(self, rows: list[Row], request: SamplingRequest) -> list[GroupRequest]:
         with self.engine.sampling(request):
-            prompts, images, _ = self.tokenized(rows)
-            return self.engine.asks(prompts, images, self.generations)
+            prompts = self.prompts(rows)
+            return self.engine.asks(prompts.ids, prompts.images, self.generations)
 
     def _ask(self, *batches: list[GroupRequest]) -> list[Future[_Found] | None]:
         """Asks for one batch after the other, on a thread of the first rank that does HTTP alone, so that no collective

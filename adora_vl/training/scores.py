@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from trl.data_utils import apply_chat_template
 
 from adora_vl.advantage.groups import lacking_scores, leaving, unrewarded
-from adora_vl.rewards.completion import completion_text, reflective_words
+from adora_vl.rewards.completion import reflective_words
+from adora_vl.rewards.safe_call import is_async
 from adora_vl.training.guards import RewardGuard
-from adora_vl.types import StepContext
+from adora_vl.types import Row, StepContext
 
+_GIVEN = ("prompt", "completion", "completion_ids")  # columns that functions get by other names
 _ALONE = "no other rollout of its group has a reward"
 
 
@@ -96,27 +101,9 @@ class Scores:
     lengths_B: Tensor  # completion tokens
     unended_B: Tensor  # bool: cut off (`Ends`)
     reflective_B: Tensor  # reflective words in its text
-
-    @classmethod
-    def gathered(
-        cls,
-        rewards: Rewards,
-        completions: Sequence[Sequence[int]],
-        texts: Sequence[str],
-        ends: Ends,
-        accelerator: Accelerator,
-    ) -> Scores:
-        """`rewards` is of all ranks; `completions` are this rank's token ids and `texts` what they say."""
-        facts_B3 = torch.tensor(
-            [
-                [len(ids), not ends.ended(ids, text), sum(reflective_words(text).values())]
-                for ids, text in zip(completions, texts, strict=True)
-            ],
-            dtype=torch.float32,
-        )
-        if accelerator.num_processes > 1:
-            facts_B3 = accelerator.gather(facts_B3.to(accelerator.device, non_blocking=True)).cpu()
-        return cls(rewards, facts_B3[:, 0], facts_B3[:, 1] > 0, facts_B3[:, 2])
+    tokens: int = 0  # of prompts and completions
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)  # columns of the reward functions', (B,)
+    logged: Mapping[str, float] = field(default_factory=dict)  # their figures
 
     @property
     def reflective_per_1000_tokens(self) -> float:
@@ -130,6 +117,68 @@ def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, rewards_B)
 
 
+@dataclass(frozen=True)
+class Grades:
+    """What the reward functions of one rank said of B rollouts."""
+
+    rewards_BF: Tensor  # float32 on the host; NaN where a function gave no score
+    extra: Mapping[str, list[Any]]  # columns that they asked to show
+    logged: Mapping[str, list[float]]  # figures that they asked to log
+
+
+@dataclass(frozen=True)
+class RewardFunctions:
+    """The reward functions of a run as TRL 1.16 calls them, in `_calculate_rewards`: functions, coroutines, models."""
+
+    functions: Sequence[Any]
+    tokenizers: Sequence[Any]  # of the models, None for the others
+    template: Mapping[str, Any]  # arguments of their chat templates
+    to_device: Callable[[Any], Any]  # what a model is given
+    loop: Callable[[], asyncio.AbstractEventLoop]  # on which coroutines run, on a thread of its own
+
+    def __call__(
+        self, rows: Sequence[Row], prompts: list[Any], completions: list[Any], ids: list[list[int]], state: Any
+    ) -> Grades:
+        """Of this rank's rollouts. There is no collective call inside: each rank may have a number of its own.
+
+        `prompts`, `completions`: as messages, or texts. `state`: the trainer's, which functions are shown.
+        """
+        extra, logged = defaultdict[str, list[Any]](list), defaultdict[str, list[float]](list)
+        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in _GIVEN}
+        given: dict[str, Any] = {"prompts": prompts, "completions": completions, "completion_ids": ids, **columns}
+        given["trainer_state"] = state
+        given["log_extra"] = lambda column, values: extra[column].extend(values)
+        given["log_metric"] = lambda name, value: logged[name].append(value)
+        found: dict[int, Any] = {}
+        later = []
+        for number, function in enumerate(self.functions):
+            if isinstance(function, nn.Module):
+                found[number] = self._of_model(function, self.tokenizers[number], prompts, completions)
+            elif is_async(function):
+                later.append(number)
+            else:
+                found[number] = function(**given)
+        if later:
+
+            async def together() -> list[Any]:
+                return await asyncio.gather(*(self.functions[number](**given) for number in later))
+
+            answers = asyncio.run_coroutine_threadsafe(together(), self.loop()).result()
+            found.update(zip(later, answers, strict=True))
+        values = [[torch.nan if one is None else one for one in found[number]] for number in range(len(found))]
+        return Grades(torch.tensor(values, dtype=torch.float32).T, extra, logged)
+
+    def _of_model(self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]) -> list[float]:
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        if not isinstance(prompts[0], str):
+            rendered = ({"messages": messages} for messages in texts)
+            texts = [apply_chat_template(one, tokenizer, **self.template)["text"] for one in rendered]
+        read = tokenizer(text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+        with torch.inference_mode():
+            found: list[float] = model(**self.to_device(read)).logits[:, 0].float().tolist()
+        return found
+
+
 class Grader:
     """Makes the scores of a generation from what its reward functions have returned. All ranks call it together."""
 
@@ -139,21 +188,45 @@ class Grader:
         guard: RewardGuard,
         weights_F: Tensor,
         names: Sequence[str],
-        ends: Ends,
     ) -> None:
         """`weights_F`, `names`: of the reward functions."""
         self.accelerator, self.guard = context.accelerator, guard
-        self.weights_F, self.names, self.ends = weights_F, names, ends
+        self.weights_F, self.names = weights_F, names
 
     def __call__(
-        self, all_BF: Tensor, completions: Sequence[Any], ids: Sequence[Sequence[int]], generations: int, step: int
-    ) -> Scores:
-        """`all_BF`: the rewards as TRL has gathered them. `completions`, `ids`: this rank's, as messages or text and as
-        tokens. Raises `RunError` where a function failed, or where no rollout has a reward.
+        self, grades: Grades, prompts: Sequence[list[int]], completions: Sequence[list[int]], texts: Sequence[str],
+        ended: Sequence[bool], generations: int, step: int,
+    ) -> Scores:  # fmt: skip
+        """Of this rank's rollouts, (B,): their tokens, what they say, and whether they have an end. Raises `RunError`
+        where a function failed, or where no rollout has a reward.
         """
         self.guard.check(step)
-        failed = self.guard.failed_calls(len(ids))
-        rewards = Rewards.of(all_BF.cpu(), failed, self.weights_F, self.names, generations)
+        failed = self.guard.failed_calls(len(texts))
+        words = [sum(reflective_words(text).values()) for text in texts]
+        sizes = [map(len, prompts), map(len, completions)]
+        facts_B4 = torch.tensor([*zip(*sizes, ended, words, strict=True)], dtype=torch.float32)
+        all_BK = torch.cat([grades.rewards_BF, facts_B4], dim=1)
+        if self.accelerator.num_processes > 1:
+            all_BK = self.accelerator.gather(all_BK.to(self.accelerator.device, non_blocking=True)).cpu()
+        rewards = Rewards.of(all_BK[:, :-4], failed, self.weights_F, self.names, generations)
         self.guard.check_scored(rewards.missing, step)
-        texts = [completion_text(completion) for completion in completions]
-        return Scores.gathered(rewards, ids, texts, self.ends, self.accelerator)
+        prompts_B, lengths_B, ended_B, words_B = all_BK[:, -4:].unbind(dim=1)
+        tokens = int(prompts_B.double().sum() + lengths_B.double().sum())
+        return Scores(rewards, lengths_B, ended_B == 0, words_B, tokens, *_of_all_ranks(grades, len(texts)))
+
+
+def _of_all_ranks(grades: Grades, rows: int) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """The columns that the functions of any rank asked to show, and the means of the figures that they asked to log.
+    `rows`: of each rank.
+    """
+    everyone = gather_object([(dict(grades.extra), dict(grades.logged))])
+    columns = {
+        name: [value for extra, _ in everyone for value in extra.get(name, [None] * rows)]
+        for name in sorted({name for extra, _ in everyone for name in extra})
+    }
+    means = {}
+    for name in sorted({name for _, logged in everyone for name in logged}):
+        values = [logged.get(name, []) for _, logged in everyone]
+        total = torch.tensor([sum(one) for one in values], dtype=torch.float32).sum().item()
+        means[name] = total / sum(map(len, values))
+    return columns, means

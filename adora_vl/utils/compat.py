@@ -79,26 +79,6 @@ SERVER_CLIENT = Patch(
     "waits for ever where that answers with an error, and says the address with its password.",
     until="VLLMClient.check_server asks by its session, ends in time, and shows no login.",
 )
-PROMPT_GATHERING = Patch(
-    owner="trl.trainer.grpo_trainer",
-    name="gather_object",
-    upstream="For a table of texts every rank is sent the prompts of all ranks with their images in them.",
-    until="GRPOTrainer strips images from prompts before it gathers them.",
-)
-PROCESSOR = Patch(
-    owner="trl.trainer.grpo_trainer.GRPOTrainer",
-    name="processing_class",
-    upstream="The processor is called with every copy of a prompt and its image, twice per generation. A processor for "
-    "one generation, which processes each once, cannot be handed to _generate_and_score_completions.",
-    until="GRPOTrainer processes each distinct prompt of a generation once.",
-)
-OLD_PASS = Patch(
-    owner="trl.trainer.grpo_trainer.GRPOTrainer",
-    name="vllm_importance_sampling_correction",
-    upstream="Beside vLLM there is always a pass for the old log-probabilities. Where a generation is one optimizer "
-    "step, the policy's own pass gives the same numbers, and ours forms the ratio to the engine there.",
-    until="GRPOTrainer forms that ratio in _compute_loss where the policy has not changed since.",
-)
 SHARD_LOADING = Patch(
     owner="transformers.trainer",
     name="deepspeed_load_checkpoint",
@@ -216,12 +196,6 @@ CORRECTIONS = (
         upstream="the load format `dummy` gives random values to the constants with which the vision tower normalises "
         "pixels",
         until="vLLM's dummy loader leaves buffers that no checkpoint has as they are computed",
-    ),
-    Correction(
-        where="adora_vl.data.dataloader:KeptImage",
-        library="trl",
-        upstream="copies every prompt deeply, its images with it",
-        until="TRL copies messages without their images",
     ),
     Correction(
         where="adora_vl.dedup.split_attention:plan_no_shapes",

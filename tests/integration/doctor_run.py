@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -78,13 +79,13 @@ def unbanned(examination: Examination) -> Iterator[None]:
 def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
     """The processor's ids have twice the image tokens that it makes features for."""
     trainer, token = examination.trainer, examination.trainer.processing_class.image_token_id
-    real = trainer._tokenize_prompts
+    real = trainer.images.read
 
-    def doubled(prompts: Any) -> Any:
-        ids, images, fields = real(prompts)
-        return [[t for one in row for t in [one] * (2 if one == token else 1)] for row in ids], images, fields
+    def doubled(rows: Any) -> Any:
+        read = real(rows)
+        return replace(read, ids=[[t for one in row for t in [one] * (2 if one == token else 1)] for row in read.ids])
 
-    with patch.object(trainer, "_tokenize_prompts", doubled):
+    with patch.object(trainer.images, "read", doubled):
         examination.prompts = read_prompts(trainer, rows_of(examination))
         yield
     examination.prompts = read_prompts(trainer, rows_of(examination))

@@ -63,13 +63,12 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             batches.append({key: output[key].clone() for key in ("completion_ids", "advantages")})
-            batches[-1]["scores"] = self.scores
+            batches[-1]["scores"] = getattr(self, "scores", None)
             return output
 
-        def _calculate_rewards(self, *args):
-            rewards = super()._calculate_rewards(*args)
-            self.scores = getattr(getattr(self, "_collecting", None), "scores", None)
-            return rewards
+        def _collect(self, generation):  # of ours
+            self.scores = super()._collect(generation).scores
+            return generation
 
     gradients = Gradients()
     trainer = Recorded(

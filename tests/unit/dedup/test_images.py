@@ -14,16 +14,15 @@ from datasets import Dataset
 from datasets import Image as ImageColumn
 from PIL import Image
 from transformers import processing_utils
-from trl.data_utils import apply_chat_template, prepare_multimodal_messages
 
 from adora_vl.builtin import TINY_FAMILIES
 from adora_vl.builtin.processor import processor_around
 from adora_vl.data import dataloader as rows_module
 from adora_vl.data.dataloader import DistinctRows, kept
-from adora_vl.data.prompts import conversation, conversation_with_images
+from adora_vl.data.prompts import conversation
 from adora_vl.dedup.image_store import ImageBank, ImageBanks, ImageCache, ProcessedImage, effective_settings
 from adora_vl.dedup.images import may_have_images
-from adora_vl.dedup.processor import FlatProcessor, StepProcessor, distinct_rows
+from adora_vl.dedup.prompts import distinct_rows, read_prompts, referring
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.record import trackers as texts
 from adora_vl.utils import compat
@@ -120,54 +119,33 @@ def test_distinct_rows_keep_their_order():
     assert distinct_rows(["b", "a", "b", "c", "a"]) == ([0, 1, 3], [0, 1, 0, 2, 1])
 
 
-def test_a_step_processes_a_prompt_and_an_image_once_and_refers_to_them(processor):
-    shared, other = picture(1), picture(2)
-    prompts = [conversation_with_images(text, 1) for text in ("a", "a", "b b", "a")]
-    images = [[shared], [shared], [shared], [other]]
-    for prompt, (image,) in zip(prompts, images, strict=True):
-        prompt[-1]["content"][0]["image"] = image
-    texts = [processor.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
-    cache, bank = ImageCache(2**20), ImageBank(100)
-    step = StepProcessor(processor, cache, bank, torch.device("cpu"))
-
-    keywords = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-    assert (
-        step.apply_chat_template(conversation=prompts, **keywords)["input_ids"]
-        == processor.apply_chat_template(conversation=prompts, **keywords)["input_ids"]
-    )
-    ours = step(images=images, text=texts, padding=True, return_tensors="pt")
-    stock = processor(images=images, text=texts, padding=True, return_tensors="pt")
-    assert cache.processed == len(bank) == 2
-    patches, _ = bank.pixels(bank.starts)
-    assert torch.equal(patches[ours["pixel_values"][:, 0] - 100], stock["pixel_values"])
-    for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
-        assert torch.equal(ours[name], stock[name]), name
-    assert step.image_processor is processor.image_processor
-
-
 def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtests):
-    """TRL gives None for a row without images, and Transformers raises on it."""
+    """Each distinct prompt and image is processed once, and referred to."""
+    shared = picture(1)
+    images = [None, [shared], [picture(2), shared, picture(3, (120, 90))], [], [shared]]
     for family in TINY_FAMILIES:
         with subtests.test(family):
             sees = processor_around(processor.tokenizer, family)
-            images = [None, [picture(1)], [picture(2), picture(1), picture(3, (120, 90))], None]
-            prompts = [conversation_with_images("a", len(row or [])) for row in images]
-            texts = [sees.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
-            bank = ImageBank(0)
-            step = StepProcessor(sees, ImageCache(2**20), bank, torch.device("cpu"))
-            plain = FlatProcessor(sees)(images=images, text=texts, padding=True, return_tensors="pt")
-            ours = step(images=images, text=texts, padding=True, return_tensors="pt")
+            rows = [{"prompt": conversation("a"), "images": row} for row in images]
+            cache, bank = ImageCache(2**20), ImageBank(100)
+            ours = read_prompts(rows, sees, {}, referring(sees.image_processor, cache, bank, torch.device("cpu")))
+            plain = read_prompts(rows, sees, {})
+            assert cache.processed == len(bank) == 3 and ours.ids == plain.ids
             patches, _ = bank.pixels(bank.starts)
-            assert torch.equal(patches[ours["pixel_values"][:, 0]], plain["pixel_values"]) and len(bank) == 3
-            for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
-                assert torch.equal(ours[name], plain[name]), name
-            for row, text, ids, mask in zip(images, texts, ours["input_ids"], ours["attention_mask"], strict=True):
-                alone = sees(images=row, text=[text], return_tensors="pt")["input_ids"][0]
-                assert torch.equal(ids[mask.bool()], alone)
+            assert torch.equal(patches[ours.fields["pixel_values"][:, 0] - 100], plain.fields["pixel_values"])
+            assert ours.images == [row or None for row in images] and ours.num_images == [0, 1, 3, 0, 1]
+            pixels = []
+            for row, messages in enumerate(ours.messages):
+                text = sees.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                alone = sees(images=images[row] or None, text=[text])
+                pixels += [alone["pixel_values"]] if images[row] else []
+                assert ours.ids[row] == list(alone["input_ids"][0])
+                assert ours.fields["mm_token_type_ids"][row] == list(alone["mm_token_type_ids"][0])
+            assert torch.equal(plain.fields["pixel_values"], torch.cat(pixels))
 
 
 def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, monkeypatch):
-    """As TRL asks: tokens for the engine, each row's text, the policy's tensors; then the engine's turn."""
+    """Also for the engine's turn."""
     counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
 
     def counted(owner: Any, name: str, what: str, number: Any) -> None:
@@ -179,42 +157,25 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
 
         monkeypatch.setattr(owner, name, count)
 
-    problems, rollouts = 2, 3
-    shown = [kept(picture(seed)) for seed in range(problems)]
-    prompts = [prepare_multimodal_messages(conversation("find x"), [image]) for image in shown]
-    prompts = [prompt for prompt in prompts for _ in range(rollouts)]
-    images = [[image] for image in shown for _ in range(rollouts)]
-    texts = [apply_chat_template({"prompt": prompt}, processor)["prompt"] for prompt in prompts]
-    stock = processor(images=images, text=texts, padding=True, return_tensors="pt")
+    shown = [kept(picture(seed)) for seed in range(2)]
+    rows = [{"prompt": copy.deepcopy(conversation("find x")), "images": [image]} for image in shown for _ in range(3)]
     counted(processing_utils, "render_jinja_template", "rendered", lambda conversations, **_: len(conversations))
     counted(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
     counted(rows_module, "content_digest", "hashed", lambda _: 1)
-
     cache, bank = ImageCache(2**20), ImageBank(0)
-    step = StepProcessor(processor, cache, bank, torch.device("cpu"))
-    tokens = step.apply_chat_template(
-        conversation=copy.deepcopy(prompts), tools=None, chat_template=None, add_generation_prompt=True, tokenize=True,
-        return_dict=True,
-    )  # fmt: skip
-    assert [apply_chat_template({"prompt": prompt}, step)["prompt"] for prompt in prompts] == texts
-    output = step(images=images, text=texts, padding=True, return_tensors="pt")
+    read_prompts(rows, processor, {}, referring(processor.image_processor, cache, bank, torch.device("cpu")))
     for image in shown:
         cache.preprocess(processor.image_processor)([image])
-    assert counts == dict.fromkeys(counts, problems) and cache.processed == problems
-    assert tokens["input_ids"] == stock["input_ids"].tolist()
-    for name in ("image_grid_thw", "mm_token_type_ids", "input_ids", "attention_mask"):
-        assert torch.equal(output[name], stock[name]), name
+    assert counts == dict.fromkeys(counts, 2) and cache.processed == 2
 
 
-def test_a_template_with_other_arguments_is_rendered_anew(processor):
-    step = StepProcessor(processor, ImageCache(2**20), ImageBank(0), torch.device("cpu"))
-    messages = conversation_with_images("a", 0)
-    with_turn, without = (step.apply_chat_template(messages, add_generation_prompt=add) for add in (True, False))
-    assert with_turn != without and with_turn.startswith(without)
-    assert step.apply_chat_template(messages, chat_template="{{ messages | length }}") == str(len(messages))
+def test_the_chat_template_gets_its_arguments(processor):
+    template = {"chat_template": "{{ messages | length }} {{ own }}", "own": "me"}
+    (ids,) = read_prompts([{"prompt": conversation("a")}], processor.tokenizer, template).ids
+    assert processor.tokenizer.decode(ids) == "2 me"
 
 
-def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_never_copied():
+def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_decoded():
     reads: list[int] = []
 
     class Rows:
@@ -235,8 +196,6 @@ def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_never_copied(
     assert dataset.__getitems__([0])[0]["id"] == 0 and reads == [2, 0, 1, 0], "no more than one batch is held"
     rows[0]["note"] = "own"
     assert "note" not in rows[1], "what is written into one row is not in its copies"
-    copied = copy.deepcopy(rows)
-    assert copied[0]["images"][0] is rows[0]["images"][0]
     assert rows[0]["images"][0].tobytes() == picture(2).tobytes()
     assert isinstance(rows[0]["images"][0].resize((4, 4)), Image.Image)
 

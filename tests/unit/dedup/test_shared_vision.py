@@ -279,6 +279,13 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(one
             assert found.shape == expected.shape and (found - expected).abs().max() <= BOUND * expected.abs().max()
 
 
+class Reader(SimpleNamespace):
+    """A processor, as far as it reads texts."""
+
+    def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1] for _ in text]}
+
+
 def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subtests):
     """As on the processes that have images: only kept images are known again, so only their features are."""
     for kept in (True, False):
@@ -287,12 +294,14 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subt
             model.model.visual.requires_grad_(False)
             calls = passes_of(model.model.visual)
             switches: Any = AdoraKeys(adora_stock_step=[] if kept else ["cache_images"])
-            processor = SimpleNamespace(image_processor=Qwen2VLImageProcessor())
+            switches.chat_template_kwargs = None
+            processor: Any = Reader(image_processor=Qwen2VLImageProcessor())
+            rows: Any = [{"prompt": "a text"}]
             images = DistinctImages([model], processor, torch.device("cpu"), switches)
             none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
-            with images.generation([], "train", further=False, processor=None):
-                for _ in range(3):
-                    model.model.get_image_features(*none)
+            images.prompts(rows, "train", further=False)
+            for _ in range(3):
+                model.model.get_image_features(*none)
             assert len(calls) == (1 if kept else 3)
 
 

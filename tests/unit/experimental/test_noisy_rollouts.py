@@ -228,8 +228,8 @@ def measured(distorted_rows):
     sampling[rows] = NAN  # as the engine returns them
     micro: Batch = {"completion_mask": torch.ones(2, 2), "sampling_per_token_logps": sampling, "distorted": rows}
     DriftGuard(context).check(logps, sampling, compared_mask(micro), 0)
-    ImportanceRatio(context).complete(micro, logps)
-    return micro["importance_sampling_ratio"], logged
+    figures = ImportanceRatio(context).complete(micro, logps)
+    return micro["importance_sampling_ratio"], {**logged, **figures}
 
 
 def test_neither_drift_nor_ratio_looks_at_distorted_rollouts():

@@ -73,16 +73,15 @@ def test_the_importance_ratio_by_hand(subtests):
 
 def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     """Row 1 was sampled on a distorted image: its tokens have no score, and it is in no figure."""
-    log: dict[str, float] = {}
     bounds: dict[str, Any] = {"vllm_importance_sampling_clip_min": 0.3, "vllm_importance_sampling_clip_max": 2.0}
-    ratio = ImportanceRatio(step_context(log, vllm_importance_sampling_mode="token_mask", **bounds))
+    ratio = ImportanceRatio(step_context(vllm_importance_sampling_mode="token_mask", **bounds))
     logps = torch.log(torch.tensor([[8.0, 0.5, 0.25, 9.0], [1.0, 1.0, 1.0, 1.0]]))
     sampling = torch.zeros(2, 4)
     sampling[1] = math.nan
     micro: Any = {"sampling_per_token_logps": sampling, "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}
     micro["distorted"] = torch.tensor([False, True])
     assert ratio.is_due(micro)
-    ratio.complete(micro, logps)
+    log = ratio.complete(micro, logps)
     assert not ratio.is_due(micro)
     found = micro["importance_sampling_ratio"]
     assert torch.allclose(found[0, :3], torch.tensor([0.0, 0.5, 0.0])) and (found[1] == 1).all()

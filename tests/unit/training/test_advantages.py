@@ -7,6 +7,7 @@ import shutil
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +26,13 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import RolloutOptions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import judged_figures, learned_figures
-from adora_vl.record.trackers import add_weighed
+from adora_vl.record.trackers import TableRows
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.dynamic_sampling import DynamicSampling
+from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher
-from adora_vl.training.scores import Ends, Rewards, Scores
+from adora_vl.training.scores import Ends, Grader, Grades, Rewards, Scores
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
@@ -52,14 +54,18 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
         calls.append(tensor)
         return tensor
 
-    accelerator = SimpleNamespace(device="cpu", gather=gather, num_processes=2)
+    context = step_context(accelerator=SimpleNamespace(device="cpu", gather=gather, num_processes=2))
     completions, texts = [[5, 6, END], [5, 6], [], [END, 5]], ["Wait, wait.", "no", "", "I verify"]
-    scores = Scores.gathered(rewards([[0.0]] * 4), completions, texts, Ends(frozenset({END, PAD})), accelerator)
+    ended = [Ends(frozenset({END, PAD})).ended(*each) for each in zip(completions, texts, strict=True)]
+    grader = Grader(context, RewardGuard(context), torch.ones(1), ["accuracy"])
+    grades = Grades(torch.zeros(4, 1), {"note": [*"abcd"]}, {"own": [0.5, 1.5]})
+    scores = grader(grades, [[1] * 9] * 4, completions, texts, ended, 4, 0)
     assert scores.lengths_B.tolist() == [3, 2, 0, 2]
     assert scores.unended_B.tolist() == [False, True, False, True]
     assert scores.reflective_B.tolist() == [2, 0, 0, 1]
     assert scores.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
-    assert len(calls) == 1, "lengths, ends and words are gathered together"
+    assert (scores.tokens, scores.extra, scores.logged) == (43, {"note": [*"abcd"]}, {"own": 1.0})
+    assert len(calls) == 1, "rewards, lengths, ends and words are gathered together"
 
 
 def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(subtests):
@@ -106,10 +112,10 @@ def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monke
 
 def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
     """As their rewards are: the groups are those of all ranks. The other one's are a nat likelier."""
-    two = SimpleNamespace(gather=lambda own: torch.cat([own, own - 1]))
+    two = SimpleNamespace(process_index=0, gather=lambda own: torch.cat([own, own - 1]))
     computer = AdvantageComputer(step_context(accelerator=two), AdvantagePipeline({}), torch.ones(1))
     batch: Any = {
-        "advantages": torch.zeros(2),
+        "completion_ids": torch.zeros(2, 2),
         "completion_mask": torch.tensor([[1, 1], [1, 0]]),
         "sampling_per_token_logps": torch.tensor([[-1.0, -2.0], [-2.0, -9.0]]),
     }
@@ -142,7 +148,7 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
         both = torch.tensor(groups).flatten()
         found = Scores(rewards([[one, one] for one in both.tolist()]), both * 0 + 7, both < 0, both)
         ids = torch.arange(32)[:, None]
-        batch: Any = {"prompt_ids": ids, "completion_ids": ids, "prompt_mask": ids * 0 + 1, "advantages": both}
+        batch: Any = {"prompt_ids": ids, "completion_ids": ids, "prompt_mask": ids * 0 + 1}
         batch |= {"completion_mask": ids * 0 + 1, "sampling_per_token_logps": both[:, None] - 2}
         computer.judged(found, batch, 4, 0, training=True)
         return batch
@@ -252,28 +258,25 @@ def weighed() -> Advantages:
     return Advantages(groups, weighting, raw_PG, raw_PG * weighting.weights_P[:, None], {"own": 3.0})
 
 
-def table(advantages: list[float], size: int) -> dict:
-    return {
-        "prompt": deque(["a problem"] * len(advantages), maxlen=size),
-        "advantages": deque(advantages, maxlen=size),
-        "extra": defaultdict(lambda: deque(maxlen=size)),
-    }
-
-
-def test_the_table_shows_the_advantages_of_the_loss_beside_trls():
-    of_the_loss, shown = weighed(), table([0.7, -0.7, 0.0, 0.0], 4)
-    add_weighed(shown, of_the_loss)
-    assert list(shown["advantages"]) == of_the_loss.advantages_PG.flatten().tolist()
-    assert torch.allclose(torch.tensor(shown["extra"]["advantage_raw"]), of_the_loss.raw_PG.flatten())
-    assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40]
-    assert list(shown["extra"]["adora_weight"]) == of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()
-
-
-def test_a_smaller_table_keeps_the_newest_rows():
-    shown = table([0.7, -0.7, 0.0, 0.0], 3)
-    add_weighed(shown, weighed())
-    assert list(shown["extra"]["adora_length"]) == [20, 30, 40]
-    assert torch.allclose(torch.tensor(shown["extra"]["advantage_raw"]), torch.tensor([-0.7, 0.0, 0.0]))
+def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_the_loss():
+    """It keeps the newest rows, as TRL's does; a rollout that has left its group shows what was said of it."""
+    said = Rewards(torch.tensor([[1.0], [0.0], [0.25], [0.0]]), torch.full((4, 1), torch.nan), (None,) * 4)
+    scores = Scores(said, torch.ones(4), torch.zeros(4) > 0, torch.zeros(4), extra={"verdict": [*"abcd"]})
+    for size in (4, 3):
+        column: Any = partial(deque, maxlen=size)
+        shown: Any = {name: column() for name in ("prompt", "completion", "images", "advantages")}
+        shown |= {name: defaultdict(column) for name in ("extra", "rewards")}
+        of_the_loss = weighed()
+        TableRows(["a problem"] * 4, [*"wxyz"], [], scores, of_the_loss, ["accuracy"]).add_to(shown)
+        assert list(shown["advantages"]) == of_the_loss.advantages_PG.flatten().tolist()[-size:]
+        assert torch.equal(torch.tensor(shown["extra"]["advantage_raw"]), of_the_loss.raw_PG.flatten()[-size:])
+        assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40][-size:]
+        assert (
+            list(shown["extra"]["adora_weight"])
+            == of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()[-size:]
+        )
+        assert list(shown["extra"]["verdict"]) == [*"abcd"][-size:] and list(shown["completion"]) == [*"wxyz"][-size:]
+        assert list(shown["rewards"]["accuracy"]) == [1.0, 0.0, 0.25, 0.0][-size:]
 
 
 def test_the_log_has_the_figures_of_adora_and_of_the_method():
@@ -282,11 +285,10 @@ def test_the_log_has_the_figures_of_adora_and_of_the_method():
         rewards([[0.0]] * 4), lengths_B, torch.zeros(4, dtype=torch.bool), torch.tensor([0.0, 1.0, 0.0, 1.0])
     )
     assert learned_figures(weighed()) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
-    figures = judged_figures(weighed(), scores)
+    figures = judged_figures(weighed(), scores, ["accuracy"])
     assert figures["adora/reflective_per_1000_tokens"] == 20.0
     assert figures["adora/pass_rate"] == 0.25
-    assert figures.pop("rewards/missing") == 0.0
-    assert all(name.startswith("adora/") for name in figures)
+    assert figures["rewards/missing"] == 0.0 and figures["completions/max_length"] == 40.0
 
 
 # ------------------------------------------------------------------------- what is recorded is what is applied

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import deque
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,13 +18,12 @@ from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.advantage.experimental import Canon, D3s, Ssb
 from adora_vl.advantage.grpo import Dapo
 from adora_vl.checkpoint.store import facts_of
-from adora_vl.record.metrics import METRICS, adora_metrics, leave_out_dissolved, read_metrics
-from adora_vl.record.trackers import show_all
+from adora_vl.record.metrics import METRICS, adora_metrics, read_metrics
 from adora_vl.report.run_view import load_run
 from adora_vl.train import main
-from adora_vl.training.advantages import Advantages
+from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.scores import Rewards, weighted_sum
+from adora_vl.training.scores import Rewards, Scores, weighted_sum
 from adora_vl.utils.errors import RunError, SharedUserError, UserError
 from tests.support.recorded_runs import write_run
 from tests.support.step_context import step_context
@@ -167,19 +165,14 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
 
 
 def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
-    """Of four groups one has left and one has equal rewards: TRL's figure is a quarter, a third is meant."""
-    rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [NAN, NAN]])
-    groups = Groups(rewards_PG, torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.bool))
-    metrics = {"frac_reward_zero_std": [0.5, 0.25]}
-    leave_out_dissolved(metrics, groups)
-    assert metrics["frac_reward_zero_std"] == [0.5, pytest.approx(1 / 3)]
-
-
-def test_the_table_of_completions_has_what_each_function_said():
-    found = rewards([1.0, 0.0, 1.0, 1.0], [NAN, 0.5, 0.25, 1.0], failed=[0])
-    shown = {"accuracy": deque([9.0, NAN, 0.0, 1.0, 1.0], maxlen=5), "judge": deque([NAN, 0.5], maxlen=2)}
-    show_all(shown, found, NAMES)
-    assert list(shown["accuracy"]) == [9.0, 1.0, 0.0, 1.0, 1.0] and list(shown["judge"]) == [0.25, 1.0]
+    """Of four groups one has left and one has equal rewards: TRL's figure is a half, a third is meant."""
+    rewards_BF = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, NAN, NAN]]).T
+    found = Rewards(rewards_BF, rewards_BF, (None,) * 8)
+    computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1))
+    batch: Any = {"completion_ids": torch.zeros(8, 1), "completion_mask": torch.ones(8, 1)}
+    scores = Scores(found, torch.ones(8), torch.zeros(8) > 0, torch.zeros(8))
+    judged = computer.judged(scores, batch, 2, 0, training=True)
+    assert judged.figures["frac_reward_zero_std"] == pytest.approx(1 / 3)
 
 
 # ------------------------------------------------------------------------------------------- the functions' calls

@@ -1,0 +1,72 @@
+"""From sampled rollouts to the columns of a batch, as TRL 1.16 makes them in `_generate_and_score_completions`.
+
+On the same rollouts every column is TRL's to the bit (`tests/parity/test_own_generation.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.chat_template_utils import parse_response
+from trl.trainer.utils import pad
+
+from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.types import Batch
+
+_BY_TOKEN = ("token_type_ids", "mm_token_type_ids")  # fields of prompts with a value for each token
+
+
+def said(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]]) -> list[Any]:
+    """What was answered, (B,): as messages where the prompts are messages, else as texts."""
+    tokenizer, conversational = getattr(processor, "tokenizer", processor), not isinstance(prompts.messages[0], str)
+    if conversational and any(getattr(tokenizer, f"response_{of}", None) is not None for of in ("template", "schema")):
+        pairs = zip(completions, prompts.ids, strict=True)
+        return [[parse_response(tokenizer, ids, prefix=prompt)] for ids, prompt in pairs]
+    texts: list[str] = processor.batch_decode(completions, skip_special_tokens=True)
+    return [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts
+
+
+def collated(
+    prompts: PromptBatch,
+    completions: Sequence[list[int]],
+    logps: Sequence[list[float | None]] | None,
+    counted: Sequence[bool],
+    *,
+    pad_id: int,
+    multiple: int | None,
+    to_device: Callable[[Any], Any],
+) -> Batch:
+    """The rollouts of this rank, B rows.
+
+    `logps`: the engine's; None for a token that it could not score, which becomes NaN. `counted`: whether the loss
+    counts a rollout. `multiple`: of which widths are multiples, None for any. `to_device`: Transformers' way there,
+    which may round pixels.
+    """
+
+    def wide(values: Sequence[Any], fill: float, side: str, dtype: torch.dtype = torch.long) -> Tensor:
+        rows = [torch.tensor(row, dtype=dtype) for row in values]
+        padded: Tensor = pad(rows, padding_value=fill, padding_side=side, pad_to_multiple_of=multiple)
+        return padded
+
+    ones = [[int(one)] * len(ids) for ids, one in zip(completions, counted, strict=True)]
+    batch: dict[str, Any] = {
+        "prompt_ids": wide(prompts.ids, pad_id, "left"),
+        "prompt_mask": wide([[1] * len(ids) for ids in prompts.ids], 0, "left"),
+        "completion_ids": wide(completions, pad_id, "right"),
+        "completion_mask": wide(ones, 0, "right"),
+    }
+    fields = prompts.fields if prompts.images is not None else {}
+    for name, values in fields.items():
+        batch[name] = values
+        if name in _BY_TOKEN:
+            batch[name] = torch.cat([wide(values, 0, "left"), torch.zeros_like(batch["completion_ids"])], dim=1)
+    moved: Batch = to_device(batch)
+    if logps is not None:
+        scored = [[torch.nan if logp is None else logp for logp in row] for row in logps]
+        moved["sampling_per_token_logps"] = wide(scored, 0.0, "right", torch.float32).to(moved["prompt_ids"].device)
+    if prompts.images is not None:
+        moved["num_images"] = prompts.num_images
+    return moved
