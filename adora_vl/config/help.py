@@ -21,7 +21,8 @@ Train a vision-language model by reinforcement learning, with vLLM for the rollo
   accelerate launch --config_file FILE.yaml -m adora_vl.train --config FILE.yaml [--key value ...]
 
 A key is `key: value` in the file and `--key value` on the command line, which wins over the file.
-A list is `a b`, `a,b` or `[a, b]`, nothing is `null`, and a mapping is YAML or JSON.
+A list is `a b`, `a,b` or `[a, b]`, nothing is `null`, a mapping is YAML or JSON, and a dot reaches
+into one: --adora_rollouts.refill 2.
 
   --dry-run             say what the run would do and whether it fits, without loading a weight
   --card-gib 80         with it: for a GPU of this memory, where none is here

@@ -309,7 +309,8 @@ def parts(run: Checked) -> None:
     if loaded is None:
         check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
     if loaded is None or not hasattr(loaded, "peft_config"):
-        check_parts(run.model, run.model_config, run.asked.model.peft_config, run.config.adora_freeze)
+        adapter, config = run.asked.model.peft_config, run.config
+        check_parts(run.model, run.model_config, adapter, config.adora_freeze, use_vllm=config.use_vllm)
 
 
 def processor(run: Checked) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 from adora_vl.config import key_list, reading, values
 from adora_vl.config.help import help_text
-from adora_vl.config.reading import OPTIONS, read
-from adora_vl.config.schema import DATACLASSES, build, parse
-from adora_vl.utils.cli import split_list
+from adora_vl.config.keys import RolloutOptions
+from adora_vl.config.reading import MOVED, OPTIONS, read
+from adora_vl.config.schema import DATACLASSES, AdoraGRPOConfig, build, parse
+from adora_vl.utils.cli import split_list, yaml_value
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -93,6 +95,7 @@ def test_command_line_over_file_over_default(tmp_path, monkeypatch):
 
 BAD_FILES = {
     "adora_less_padding: true\n": "the key 'adora_less_padding' was removed; leave it out",
+    "adora_rollouts.refill: 2\n": "dots are for the command line; write adora_rollouts: {refill: 2}",
     "num_generation: 8\n": "unknown key 'num_generation'; did you mean 'num_generations'",
     "- a\n- b\n": "expected `key: value` lines, found list",
     "a: [1\n": "not valid YAML",
@@ -118,6 +121,9 @@ BAD_WORDS = {
     "--learning_rat 1": "command line: unknown key 'learning_rat'; did you mean 'learning_rate'?",
     "--adora-facter=0.2": "command line: unknown key 'adora_facter'; did you mean 'adora_factor'?",
     '--adora_method_options {"factor":1,"factor":2}': "adora_method_options: 'factor' is given twice in one object",
+    "--adora_rollouts.refil 2": "adora_rollouts: unknown option 'refil', it has refill, budget",
+    "--adora_rollouts.refill -2": "adora_rollouts.refill: -2 is not a whole number of at least 0",
+    "--beta.x 1": "beta: {'x': 1} is not a number",
     "--zzzz 1": "command line: unknown key 'zzzz'",
     "--adora_less_padding true": "command line: the key 'adora_less_padding' was removed; leave it out",
     "--no_adora_share_prompt": "is now part of adora_stock_step; write --adora_stock_step share_prompt",
@@ -161,6 +167,38 @@ def test_a_file_is_read_once_and_each_value_converted_once(tmp_path, monkeypatch
     given = read(["--config", str(tmp_path / "c.yaml"), *CPU, "--num_generations", "4", "--learning_rate", "1e-3"])
     assert [build(given)[1].num_generations, build(given)[1].learning_rate] == [4, 1e-3]
     assert sorted(key for key in asked if key in {"--config", *given.words}) == sorted(["--config", *given.words])
+
+
+def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
+    path, read_so = tmp_path / "c.yaml", set()
+    for key in MOVED:
+        for value in ("1", "false", "true", "eos", "think", "a.txt", "null"):
+            path.write_text(f"{key}: {value}\n")
+            ways = (lambda: read([f"--{key}", value]), lambda: read(["--config", str(path)]),  # noqa: B023
+                    lambda: AdoraGRPOConfig("x", **{key: yaml_value(value)}))  # noqa: B023  # fmt: skip
+            lines = []
+            for way in ways:
+                with pytest.raises(UserError, match=f"{key} is now ") as refused:
+                    way()
+                lines.append(str(refused.value).partition("; write ")[2])
+            if not lines[0]:
+                continue
+            with contextlib.suppress(UserError):  # a value that the key never took
+                read(lines[0].split(), whole=False)
+                for line in lines[1:]:
+                    path.write_text(line)
+                    read(["--config", str(path)], whole=False)
+                read_so.add(key)
+    assert MOVED.keys() == read_so
+
+
+def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces_it(tmp_path):
+    (tmp_path / "c.yaml").write_text("adora_rollouts: {refill: 1, replay: 8}\nchat_template_kwargs: {a: 1}\n")
+    file = ["--config", str(tmp_path / "c.yaml"), *CPU]
+    config = parse([*file, "--adora-rollouts.refill=3", "--chat_template_kwargs.b", "true"])[1]
+    assert (config.adora_rollouts, config.chat_template_kwargs) == (RolloutOptions(3, replay=8), {"a": 1, "b": True})
+    assert parse([*file, "--adora_rollouts", "{ahead: 1}"])[1].adora_rollouts == RolloutOptions(ahead=1)
+    assert parse([*CPU, "--adora_rollouts.budget", "auto"])[1].adora_rollouts.budget == "auto"
 
 
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
