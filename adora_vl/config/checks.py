@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig, Trainer, get_scheduler
 
 from adora_vl.config.advantage import check_method, method_needs
-from adora_vl.config.batch_plan import REGROUPABLE, regroup_obstacle, regroups
-from adora_vl.config.experimental import check_noise, check_replay, replay_needs, visual_needs
+from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.experimental import check_noise, replay_needs, visual_needs
 from adora_vl.config.keys import AdoraScriptArguments
 from adora_vl.config.sampling import sampling_needs
 from adora_vl.config.schema import AdoraGRPOConfig
@@ -36,7 +36,6 @@ def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> Non
         _check_evaluation(config)
     check_method(config)
     check_noise(config)
-    check_replay(config)
     check_schedule(config)
     _check_rollouts(config)
 
@@ -80,26 +79,21 @@ def _check_rollouts(config: AdoraGRPOConfig) -> None:
             "vllm_importance_sampling_correction: false leaves the drift guard nothing to measure; set it to true, or "
             "adora_max_drift: null to train unguarded"
         )
-    check_sampling(config)
+    check_servers(config)
+    check_budget(config)
+    check_async(config)
+    check_filling(config)
     if config.truncated_at is not None and config.truncated_at > config.max_completion_length:
         raise UserError(
             f"adora_truncated: {config.truncated_at} is above max_completion_length: "
             f"{config.max_completion_length}, no rollout would ever count as truncated; remove it to derive it"
         )
-    check_speed(config)
     limit = config.vllm_max_model_length
     if config.use_vllm and limit is not None and limit <= config.max_completion_length:
         raise UserError(
             f"vllm_max_model_length: {limit} leaves no room for a prompt beside max_completion_length: "
             f"{config.max_completion_length}"
         )
-
-
-def check_sampling(config: Any) -> None:
-    """Check the keys that say who samples, and when, against each other and the rest. Raises `UserError`."""
-    check_servers(config)
-    check_budget(config)
-    check_async(config)
 
 
 def check_servers(config: Any) -> None:
@@ -115,22 +109,29 @@ def check_servers(config: Any) -> None:
         )
 
 
-def check_speed(config: Any) -> None:
-    """Check the switches against the other keys. Raises `UserError`."""
-    tries, rows = config.adora_rollouts.refill, config.per_device_train_batch_size * config.steps_per_generation
-    if tries and rows % config.num_generations:
-        raise UserError(
-            f"adora_rollouts.refill: {tries} needs whole groups on every process, but one samples {rows} rollouts at "
-            f"a time and num_generations is {config.num_generations}; make per_device_train_batch_size a multiple of "
-            "it, or set adora_rollouts.refill: 0"
+def check_filling(config: Any) -> None:
+    """Check what replaces groups without signal against the other keys. Raises `UserError`."""
+    rows, obstacle, moves = _rows(config), regroup_obstacle(config), config.sync_ref_model
+    for name in ("refill", "replay"):
+        if not (count := getattr(config.adora_rollouts, name)):
+            continue
+        key, replays = f"adora_rollouts.{name}: {count}", name == "replay"
+        if rows % config.num_generations:
+            raise UserError(
+                f"{key} needs whole groups on every process, but one samples {rows} rollouts at a time and "
+                f"num_generations is {config.num_generations}; make per_device_train_batch_size a multiple of it"
+            )
+        _refuse_beside(
+            key,
+            (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"),
+            (replays and moves, "sync_ref_model: true, whose reference is another one by then"),
+            (replays and not config.own("cache_images"), "adora_stock_step: cache_images"),
         )
-    obstacle = regroup_obstacle(config)
-    if tries and obstacle:
-        raise UserError(
-            f"adora_rollouts.refill: {tries} does not go with {obstacle}, which depends on the rows of a micro-batch; "
-            f"set adora_rollouts.refill: 0, or top_entropy_quantile: 1.0 and a loss_type of "
-            f"{', '.join(sorted(REGROUPABLE))}"
-        )
+
+
+def _rows(config: Any) -> int:
+    """Rollouts that a process samples at a time."""
+    return int(config.per_device_train_batch_size * config.steps_per_generation)
 
 
 # Of vLLM's parameters those that say nothing about the beginning or the length of an answer. A loop that had begun
@@ -142,7 +143,7 @@ _KNOW_NO_BEGINNING = {
 
 def check_budget(config: Any) -> None:
     """Check the budget of partial rollouts against the other keys. Raises `UserError`."""
-    budget, rows = config.adora_rollouts.budget, config.per_device_train_batch_size * config.steps_per_generation
+    budget, rows = config.adora_rollouts.budget, _rows(config)
     if budget is None:
         return
     key, cycle = f"adora_rollouts.budget: {budget}", config.steps_per_generation * config.num_iterations

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from adora_vl.config.advantage import chosen_methods
-from adora_vl.config.batch_plan import regroup_obstacle
 from adora_vl.config.keys import NOISE_KINDS
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.utils.errors import UserError
@@ -70,30 +69,6 @@ def check_noise(config: Any) -> None:
         raise UserError(
             f"adora_noisy_rollouts: {share} leaves canon's measure: entropy without log-probabilities on the clean "
             "image; set measure: length, or adora_noisy_rollouts: 0"
-        )
-
-
-def check_replay(config: Any) -> None:
-    """Check the keys of replay against the others. Raises `UserError`."""
-    kept, rows = config.adora_rollouts.replay, config.per_device_train_batch_size * config.steps_per_generation
-    if not kept:
-        return
-    key = f"adora_rollouts.replay: {kept}"
-    if rows % config.num_generations:
-        raise UserError(
-            f"{key} needs whole groups on every process, but one samples {rows} rollouts at a time and num_generations "
-            f"is {config.num_generations}; make per_device_train_batch_size a multiple of it"
-        )
-    obstacle = regroup_obstacle(config)
-    if obstacle:
-        raise UserError(f"{key} does not go with {obstacle}, which depends on the rows of a micro-batch; set it to 0")
-    if config.sync_ref_model:
-        raise UserError(
-            f"{key} does not go with sync_ref_model: true, whose reference is another one by then; set it to 0"
-        )
-    if not config.own("cache_images"):
-        raise UserError(
-            f"{key} does not go with adora_stock_step: cache_images, where every rollout is kept with its own image"
         )
 
 

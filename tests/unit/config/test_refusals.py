@@ -19,10 +19,10 @@ from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.checks import (
     check_async,
     check_budget,
+    check_filling,
     check_optimizer,
     check_schedule,
     check_servers,
-    check_speed,
     check_tensor_parallel,
     schedule_of,
 )
@@ -242,13 +242,13 @@ def test_an_optimizer_is_made_before_the_run_or_refused() -> None:
 
 def test_dynamic_sampling_needs_whole_groups_and_a_loss_that_can_be_regrouped() -> None:
     ours = {"per_device_train_batch_size": 8, "adora_rollouts": {"refill": 2}}
-    assert "does not go with loss_type: bnpo" in refusal(check_speed, config(loss_type="bnpo", **ours))
-    line = refusal(check_speed, config(top_entropy_quantile=0.2, **ours))
+    assert "does not go with loss_type: bnpo" in refusal(check_filling, config(loss_type="bnpo", **ours))
+    line = refusal(check_filling, config(top_entropy_quantile=0.2, **ours))
     assert "does not go with top_entropy_quantile: 0.2, which depends on the rows" in line
     two_processes = config(**ours)
-    check_speed(two_processes)
+    check_filling(two_processes)
     two_processes.per_device_train_batch_size = 4  # half a group each, which TRL allows
-    line = refusal(check_speed, two_processes)
+    line = refusal(check_filling, two_processes)
     assert "needs whole groups" in line and "samples 4 rollouts" in line and "num_generations is 8" in line
 
 

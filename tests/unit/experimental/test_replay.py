@@ -17,7 +17,8 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.store import load_of_rank
-from adora_vl.config.experimental import check_replay, replay_needs
+from adora_vl.config.checks import check_filling
+from adora_vl.config.experimental import replay_needs
 from adora_vl.config.keys import RolloutOptions
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageBanks, ImageCache
@@ -231,9 +232,9 @@ def test_what_it_does_not_go_with_is_said_in_one_line(subtests):
             config = parse([*CPU, "--adora_rollouts.replay", "4", "--num_generations", "4", *arguments])[1]
             config.num_generations, config.steps_per_generation = 8, 1
             with pytest.raises(UserError, match=said):
-                check_replay(config)
+                check_filling(config)
             config.adora_rollouts = RolloutOptions()
-            check_replay(config)
+            check_filling(config)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
