@@ -6,6 +6,7 @@ annotation, and not in its metadata, which Transformers' parser hands on to argp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,49 +30,45 @@ _ROUNDING = 1e-3  # of shares such as 0.333
 _LARGEST_PROMPT = 1_000_000  # bytes of the file of a system prompt
 
 
+def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any:
+    """A field of a dataclass of keys. `default`: also a function that makes one. `choices`: the words that it takes."""
+    made: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata={"help": help} | ({"choices": list(choices)} if choices else {}))
+
+
 @dataclass
 class AdoraScriptArguments:
     """What to train on and with which reward."""
 
-    dataset_name: list[Name] = field(
-        default_factory=lambda: ["synthetic"],
-        metadata={
-            "help": "A folder made by `python -m data_prep`, or 'synthetic' (drawn geometry) or 'knights' (puzzles "
-            "without images), made on the spot; with adora_columns a table or hub id too. Several are mixed."
-        },
+    dataset_name: list[Name] = key(
+        lambda: ["synthetic"],
+        "A folder made by `python -m data_prep`, or 'synthetic' (drawn geometry) or 'knights' (puzzles without "
+        "images), made on the spot; with adora_columns a table or hub id too. Several are mixed.",
     )
-    dataset_train_split: Name = field(default="train", metadata={"help": "Split to train on."})
-    adora_synthetic_rows: Annotated[int, Field(ge=1)] = field(
-        default=4096, metadata={"help": "Training problems to make when dataset_name is 'synthetic' or 'knights'."}
+    dataset_train_split: Name = key("train", "Split to train on.")
+    adora_synthetic_rows: Annotated[int, Field(ge=1)] = key(
+        4096, "Training problems to make when dataset_name is 'synthetic' or 'knights'."
     )
-    adora_columns: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Where dataset_name is a table, a folder with one, or a hub id: our columns and the table's, such "
-            "as {problem: question, answer: label, images: image}. Null: dataset_name is a prepared folder."
-        },
+    adora_columns: dict[str, Any] | str | None = key(
+        None,
+        "Where dataset_name is a table, a folder with one, or a hub id: our columns and the table's, such as "
+        "{problem: question, answer: label, images: image}. Null: dataset_name is a prepared folder.",
     )
-    adora_mixture: list[Annotated[float, Field(gt=0, le=1)]] | None = field(
-        default=None,
-        metadata={
-            "help": "The share of each of several data sets in dataset_name, such as [0.7, 0.3]; rows of a small one "
-            "are repeated. Null: every row once per epoch."
-        },
+    adora_mixture: list[Annotated[float, Field(gt=0, le=1)]] | None = key(
+        None,
+        "The share of each of several data sets in dataset_name, such as [0.7, 0.3]; rows of a small one are "
+        "repeated. Null: every row once per epoch.",
     )
-    adora_system_prompt: str | None = field(
-        default="boxed",
-        metadata={
-            "help": "System prompt of every conversation. boxed asks for a box, think for <think> before it, "
-            "think_answer for <think>, then <answer> (think_format and think_answer_format check it); or a "
-            "FILE.txt; or a text of more than one word; null for none."
-        },
+    adora_system_prompt: str | None = key(
+        "boxed",
+        "System prompt of every conversation. boxed asks for a box, think for <think> before it, think_answer for "
+        "<think>, then <answer> (think_format and think_answer_format check it); or a FILE.txt; or a text of more "
+        "than one word; null for none.",
     )
-    adora_prompt: str | None = field(
-        default=DEFAULT_PROMPT,
-        metadata={
-            "help": "The text of a problem's message from the columns of its row; a line whose columns are all null is "
-            "left out. {multiple_choice} lists a row's choices with letters. Null: the problem alone."
-        },
+    adora_prompt: str | None = key(
+        DEFAULT_PROMPT,
+        "The text of a problem's message from the columns of its row; a line whose columns are all null is left out. "
+        "{multiple_choice} lists a row's choices with letters. Null: the problem alone.",
     )
     adora_overlong_prompts: str = field(
         default="error",
@@ -107,41 +104,32 @@ class AdoraScriptArguments:
 class RolloutOptions:
     """How a generation is filled. Replay is SSR of VL-Rethinker (arXiv 2504.08837)."""
 
-    refill: Annotated[int, Field(ge=0)] = field(
-        default=0,
-        metadata={
-            "help": "DAPO's dynamic sampling: sample up to this many further batches per generation, to replace groups "
-            "whose advantages are all zero."
-        },
+    refill: Annotated[int, Field(ge=0)] = key(
+        0,
+        "DAPO's dynamic sampling: sample up to this many further batches per generation, to replace groups whose "
+        "advantages are all zero.",
     )
-    budget: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern="^auto$", description="auto")] | None = field(
-        default=None,
-        metadata={
-            "help": "Partial rollouts: stop a generation after so many tokens and go on with unfinished answers in the "
-            "next one; auto: the length that nine of ten of the last answers had at most, where the longest are much "
-            "longer. Null: all are sampled to their ends."
-        },
+    budget: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern="^auto$", description="auto")] | None = key(
+        None,
+        "Partial rollouts: stop a generation after so many tokens and go on with unfinished answers in the next one; "
+        "auto: the length that nine of ten of the last answers had at most, where the longest are much longer. Null: "
+        "all are sampled to their ends.",
     )
-    ahead: Annotated[int, Field(ge=0, le=1)] = field(
-        default=0,
-        metadata={
-            "help": "1: vLLM servers that get weights by files sample the next generation while the policy learns "
-            "from the present one, with weights of a generation before. 0: one after the other."
-        },
+    ahead: Annotated[int, Field(ge=0, le=1)] = key(
+        0,
+        "1: vLLM servers that get weights by files sample the next generation while the policy learns from the "
+        "present one, with weights of a generation before. 0: one after the other.",
     )
-    staleness: Annotated[int, Field(ge=1)] = field(
-        default=4, metadata={"help": "With a budget, answers begun so many generations ago are sampled to their end."}
+    staleness: Annotated[int, Field(ge=1)] = key(
+        4, "With a budget, answers begun so many generations ago are sampled to their end."
     )
-    replay: Annotated[int, Field(ge=0)] = field(
-        default=0,
-        metadata={
-            "help": "Sample replay: keep up to so many groups with signal per process, and learn from some of them "
-            "again in the places of groups whose advantages are all zero; 0 is off."
-        },
+    replay: Annotated[int, Field(ge=0)] = key(
+        0,
+        "Sample replay: keep up to so many groups with signal per process, and learn from some of them again in the "
+        "places of groups whose advantages are all zero; 0 is off.",
     )
-    replay_alpha: Annotated[float, Field(ge=0)] = field(
-        default=1.0,
-        metadata={"help": "A kept group is drawn with a chance like the sum of its |advantages| to this power."},
+    replay_alpha: Annotated[float, Field(ge=0)] = key(
+        1.0, "A kept group is drawn with a chance like the sum of its |advantages| to this power."
     )
 
 
@@ -283,19 +271,15 @@ class AdoraKeys(ExperimentalOptions):
             "0.01 to 0.05, a fault 1 and more. null switches the guard off."
         },
     )
-    adora_self_check: bool = field(
-        default=True,
-        metadata={
-            "help": "Before the first step, compare engine and trainer on two prompts and refuse to train if they "
-            "disagree; false skips this check. `python -m adora_vl.doctor` checks more."
-        },
+    adora_self_check: bool = key(
+        True,
+        "Before the first step, compare engine and trainer on two prompts and refuse to train if they disagree; false "
+        "skips this check. `python -m adora_vl.doctor` checks more.",
     )
-    adora_max_ratio: Annotated[float, Field(ge=1)] | None = field(
-        default=1000.0,
-        metadata={
-            "help": "Skip a step with a larger importance ratio of new to old policy (per token, or per sequence with "
-            "importance_sampling_level: sequence); null: never."
-        },
+    adora_max_ratio: Annotated[float, Field(ge=1)] | None = key(
+        1000.0,
+        "Skip a step with a larger importance ratio of new to old policy (per token, or per sequence with "
+        "importance_sampling_level: sequence); null: never.",
     )
     adora_reward_timeout: Annotated[float, Field(gt=0)] | None = field(
         default=300.0,
@@ -304,69 +288,53 @@ class AdoraKeys(ExperimentalOptions):
             "process, before the run is stopped; null: no limit."
         },
     )
-    adora_vllm_dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "dtype of the engine: auto follows bf16/fp16, else the model's own dtype.",
-            "choices": ["auto", "float32", "bfloat16", "float16"],
-        },
+    adora_vllm_dtype: str = key(
+        "auto",
+        "dtype of the engine: auto follows bf16/fp16, else the model's own dtype.",
+        choices=["auto", "float32", "bfloat16", "float16"],
     )
-    adora_vllm_enforce_eager: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Run the engine without torch.compile and CUDA graphs. null: on a CPU, where compiling takes half "
-            "a minute at every start."
-        },
+    adora_vllm_enforce_eager: bool | None = key(
+        None,
+        "Run the engine without torch.compile and CUDA graphs. null: on a CPU, where compiling takes half a minute at "
+        "every start.",
     )
-    adora_vllm_max_num_batched_tokens: Annotated[int, Field(ge=1)] = field(
-        default=4096, metadata={"help": "vLLM's prefill budget; must hold one prompt with its image tokens."}
+    adora_vllm_max_num_batched_tokens: Annotated[int, Field(ge=1)] = key(
+        4096, "vLLM's prefill budget; must hold one prompt with its image tokens."
     )
-    adora_weight_transfer: Literal["nccl", "file"] | _Folder = field(
-        default="nccl",
-        metadata={
-            "help": "How weights reach vLLM servers (vllm_mode: server): nccl; or by files, for any network, several "
-            "servers (vllm_server_base_url: http://a:8000,http://b:8000), and CPUs, in .weights of output_dir (file), "
-            "or a folder that trainer and servers see, such as one in /dev/shm; the trainer's user alone can read it."
-        },
+    adora_weight_transfer: Literal["nccl", "file"] | _Folder = key(
+        "nccl",
+        "How weights reach vLLM servers (vllm_mode: server): nccl; or by files, for any network, several servers "
+        "(vllm_server_base_url: http://a:8000,http://b:8000), and CPUs, in .weights of output_dir (file), or a folder "
+        "that trainer and servers see, such as one in /dev/shm; the trainer's user alone can read it.",
     )
-    adora_freeze: list[Literal["vision_tower", "projector", "language_model"]] = field(
-        default_factory=list,
-        metadata={"help": "The parts that are not trained: vision_tower, projector (the merger), language_model."},
+    adora_freeze: list[Literal["vision_tower", "projector", "language_model"]] = key(
+        list, "The parts that are not trained: vision_tower, projector (the merger), language_model."
     )
-    adora_eval: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with geometry3k, "
-            "mathvista, mathvision, mmstar, wemath, mathverse, knights or FILE.py:NAME. Default: the held-out split of "
-            "dataset_name."
-        },
+    adora_eval: list[str] = key(
+        list,
+        "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with geometry3k, mathvista, "
+        "mathvision, mmstar, wemath, mathverse, knights or FILE.py:NAME. Default: the held-out split of dataset_name.",
     )
-    adora_eval_limit: Annotated[int, Field(ge=1)] | None = field(
-        default=None, metadata={"help": "Evaluate on the first so many problems of each; null: all."}
+    adora_eval_limit: Annotated[int, Field(ge=1)] | None = key(
+        None, "Evaluate on the first so many problems of each; null: all."
     )
-    adora_record_every: Annotated[int, Field(ge=0)] = field(
-        default=1,
-        metadata={"help": "Record the rollouts of every n-th generation in output_dir/rollouts; 0 records none."},
+    adora_record_every: Annotated[int, Field(ge=0)] = key(
+        1, "Record the rollouts of every n-th generation in output_dir/rollouts; 0 records none."
     )
-    adora_record_gb: Annotated[float, Field(gt=0)] = field(
-        default=2.0,
-        metadata={"help": "Bound on the record in GB (10^9 bytes); the oldest steps are deleted beyond it."},
+    adora_record_gb: Annotated[float, Field(gt=0)] = key(
+        2.0, "Bound on the record in GB (10^9 bytes); the oldest steps are deleted beyond it."
     )
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={
-            "help": "Start anew in an output_dir that holds a run. What it wrote goes at the first new checkpoint."
-        },
+    overwrite_output_dir: bool = key(
+        False, "Start anew in an output_dir that holds a run. What it wrote goes at the first new checkpoint."
     )
-    min_pixels: Annotated[int, Field(ge=1)] | None = field(
-        default=None,
-        metadata={"help": "Smallest image in pixels, for the processor and vLLM alike; null: the model's."},
+    min_pixels: Annotated[int, Field(ge=1)] | None = key(
+        None, "Smallest image in pixels, for the processor and vLLM alike; null: the model's."
     )
-    max_pixels: Annotated[int, Field(ge=1)] | None = field(
-        default=None, metadata={"help": "Largest image in pixels, for the processor and vLLM alike; null: the model's."}
+    max_pixels: Annotated[int, Field(ge=1)] | None = key(
+        None, "Largest image in pixels, for the processor and vLLM alike; null: the model's."
     )
     # TRL's default is every interface; the server is reached over loopback unless told otherwise.
-    vllm_server_host: Name = field(default="127.0.0.1", metadata={"help": "Host of the vLLM server (server mode)."})
+    vllm_server_host: Name = key("127.0.0.1", "Host of the vLLM server (server mode).")
 
     def own(self, part: StepPart) -> bool:
         """Whether this part of a step is computed as here, and not as stock TRL does."""
