@@ -24,6 +24,8 @@ REMOVED = {
     "adora_prefetch_images": "leave it out: on a GPU images are read ahead by themselves",
     "adora_max_bad_steps": "leave it out: a run stops after three such steps in a row",
 }
+# A key that the configs of another trainer have: its name, and the word of `adora_vl.migrate`.
+OTHERS = {"worker": ("EasyR1", "easyr1"), "actor_rollout_ref": ("verl", "verl"), "rlhf_type": ("ms-swift", "swift")}
 LEAVE_OUT: Any = object()  # a value that is what the new key does by itself
 
 
@@ -141,6 +143,12 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a config file, its keys checked. Raises `UserError` naming the file."""
     content = read_mapping("--config", path)
+    for key, (trainer, command) in OTHERS.items():
+        if key in content:
+            raise UserError(
+                f"--config: {str(path)!r} is a config of {trainer}; `python -m adora_vl.migrate {command} {path}` "
+                "writes one of ours"
+            )
     for key, value in content.items():
         if key != "env":
             _check_key(key, value, str(path), read_keys())

@@ -12,6 +12,7 @@ from typing import Any
 
 from adora_vl.rewards import judge
 from adora_vl.rewards.knights import COMPLETE, LOGIC_RL, NOTHING, RIGHT, WRONG_FORM
+from adora_vl.rewards.other_forms import in_trl_form
 from adora_vl.rewards.presets import OTHERS, PRESETS, reward_functions
 from adora_vl.rewards.safe_call import RewardFailure, is_async, safe_call
 from adora_vl.utils.cli import read_json
@@ -130,7 +131,7 @@ def choose_rewards(
             continue
         own = from_file("adora_reward", entry, folders)
         hashes[own.file] = own.hash
-        found.append(with_options(entry, own.value, options_by_entry.get(entry, {})))
+        found.append(in_trl_form(with_options(entry, own.value, options_by_entry.get(entry, {}))))
     _check_names(entries, [own_name(entry) if is_own(entry) else made[entry].__name__ for entry in entries])
     return ChosenRewards(tuple(entries), tuple(found), hashes)
 

@@ -22,7 +22,7 @@ from tests.support.endpoint_server import completion
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
-FIGURES = re.findall(r"```\n(.*?)```", TEXT, flags=re.DOTALL)
+FIGURES = [text for language, text in re.findall(r"```(\w*)\n(.*?)```", TEXT, flags=re.DOTALL) if not language]
 PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
 # A span with a space is a command or a setting, not a name.
 SPANS = [span for span in re.findall(r"`([^`\n]+)`", PROSE) if " " not in span]

@@ -1,0 +1,353 @@
+"""A config of another trainer as one of ours: `python -m adora_vl.migrate easyr1|verl|swift|trl CONFIG`.
+
+Every value names where it came from, also defaults of theirs that stand in no file, and what has no counterpart is
+listed with what that means. The result is a beginning to look through, not a promise of equal runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from adora_vl.config.key_list import read_keys
+from adora_vl.utils.cli import Parser, exit_code_of, path, read_mapping, yaml_line
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import replace_file
+
+Names = Mapping[str, tuple[str, Any]]  # our key, or a name in capitals that is computed with -> theirs, their default
+_A, _R = "worker.actor.", "worker.rollout."
+# EasyR1: names of `examples/config.yaml`, defaults of its code.
+_EASYR1: Names = {
+    "model_name_or_path": (f"{_A}model.model_path", None),
+    "PROMPTS": ("data.rollout_batch_size", 512),
+    "MINIBATCH": (f"{_A}global_batch_size", 256),
+    "per_device_train_batch_size": (f"{_A}micro_batch_size_per_device_for_update", 4),
+    "num_generations": (f"{_R}n", 1),
+    "epsilon": (f"{_A}clip_ratio_low", 0.2),
+    "epsilon_high": (f"{_A}clip_ratio_high", 0.3),
+    "delta": (f"{_A}clip_ratio_dual", 3.0),
+    "LOSS": (f"{_A}loss_avg_mode", "token"),
+    "KL": ("algorithm.use_kl_loss", False),
+    "KL_COEF": ("algorithm.kl_coef", 1e-3),
+    "KL_KIND": ("algorithm.kl_penalty", "kl"),
+    "learning_rate": (f"{_A}optim.lr", 1e-6),
+    "weight_decay": (f"{_A}optim.weight_decay", 0.01),
+    "lr_scheduler_type": (f"{_A}optim.lr_scheduler_type", "constant"),
+    "max_grad_norm": (f"{_A}max_grad_norm", 1.0),
+    "num_iterations": (f"{_A}ppo_epochs", 1),
+    "gradient_checkpointing": (f"{_A}model.enable_gradient_checkpointing", True),
+    "LORA": (f"{_A}model.lora.rank", 0),
+    "lora_alpha": (f"{_A}model.lora.alpha", 16),
+    "lora_target_modules": (f"{_A}model.lora.target_modules", "all-linear"),
+    "temperature": (f"{_R}temperature", 1.0),
+    "top_p": (f"{_R}top_p", 1.0),
+    "vllm_gpu_memory_utilization": (f"{_R}gpu_memory_utilization", 0.6),
+    "vllm_tensor_parallel_size": (f"{_R}tensor_parallel_size", 2),
+    "adora_vllm_enforce_eager": (f"{_R}enforce_eager", None),
+    "REWARD": ("worker.reward.reward_function", None),
+    "EVALUATE": ("trainer.val_freq", -1),
+}
+_P, _A, _R = "actor_rollout_ref.model.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+# verl: names and defaults of `ppo_trainer.yaml`.
+_VERL: Names = {
+    "model_name_or_path": (f"{_P}path", None),
+    "PROMPTS": ("data.train_batch_size", 1024),
+    "MINIBATCH": (f"{_A}ppo_mini_batch_size", 256),
+    "per_device_train_batch_size": (f"{_A}ppo_micro_batch_size_per_gpu", 4),
+    "num_generations": (f"{_R}n", 1),
+    "epsilon": (f"{_A}clip_ratio_low", 0.2),
+    "epsilon_high": (f"{_A}clip_ratio_high", 0.2),
+    "delta": (f"{_A}clip_ratio_c", 3.0),
+    "LOSS": (f"{_A}loss_agg_mode", "token-mean"),
+    "KL": (f"{_A}use_kl_loss", False),
+    "KL_COEF": (f"{_A}kl_loss_coef", 1e-3),
+    "KL_KIND": (f"{_A}kl_loss_type", "low_var_kl"),
+    "learning_rate": (f"{_A}optim.lr", 1e-6),
+    "weight_decay": (f"{_A}optim.weight_decay", 0.01),
+    "lr_scheduler_type": (f"{_A}optim.warmup_style", "constant"),
+    "max_grad_norm": (f"{_A}grad_clip", 1.0),
+    "num_iterations": (f"{_A}ppo_epochs", 1),
+    "entropy_coef": (f"{_A}entropy_coeff", None),
+    "gradient_checkpointing": (f"{_P}enable_gradient_checkpointing", True),
+    "LORA": (f"{_P}lora_rank", 0),
+    "lora_alpha": (f"{_P}lora_alpha", 16),
+    "lora_target_modules": (f"{_P}target_modules", "all-linear"),
+    "temperature": (f"{_R}temperature", 1.0),
+    "top_p": (f"{_R}top_p", 1.0),
+    "vllm_gpu_memory_utilization": (f"{_R}gpu_memory_utilization", 0.5),
+    "vllm_tensor_parallel_size": (f"{_R}tensor_model_parallel_size", 2),
+    "adora_vllm_enforce_eager": (f"{_R}enforce_eager", None),
+    "adora_vllm_max_num_batched_tokens": (f"{_R}max_num_batched_tokens", None),
+    "REWARD": ("custom_reward_function.path", None),
+    "EVALUATE": ("trainer.test_freq", -1),
+}
+# ms-swift takes TRL's names for all else.
+_SWIFT: Mapping[str, str] = {
+    "model": "model_name_or_path", "system": "adora_system_prompt", "vllm_max_model_len": "vllm_max_model_length",
+    "lora_rank": "lora_r", "target_modules": "lora_target_modules",
+}  # fmt: skip
+_LOSSES = {"token": "dapo", "token-mean": "dapo", "seq": "grpo", "seq-mean-token-mean": "grpo"}
+_TRACKERS = ("wandb", "tensorboard", "swanlab", "mlflow", "trackio")
+# What it means that a key of theirs is left out, by a part of its name.
+_MEANS = {
+    "fsdp": "how the model is divided is in configs/accelerate: zero3.yaml, zero3_offload.yaml",
+    "offload": "configs/accelerate/zero3_offload.yaml keeps the optimizer in the host's memory",
+    ".ref.": "the reference model is divided as the policy is",
+    "val_": "evaluations are greedy here: adora_eval",
+    "critic": "no critic: GRPO has none",
+    "ray": "no Ray: `accelerate launch` starts the processes",
+    "padding": "always so here",
+}
+
+
+@dataclass
+class Migration:
+    """A config on its way. `keys`: our key -> value and where it came from. `left`: of theirs, and what that means."""
+
+    theirs: Mapping[str, Any]  # by dotted names
+    keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.used.add(name)
+        value = self.theirs.get(name)
+        return default if value is None else value
+
+    def put(self, key: str, value: Any, *names: str, note: str = "") -> None:
+        """`names`: of theirs that it comes from; one that is not in the file has its default."""
+        said = ", ".join(name if name in self.theirs else f"{name} (default)" for name in names)
+        self.keys[key] = (value, "; ".join(filter(None, (said, note))))
+
+    def take(self, key: str, name: str, default: Any = None) -> None:
+        """Move one value as it is, if it is there or has a default."""
+        if (value := self.get(name, default)) is not None:
+            self.put(key, value, name)
+
+
+def _ray(names: Names, move: Migration, folder: Path) -> None:
+    """EasyR1 and verl. Their batches count prompts and their micro-batches answers; ours count answers of a process.
+    Their steps are generations.
+    """
+    lora, rank = names["LORA"][0], move.get(*names["LORA"])
+    for key, (name, default) in names.items():
+        if key.islower() and (rank or not key.startswith("lora_")):
+            move.take(key, name, default)
+    if rank:
+        move.put("use_peft", True, lora)
+        move.put("lora_r", rank, lora)
+    if move.get("worker.actor.model.freeze_vision_tower", False):
+        move.put("adora_freeze", ["vision_tower"], "worker.actor.model.freeze_vision_tower")
+    for key, value, why in (
+        ("use_vllm", True, "rollouts by vLLM"),
+        ("vllm_mode", "colocate", "in the training's processes"),
+        ("vllm_enable_sleep_mode", True, "frees the engine's memory in the policy step, as theirs"),
+        ("vllm_importance_sampling_mode", "token_truncate", "theirs corrects nothing; this one goes with top_p"),
+        ("bf16", True, "as theirs"),
+    ):
+        move.put(key, value, note=why)
+    _loss(move, names)
+    _data(move, names, folder)
+    _steps(move, names, _batches(move, names))
+
+
+def _batches(move: Migration, names: Names) -> int:
+    """Returns the optimizer steps of a generation."""
+    gpus = int(move.get("trainer.n_gpus_per_node", 8)) * int(move.get("trainer.nnodes", 1))
+    order = ("PROMPTS", "MINIBATCH", "num_generations", "per_device_train_batch_size")
+    drawn, learned, answers, rows = (move.get(*names[key]) for key in order)
+    for key, size, name in (
+        ("gradient_accumulation_steps", learned, names["MINIBATCH"][0]),
+        ("steps_per_generation", drawn, names["PROMPTS"][0]),
+    ):
+        passes = size * answers / (rows * gpus)
+        of = f"{name} {size} x {answers} answers / ({rows} x {gpus} GPUs)"
+        if passes < 1 or passes != int(passes):
+            raise UserError(f"CONFIG: {of} is {passes:g}, no whole number; change a size so that it is one")
+        move.put(key, int(passes), note=of)
+    return max(1, int(drawn // learned))
+
+
+def _loss(move: Migration, names: Names) -> None:
+    estimator, (mode, default) = "algorithm.adv_estimator", names["LOSS"]
+    if (found := move.get(estimator, "grpo")) == "grpo":
+        move.put("adora_method", "grpo", estimator, note="adora for ADORA")
+    else:
+        move.left[estimator] = f"{found} is not here; docs/methods.md has what is"
+    if (found := move.get(mode, default)) in _LOSSES:
+        move.put("loss_type", _LOSSES[found], mode)
+    else:
+        move.left[mode] = f"{found} is no loss_type here; the default is dapo, a mean over tokens"
+    if not move.get("algorithm.norm_adv_by_std_in_grpo", True):
+        move.put("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo")
+    on = move.get(*names["KL"]) and not move.get("algorithm.disable_kl", False)
+    coefficient, kind = move.get(*names["KL_COEF"]), move.get(*names["KL_KIND"])
+    move.put("beta", coefficient if on else 0.0, names["KL"][0], names["KL_COEF"][0])
+    if on and kind != "low_var_kl":
+        move.left[names["KL_KIND"][0]] = f"{kind}: TRL estimates the KL as low_var_kl does"
+
+
+def _data(move: Migration, names: Names, folder: Path) -> None:
+    given = move.get("data.train_files", "")
+    files = [str(folder / file if (folder / file).exists() else file) for file in _listed(given)]
+    move.put("dataset_name", files, "data.train_files")
+    theirs = {"problem": ("prompt", "prompt"), "answer": ("answer", "answer"), "images": ("image", "images")}
+    columns = {ours: move.get(f"data.{name}_key", default) for ours, (name, default) in theirs.items()}
+    move.put("adora_columns", columns, *(f"data.{name}_key" for name, _ in theirs.values()))
+    prompt, response = (int(move.get(f"data.max_{name}_length", 512)) for name in ("prompt", "response"))
+    move.put("max_completion_length", response, "data.max_response_length")
+    move.put("vllm_max_model_length", prompt + response, "data.max_prompt_length", "data.max_response_length")
+    for key in ("min_pixels", "max_pixels", "seed"):
+        move.take(key, f"data.{key}")
+    if move.get("data.filter_overlong_prompts", False):
+        move.put("adora_overlong_prompts", "drop", "data.filter_overlong_prompts")
+    if move.get("data.shuffle", True) is False:
+        move.put("shuffle_dataset", False, "data.shuffle")
+    if files := move.get("data.val_files"):
+        move.left["data.val_files"] = f"{files}: adora_eval: [geometry3k=FOLDER] asks a folder that data_prep made"
+    if names is _VERL:
+        move.left["reward_model.ground_truth"] = "stands inside verl's rows; `python -m data_prep convert` reads them"
+    else:
+        move.put("adora_system_prompt", None, note="EasyR1 asks without one")
+    if template := move.get("data.format_prompt"):
+        _template(move, "data.format_prompt", folder / str(template))
+    if reward := move.get(*names["REWARD"]):
+        function = move.get("custom_reward_function.name", "compute_score")
+        entry = reward if ":" in str(reward) else f"{reward}:{function}"
+        move.put("adora_reward", [entry], names["REWARD"][0], note="called in its own form")
+
+
+def _steps(move: Migration, names: Names, updates: int) -> None:
+    """`updates`: optimizer steps of a generation, which is a step of theirs."""
+    move.used |= {"trainer.project_name", "trainer.n_gpus_per_node", "trainer.nnodes"}
+    move.put("output_dir", f"runs/{move.get('trainer.experiment_name', 'run')}", "trainer.experiment_name")
+    for name in ("trainer.total_epochs", "trainer.total_episodes"):
+        move.take("num_train_epochs", name)
+    for name in ("trainer.max_steps", "trainer.total_training_steps"):
+        if (steps := move.get(name)) is not None:
+            move.put("max_steps", int(steps) * updates, name)
+    every, limit = (int(move.get(f"trainer.{name}", -1)) for name in ("save_freq", "save_limit"))
+    if every > 0:
+        move.put("save_steps", every * updates, "trainer.save_freq", note=f"x {updates} optimizer steps")
+        move.put("save_total_limit", limit if limit > 0 else None, "trainer.save_limit")
+    if (every := int(move.get(*names["EVALUATE"]))) > 0:
+        move.put("eval_strategy", "steps", names["EVALUATE"][0])
+        move.put("eval_steps", every * updates, names["EVALUATE"][0], note=f"x {updates} optimizer steps")
+        move.put("eval_on_start", bool(move.get("trainer.val_before_train", True)), "trainer.val_before_train")
+    logger = move.get("trainer.logger", ["console", "wandb"])
+    found = [one for one in _listed(logger) if one in _TRACKERS]
+    move.put("report_to", found or "none", "trainer.logger")
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else str(value).split()
+
+
+def _template(move: Migration, name: str, file: Path) -> None:
+    """A prompt in Jinja becomes ours where nothing but the problem stands in it."""
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except OSError:
+        move.left[name] = f"{str(file)!r} cannot be read; write its text as adora_prompt, with {{problem}} in it"
+        return
+    ours = re.sub(r"{{\s*content\s*(\|\s*trim\s*)?}}", "\0", text)
+    if "{{" in ours or "{%" in ours or "\0" not in ours:
+        move.left[name] = "more than the problem stands in it; write it as adora_prompt, with {problem} in it"
+        return
+    move.put("adora_prompt", ours.replace("{", "{{").replace("}", "}}").replace("\0", "{problem}"), name)
+
+
+def _swift(move: Migration, folder: Path) -> None:
+    """ms-swift: the file that `swift rlhf` takes."""
+    if move.get("rlhf_type", "grpo") != "grpo":
+        raise UserError(f"CONFIG: rlhf_type: {move.theirs['rlhf_type']} is not grpo, and nothing else is trained here")
+    for name, key in _SWIFT.items():
+        move.take(key, name)
+    for name, key in (("dataset", "dataset_name"), ("reward_funcs", "adora_reward")):
+        if given := move.get(name):
+            move.put(key, _listed(given), name)
+    if move.get("tuner_type", move.get("train_type", "lora")) == "lora":
+        move.put("use_peft", True, "train_type")
+    parts = {"freeze_vit": "vision_tower", "freeze_aligner": "projector", "freeze_llm": "language_model"}
+    if frozen := [part for name, part in parts.items() if move.get(name, False)]:
+        move.put("adora_freeze", frozen, *(name for name in parts if move.theirs.get(name)))
+    if move.get("dynamic_sample", False):
+        move.put("adora_rollouts", {"refill": int(move.get("max_resample_times", 3))}, "max_resample_times")
+    if (level := move.get("sleep_level")) is not None:
+        move.put("vllm_enable_sleep_mode", bool(int(level)), "sleep_level")
+    _trl(move, folder)
+
+
+def _trl(move: Migration, folder: Path) -> None:
+    """Our keys are TRL's, so all that are known stay."""
+    known = read_keys()
+    for name in [name for name in move.theirs if name not in move.used and name in known]:
+        move.take(name, name)
+
+
+TRAINERS: Mapping[str, Callable[[Migration, Path], None]] = {
+    "easyr1": partial(_ray, _EASYR1), "verl": partial(_ray, _VERL), "swift": _swift, "trl": _trl,
+}  # fmt: skip
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The values by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        inside = isinstance(value, Mapping) and value
+        found |= flat(value, f"{above}{name}.") if inside else {f"{above}{name}": value}
+    return found
+
+
+def moved(trainer: str, config: Path, reward: str | None = None) -> Migration:
+    """The config of another trainer with our keys. Raises `UserError`."""
+    content = read_mapping("CONFIG", config)
+    move = Migration(content if trainer == "trl" else flat(content))
+    TRAINERS[trainer](move, config.parent)
+    if reward:
+        move.put("adora_reward", [reward], note="--reward")
+    for name in move.theirs.keys() - move.used - move.left.keys():
+        means = next((text for part, text in _MEANS.items() if part in name), "no counterpart here")
+        move.left[name] = f"{yaml_line(move.theirs[name]):.60}: {means}"
+    return move
+
+
+def written(move: Migration, trainer: str, config: Path) -> str:
+    """The YAML file, with where each value came from."""
+    lines = [f"# From {config.name} of {trainer}, by `python -m adora_vl.migrate {trainer}`. Look it through."]
+    entries = [(f"{key}: {yaml_line(value)}", source) for key, (value, source) in move.keys.items()]
+    lines += [f"{entry:<50} # {source}" for entry, source in entries]
+    if move.left:
+        lines += ["", "# Without a counterpart:", *(f"#   {name}: {why}" for name, why in sorted(move.left.items()))]
+    return "\n".join(lines) + "\n"
+
+
+def _write(options: argparse.Namespace) -> None:
+    move = moved(options.trainer, options.config, options.reward)
+    output = options.output or options.config.with_suffix(".adora.yaml")
+    if output.exists():
+        raise UserError(f"output: {str(output)!r} is there; choose another name with --output")
+    replace_file(output, written(move, options.trainer, options.config))
+    print(f"{output}: {len(move.keys)} keys{'. Without a counterpart:' if move.left else ''}")
+    print("".join(f"  {name}: {why}\n" for name, why in sorted(move.left.items())), end="")
+    print(f"Next: python -m adora_vl.train --config {output} --dry-run")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the file, and print what has no counterpart."""
+    parser = Parser(prog="python -m adora_vl.migrate", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("trainer", choices=list(TRAINERS), help="whose config it is")
+    parser.add_argument("config", type=path, metavar="CONFIG", help="its YAML file")
+    parser.add_argument("--output", type=path, metavar="FILE", help="default: CONFIG with .adora.yaml at its end")
+    parser.add_argument("--reward", metavar="FILE.py:FUNCTION", help="the reward function, in its own form or in TRL's")
+    return exit_code_of(lambda: _write(parser.parse_args(arguments)), "nothing was written")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

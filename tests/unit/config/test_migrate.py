@@ -1,0 +1,118 @@
+"""Configs and reward functions of other trainers: what they become, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from adora_vl.config.reading import read
+from adora_vl.migrate import main
+from adora_vl.rewards import choose_rewards
+from adora_vl.utils.errors import UserError
+
+EASYR1 = """
+data: {train_files: t.parquet, prompt_key: problem, answer_key: answer, image_key: images, format_prompt: think.jinja,
+  max_prompt_length: 1024, max_response_length: 512, rollout_batch_size: 64, val_files: v.parquet, seed: 1}
+algorithm: {adv_estimator: grpo, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 0.01}
+worker:
+  actor: {global_batch_size: 32, micro_batch_size_per_device_for_update: 4, fsdp: {enable_full_shard: true},
+    model: {model_path: tiny, freeze_vision_tower: true}, optim: {lr: 1.0e-6}}
+  rollout: {n: 8, top_p: 0.99, tensor_parallel_size: 1}
+  reward: {reward_function: "reward.py:compute_score"}
+trainer: {total_epochs: 2, experiment_name: small, logger: [file, wandb], n_gpus_per_node: 2, save_freq: 5,
+  save_limit: 3, max_steps: 7}
+"""
+VERL = """
+data: {train_files: [a.parquet, b.parquet], train_batch_size: 16, max_response_length: 256}
+actor_rollout_ref:
+  model: {path: tiny, lora_rank: 8}
+  actor: {ppo_mini_batch_size: 16, ppo_micro_batch_size_per_gpu: 8, loss_agg_mode: seq-mean-token-mean,
+    kl_loss_coef: 0.1}
+  rollout: {n: 4, tensor_model_parallel_size: 1}
+algorithm: {adv_estimator: rloo, norm_adv_by_std_in_grpo: false}
+custom_reward_function: {path: reward.py}
+trainer: {n_gpus_per_node: 1, test_freq: 3}
+"""
+SWIFT = """
+{rlhf_type: grpo, model: tiny, dataset: data/a, num_generations: 4, freeze_vit: true, dynamic_sample: true,
+ lora_rank: 8, reward_funcs: accuracy format, overlong_filter: true}
+"""
+BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "easyr1": (EASYR1, {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 32, "steps_per_generation": 64,
+        "max_steps": 14, "save_steps": 10, "beta": 0.01, "loss_type": "dapo", "epsilon_high": 0.3,
+        "lr_scheduler_type": "constant", "vllm_max_model_length": 1536, "adora_freeze": ["vision_tower"],
+        "report_to": ["wandb"], "adora_prompt": "{problem} Think, then \\boxed{{}}.", "adora_system_prompt": None,
+        "adora_method": "grpo",
+        "adora_columns": {"problem": "problem", "answer": "answer", "images": "images"},
+    }, ["data.val_files", "worker.actor.fsdp.enable_full_shard: true: how the model is divided"]),
+    "verl": (VERL, {
+        "gradient_accumulation_steps": 8, "steps_per_generation": 8, "beta": 0.0, "loss_type": "grpo", "lora_r": 8,
+        "lora_target_modules": "all-linear", "scale_rewards": "none", "epsilon_high": 0.2, "eval_steps": 3,
+        "dataset_name": ["a.parquet", "b.parquet"], "adora_reward": ["reward.py:compute_score"],
+    }, ["algorithm.adv_estimator: rloo is not here"]),
+    "swift": (SWIFT, {
+        "model_name_or_path": "tiny", "adora_rollouts": {"refill": 3}, "adora_freeze": ["vision_tower"], "lora_r": 8,
+        "adora_reward": ["accuracy", "format"], "use_peft": True,
+    }, ["overlong_filter: true: no counterpart here"]),
+    "trl": ("{model_name_or_path: tiny, num_generations: 4, dataset_config: x}", {"num_generations": 4}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", BY_HAND)
+def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp_path, capsys):
+    text, expected, left = BY_HAND[trainer]
+    (tmp_path / "think.jinja").write_text("{{ content | trim }} Think, then \\boxed{}.\n")
+    (tmp_path / "c.yaml").write_text(text)
+    assert main([trainer, str(tmp_path / "c.yaml")]) == 0
+    said, ours = capsys.readouterr().out, yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
+    assert {key: ours[key] for key in expected} == expected
+    assert [name for name in left if name not in said] == []
+    assert read(["--config", str(tmp_path / "c.adora.yaml")]).words >= ours.keys(), "every key and value is one of ours"
+    assert main([trainer, str(tmp_path / "c.yaml")]) == 2 and "is there" in capsys.readouterr().err
+
+
+def test_what_cannot_be_moved_is_one_line(tmp_path, capsys):
+    (tmp_path / "e.yaml").write_text(EASYR1.replace("device_for_update: 4", "device_for_update: 7"))
+    assert main(["easyr1", str(tmp_path / "e.yaml")]) == 2
+    assert "worker.actor.global_batch_size 32 x 8 answers / (7 x 2 GPUs) is 18.28" in capsys.readouterr().err
+    for text, name in ((EASYR1, "EasyR1"), (VERL, "verl"), (SWIFT, "ms-swift")):
+        (tmp_path / "f.yaml").write_text(text)
+        with pytest.raises(UserError, match=rf"is a config of {name}; `python -m adora_vl.migrate"):
+            read(["--config", str(tmp_path / "f.yaml")])
+
+
+FORMS = """
+def batch(reward_inputs, weight=0.5):
+    return [{"overall": weight * float(one["response"] == one["ground_truth"]), "right": 1.0} for one in reward_inputs]
+
+def single(reward_input):
+    return {"overall": float(reward_input["response_length"]), "right": 0.0}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "known": float(data_source == "geo")}
+
+def plain(solution_str, ground_truth, data_source="", extra_info=None):
+    return float(solution_str == ground_truth)
+"""
+
+
+def test_reward_functions_are_called_in_their_own_form(tmp_path):
+    (tmp_path / "forms.py").write_text(FORMS)
+    entries = [f"forms.py:{name}" for name in ("batch", "single", "compute_score", "plain")]
+    chosen = choose_rewards(entries, folders=[tmp_path])
+    chosen.check_columns({"answer", "data_source", "id"})
+    logged: dict[str, float] = {}
+    found = [
+        function(
+            prompts=["p"] * 2, completions=[[{"role": "assistant", "content": "5"}], "6"], completion_ids=[[1, 2], [3]],
+            answer=["5", "5"], data_source=["geo", "else"], id=["a", "b"], log_metric=logged.__setitem__,
+        )
+        for function in chosen.functions
+    ]  # fmt: skip
+    assert found == [[0.5, 0.0], [2.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
+    assert logged == {"batch/right": 1.0, "single/right": 0.0, "compute_score/known": 0.5}
+    with pytest.raises(UserError, match="needs 'answer', which is no column"):
+        chosen.check_columns({"id"})
