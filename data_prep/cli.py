@@ -101,46 +101,26 @@ _DRAWN_ONLY, _PARQUET_ONLY = ("rows", "test_rows", "seed", "people"), ("input", 
 def _knights(arguments: argparse.Namespace) -> None:
     drawn = arguments.source == "drawn"
     needed, foreign = ("rows", _PARQUET_ONLY) if drawn else ("input", _DRAWN_ONLY)
-    for name in foreign:
-        if (value := getattr(arguments, name)) is not None:
-            raise UserError(f"{name}: {value} does not go with --source {arguments.source}; leave one of them out")
+    for name, value in _given(arguments, *foreign).items():
+        raise UserError(f"{name}: {value} does not go with --source {arguments.source}; leave one of them out")
     if getattr(arguments, needed) is None:
         raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
     if drawn:
-        manifest = prepare_knights(
-            arguments.output,
-            rows=arguments.rows,
-            test_rows=_or(arguments.test_rows, DEFAULT_TEST_ROWS),
-            seed=_or(arguments.seed, 0),
-            people=_or(arguments.people, PEOPLE),
-            overwrite=arguments.overwrite,
-        )
+        manifest = prepare_knights(arguments.output, **_given(arguments, *_DRAWN_ONLY, "overwrite"))
     else:
-        question = _or(arguments.question, QUESTIONS[0])
-        manifest = prepare_knights_table(
-            arguments.output, arguments.input, question=question, overwrite=arguments.overwrite
-        )
+        more = _given(arguments, "question", "overwrite")
+        manifest = prepare_knights_table(arguments.output, arguments.input, **more)
     print_counts(arguments.output, manifest)
 
 
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of the options that were given; the functions that take them know the default values of the others."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def _synthetic(arguments: argparse.Namespace) -> None:
-    manifest = prepare_synthetic(
-        arguments.output,
-        rows=arguments.rows,
-        test_rows=_or(arguments.test_rows, DEFAULT_TEST_ROWS),
-        seed=_or(arguments.seed, 0),
-        size=arguments.size,
-        families=arguments.families,
-        level=arguments.level,
-        styles=arguments.styles,
-        choices=arguments.choices,
-        overwrite=arguments.overwrite,
-    )
-    print_counts(arguments.output, manifest)
+    names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices", "overwrite")
+    print_counts(arguments.output, prepare_synthetic(arguments.output, **_given(arguments, *names)))
 
 
 MAX_SAMPLES, MAX_TOKENS = 1024, 2**20
@@ -163,14 +143,10 @@ def add_filter(commands: Any) -> None:
     add("--model", type=optional(text), metavar="M", help="a model folder, a hub id, or tiny")
     add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
     add("--samples", type=whole(1, MAX_SAMPLES), default=8, metavar="N", help="per problem, default: %(default)s")
-    add(
-        "--predictions", type=optional(path), metavar="FILE.jsonl",
-        help="instead of --model: answers that `python -m eval.geometry3k infer --split train --samples N` made",
-    )  # fmt: skip
-    add(
-        "--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT",
-        help="or none; default: that of the model's own training, as its folder says, else the paper's",
-    )  # fmt: skip
+    what = "instead of --model: answers that `python -m eval.geometry3k infer --split train --samples N` made"
+    add("--predictions", type=optional(path), metavar="FILE.jsonl", help=what)
+    what = "or none; default: that of the model's own training, as its folder says, else the paper's"
+    add("--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT", help=what)
     add(
         "--prompt", type=optional(text), default=OF_THE_RUN, metavar="TEMPLATE",
         help="as adora_prompt of the training that the rows are for, or none; default: that of the model's own "
@@ -206,8 +182,7 @@ def _filter(arguments: argparse.Namespace) -> None:
     from data_prep import filter as filtering
     from data_prep import forecast
     from data_prep.filter import Keep
-    from eval.inference.engines import check_model, default_engine
-    from eval.inference.requests import AnswerEngineSettings
+    from eval.inference.engines import default_engine, settings_of
 
     if arguments.attenuation is not None:
         print("\n".join(forecast.of(arguments.attenuation).lines()))
@@ -217,8 +192,6 @@ def _filter(arguments: argparse.Namespace) -> None:
             raise UserError(f"{name}: give --{name} DIR")
     if (arguments.model is None) == (arguments.predictions is None):
         raise UserError("model: give --model, to sample answers with, or --predictions, answers that are there")
-    if arguments.min_pixels and arguments.max_pixels and arguments.min_pixels > arguments.max_pixels:
-        raise UserError(f"min_pixels: {arguments.min_pixels} is over max_pixels, {arguments.max_pixels}; lower it")
     if arguments.predictions is not None:
         _refuse_prompts(arguments)
     filtering.check_input(arguments.input, arguments.split)
@@ -226,18 +199,8 @@ def _filter(arguments: argparse.Namespace) -> None:
     predictions = arguments.predictions
     facts: dict[str, Any] = {"predictions": str(predictions)}
     if predictions is None:
-        settings = AnswerEngineSettings(
-            model=check_model(arguments.model),
-            engine=arguments.engine or default_engine(),
-            revision=arguments.revision,
-            dtype=arguments.dtype,
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-            seed=arguments.seed,
-            min_pixels=arguments.min_pixels,
-            max_pixels=arguments.max_pixels,
-            batch_size=arguments.batch_size,
-        )
+        arguments.engine = arguments.engine or default_engine()
+        settings = settings_of(arguments)
         settle_prompts(arguments)
         folder = filtering.samples_folder(arguments.output)
         predictions = filtering.sample(
@@ -308,10 +271,8 @@ def parser() -> Parser:
     inspect.add_argument("--html", type=optional(path), metavar="FILE", help="file for the page, default: DIR.html")
     inspect.add_argument("--text-only", action="store_true", help="write no page")
     inspect.add_argument("--model", type=optional(text), metavar="M", help="measure problems with its tokenizer")
-    inspect.add_argument(
-        "--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY,
-        help="the model_type that counts image tokens, default: %(default)s",
-    )  # fmt: skip
+    what = "the model_type that counts image tokens, default: %(default)s"
+    inspect.add_argument("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=what)
     inspect.set_defaults(run=_inspect)
     return top
 
@@ -321,20 +282,14 @@ def _add_geometry3k(commands: Any) -> None:
     add_output(command)
     add = command.add_argument
     add("--source", choices=SOURCES, required=True)
-    add(
-        "--input", type=optional(text), metavar="ID_OR_PATH",
-        help=f"a dataset id for hub (default: {PRESET.id}), else a path",
-    )  # fmt: skip
-    add(
-        "--revision", type=optional(text), metavar="COMMIT",
-        help="of the hub's dataset: commit, tag or branch, default: the newest",
-    )  # fmt: skip
+    what = f"a dataset id for hub (default: {PRESET.id}), else a path"
+    add("--input", type=optional(text), metavar="ID_OR_PATH", help=what)
+    what = "of the hub's dataset: commit, tag or branch, default: the newest"
+    add("--revision", type=optional(text), metavar="COMMIT", help=what)
     add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
     _add_cleaning(command)
-    add(
-        "--limit", type=optional(whole(1)), metavar="N",
-        help="only N rows of every split: the first ones, or with --seed a sample",
-    )  # fmt: skip
+    what = "only N rows of every split: the first ones, or with --seed a sample"
+    add("--limit", type=optional(whole(1)), metavar="N", help=what)
     add("--seed", type=optional(whole(0, MAX_SEED)), metavar="S", help="seed of the sample")
     command.set_defaults(run=_geometry3k)
 
@@ -345,19 +300,13 @@ def _add_cleaning(command: argparse.ArgumentParser) -> None:
     pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
     add("--max-pixels", type=pixels, metavar="N", help="shrink larger images as the model does, default: keep them")
     add("--min-pixels", type=pixels, metavar="N", help="enlarge smaller ones as the model does, default: keep them")
-    add(
-        "--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY,
-        help="the model_type that the pixel limits are for, default: %(default)s",
-    )  # fmt: skip
-    add(
-        "--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N",
-        help="cleaning processes, default: the cores, here %(default)s",
-    )  # fmt: skip
+    what = "the model_type that the pixel limits are for, default: %(default)s"
+    add("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=what)
+    what = "cleaning processes, default: the cores, here %(default)s"
+    add("--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N", help=what)
     add("--keep-leaks", action="store_true", help="keep training rows that also occur in a held-out split")
-    add(
-        "--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE",
-        help="largest share of unusable rows that is not an error, default: %(default)s",
-    )  # fmt: skip
+    what = "largest share of unusable rows that is not an error, default: %(default)s"
+    add("--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE", help=what)
 
 
 def _add_convert(commands: Any) -> None:
@@ -369,23 +318,17 @@ def _add_convert(commands: Any) -> None:
         choices=tuple(PRESETS),
         help="a published data set, or the rows of another trainer, in place of --columns",
     )
-    add(
-        "--input", type=optional(text), metavar="PATH_OR_ID",
-        help="a table, a folder with one, or a hub id; default: that of the preset",
-    )  # fmt: skip
+    what = "a table, a folder with one, or a hub id; default: that of the preset"
+    add("--input", type=optional(text), metavar="PATH_OR_ID", help=what)
     add(
         "--columns", nargs="+", metavar="NAME=COLUMN",
         help="problem=question answer=label, and images=, choices=, id= where there are such; others are kept as "
         "texts; a dot leads into an object, answer=reward_model.ground_truth",
     )  # fmt: skip
-    add(
-        "--decimal-comma", action="store_true", default=None,
-        help="52,5 in answers and options is 52.5, and 1.234,5 is 1234.5",
-    )  # fmt: skip
-    add(
-        "--answer-is", choices=ANSWER_IS,
-        help="what a whole number as the answer is beside choices: one of them, or its place, from 0 or from 1",
-    )  # fmt: skip
+    what = "52,5 in answers and options is 52.5, and 1.234,5 is 1234.5"
+    add("--decimal-comma", action="store_true", default=None, help=what)
+    what = "what a whole number as the answer is beside choices: one of them, or its place, from 0 or from 1"
+    add("--answer-is", choices=ANSWER_IS, help=what)
     add(
         "--image-dir", type=optional(path), metavar="DIR", help="where paths of images begin, default: beside the table"
     )

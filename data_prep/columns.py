@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -67,8 +67,7 @@ class Columns:
     def held_by(self, present: Iterable[str]) -> list[str]:
         """The columns of a table that have to be read for these."""
         known = set(present)
-        places = (_place(part, known) for name in self.wanted for part in (name, *name.split("|")))
-        return list(dict.fromkeys(place for place in places if place is not None))
+        return list(dict.fromkeys(place for name in self.wanted for place, _ in _places(name, known)))
 
     @property
     def features(self) -> Features:
@@ -177,12 +176,15 @@ def columns_of_words(words: Sequence[str]) -> Columns:
     return columns_from(mapping, "--columns")
 
 
-def _place(name: str, present: Container[str]) -> str | None:
-    """The column that has a value: itself, or for `reward_model.ground_truth` the one before a dot."""
-    if name in present:
-        return name
-    ends = (at for at, sign in enumerate(name) if sign == ".")
-    return next((name[:end] for end in ends if name[:end] in present), None)
+def _places(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
+    """The columns that may have a value, each with the path inside of it: of `a|b` both, of `reward_model.ground_truth`
+    itself, or the one before a dot.
+    """
+    for part in (name, *name.split("|")):
+        ends = (len(part), *(at for at, sign in enumerate(part) if sign == "."))
+        end = next((end for end in ends if part[:end] in present), None)
+        if end is not None:
+            yield part[:end], part[end + 1 :]
 
 
 def picked(
@@ -191,9 +193,8 @@ def picked(
     """The wanted columns that a record has, also those inside of others. `names`: of `class_names`."""
     found = {}
     for name in columns.wanted:
-        for part in (name, *name.split("|")):
-            place = _place(part, record)
-            held = _inside(record[place], part[len(place) + 1 :]) if place is not None else []
+        for place, path in _places(name, record):
+            held = _inside(record[place], path)
             if held:
                 found[name] = _named(held[0], names[name]) if names and name in names else held[0]
                 break
@@ -204,10 +205,9 @@ def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequ
     """The names of the wanted columns that hold their numbers: `ClassLabel` in the features of `datasets`."""
     found = {}
     for name in columns.wanted if features else ():
-        for part in (name, *name.split("|")):
-            place = _place(part, features)
-            kind: Any = None if place is None else features[place]
-            for inside in part[len(place or "") + 1 :].split("."):
+        for place, path in _places(name, features):
+            kind: Any = features[place]
+            for inside in path.split("."):
                 kind = getattr(kind, "feature", kind)
                 kind = kind.get(inside, kind) if isinstance(kind, Mapping) else kind
             kind = getattr(kind, "feature", kind)
@@ -249,8 +249,7 @@ def require_columns(columns: Columns, present: Iterable[str], where: str) -> Non
     known = set(there)
     lacking = []
     for name in columns.wanted:
-        found = any(_place(part, known) for part in (name, *name.split("|")))
-        if not found and name not in columns.optional:
+        if not any(_places(name, known)) and name not in columns.optional:
             lacking.append(f"{name!r:.60}{did_you_mean(name, islice(there, _COMPARED))}")
     if lacking:
         more = f", ... ({len(there)} columns)" if len(there) > _SHOWN else ""

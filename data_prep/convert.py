@@ -15,15 +15,13 @@ from typing import Any
 from filelock import FileLock
 
 from adora_vl.data.dataset import SPLITS, Manifest, read_manifest
-from adora_vl.data.images import DEFAULT_FAMILY
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 from data_prep.columns import Columns, columns_from
 from data_prep.hub import commit_of, open_hub
 from data_prep.pictures import named_files
-from data_prep.pipeline import Cleaning, SplitReads, check_options, check_target, clean_source, pixel_limits, recorded
-from data_prep.quarantine import MAX_SHARE
+from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
 from data_prep.records import pictures_asked
 from data_prep.tables import (
     HUB_ID,
@@ -41,8 +39,8 @@ _NAME = re.compile(r"[\w.-]{1,80}")
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """The options that decide which rows there are; see `geometry3k.Options`. The ids of the rows begin with `name`.
+class Conversion(Cleaning):
+    """The options that decide which rows there are: of the `limit` the first ones. The ids of rows begin with `name`.
 
     `test_share`: of the rows of train that become the split test, drawn by `seed`. `subset` and `splits`: of the hub.
     `split_name`: of a single table, in place of what its name says. `drop_instruction`: take off what the problems of
@@ -50,14 +48,8 @@ class Conversion:
     """
 
     name: str | None = None
-    limit: int | None = None
     test_share: float = 0.0
     seed: int = 0
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    family: str = DEFAULT_FAMILY
-    keep_leaks: bool = False
-    allow_quarantined: float = MAX_SHARE
     subset: str | None = None
     splits: Mapping[str, str] = field(default_factory=dict)
     split_name: str | None = None
@@ -79,42 +71,29 @@ def convert(
     `revision`: of the hub. Raises `UserError`, and then nothing was written but, where too many rows were refused,
     `OUTPUT.quarantine`.
     """
-    options = options or Conversion()
-    _check(options, workers)
-    limits = pixel_limits(options.min_pixels, options.max_pixels, options.family)
-    check_target(output, None, overwrite=overwrite)
-    opened = open_own(location, columns, revision, options)
-    name = options.name or _name_of(location)
-    arguments = {
-        **recorded(asdict(options)),
-        "name": name,
-        "splits": dict(options.splits),
-        "columns": columns.described(),
-    }
-    description = {
-        "source": f"own/{opened.kind}",
-        "input": location,
-        "revision": opened.revision,
-        "arguments": arguments,
-    }
-    check_target(output, description, overwrite=overwrite)
-    cleaning = Cleaning(
-        limits,
-        options.keep_leaks,
-        options.allow_quarantined,
-        columns.features,
-    )
-    tests = HeldOutShare(options.test_share, options.seed)
-    drawn = DrawnTests(tests, columns) if tests.share else None
-    begin = partial(reads, opened, name=name, columns=columns, tests=drawn, limit=options.limit)
-    splits = {
-        split: SplitReads(
-            partial(begin, split, drop_instruction=options.drop_instruction),
-            None if options.test_share else opened.totals.get(split),
-        )
-        for split in splits_of(opened, tests)
-    }
-    return clean_source(output, splits, description, cleaning, workers=workers, overwrite=overwrite)
+    wanted = options or Conversion()
+    _check(wanted)
+
+    def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+        opened = open_own(location, columns, revision, wanted)
+        name = wanted.name or _name_of(location)
+        own = {"name": name, "splits": dict(wanted.splits), "columns": columns.described()}
+        description = {
+            "source": f"own/{opened.kind}",
+            "input": location,
+            "revision": opened.revision,
+            "arguments": {**recorded(asdict(wanted)), **own},
+        }
+        tests = HeldOutShare(wanted.test_share, wanted.seed)
+        drawn = DrawnTests(tests, columns) if tests.share else None
+        rows = partial(reads, opened, name=name, columns=columns, tests=drawn, limit=wanted.limit)
+        rows = partial(rows, drop_instruction=wanted.drop_instruction)
+        totals = {} if wanted.test_share else opened.totals
+        return description, {
+            split: SplitReads(partial(rows, split), totals.get(split)) for split in splits_of(opened, tests)
+        }
+
+    return prepare(output, wanted, begin, columns.features, workers=workers, overwrite=overwrite)
 
 
 def open_own(location: str, columns: Columns, revision: str | None, options: Conversion) -> Opened:
@@ -212,8 +191,7 @@ def _held(paths: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _check(options: Conversion, workers: int) -> None:
-    check_options(options.limit, options.allow_quarantined, workers)
+def _check(options: Conversion) -> None:
     if not 0 <= options.test_share < 1:
         raise UserError(f"test_share: {options.test_share} is not from 0 to below 1; 0.1 is every tenth row")
     if options.name is not None and not _NAME.fullmatch(options.name):

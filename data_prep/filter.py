@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 from adora_vl.data.dataset import (
     SPLITS,
     Manifest,
-    Row,
     data_hash,
     features_of,
     load_split,
@@ -147,9 +146,7 @@ def filter_dataset(
     _check_covered(found, data, split, predictions)
     kept = {pid for pid, tally in found.items() if tally.rate in keep}
     if not kept:
-        rates: defaultdict[str, int] = defaultdict(int)
-        for tally in found.values():
-            rates[f"{tally.rate:.3g}"] += 1
+        rates = Counter(f"{tally.rate:.3g}" for tally in found.values())
         seen = ", ".join(f"{rate} of {count}" for rate, count in sorted(rates.items(), key=lambda item: float(item[0])))
         raise UserError(f"keep: {keep} leaves no row; the pass rates are {seen}")
     description = {
@@ -167,8 +164,7 @@ def filter_dataset(
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
         counts = {}
         for name in split_files(data):
-            rows = stored_rows(data, name)
-            chosen = _chosen(rows, kept) if name == split else rows
+            chosen = (row for row in stored_rows(data, name) if name != split or row["id"] in kept)
             counts[name] = write_split(chosen, folder, name, features_of(data, name))
         lines = (json.dumps({"id": pid, "right": t.right, "answers": t.answers}) for pid, t in found.items())
         (folder / RATES_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -191,10 +187,6 @@ def check_output(data: Path, output: Path) -> None:
     if output.resolve() == data.resolve():
         raise UserError(f"output: {str(output)!r} is the dataset to filter; choose another folder")
     refuse_foreign(output.resolve())
-
-
-def _chosen(rows: Iterator[Row], kept: set[str]) -> Iterator[Row]:
-    return (row for row in rows if row["id"] in kept)
 
 
 def asked_for_tags(predictions: Path) -> bool:

@@ -44,16 +44,21 @@ def prepare_synthetic(
 
     `overwrite`: replace another prepared dataset at `output`. `more`: `level`, `styles`, `choices`, as of `generate`.
     """
-    require("rows", rows, 1, MAX_ROWS)
-    require("test_rows", test_rows, 0, MAX_ROWS)
+    sizes = _sizes(rows, test_rows)
     require("size", size, *SIZES)
     description = _synthetic_description(rows, test_rows, seed, size, families, **more)
-    sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
     drawn = {
         split: generate(count, split=split, seed=seed, size=size, families=families, **more)
         for split, count in sizes.items()
     }
     return _write(output, {split: _canonical(drawn[split]) for split in drawn}, sizes, description, overwrite)
+
+
+def _sizes(rows: int, test_rows: int) -> dict[str, int]:
+    """The rows of each split that has any. Raises `UserError`."""
+    require("rows", rows, 1, MAX_ROWS)
+    require("test_rows", test_rows, 0, MAX_ROWS)
+    return {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
 
 
 def ensure_synthetic(folder: Path, *, rows: int, test_rows: int, seed: int, size: int) -> Path:
@@ -97,9 +102,7 @@ def prepare_knights(
 
     `overwrite`: replace another prepared dataset at `output`.
     """
-    require("rows", rows, 1, MAX_ROWS)
-    require("test_rows", test_rows, 0, MAX_ROWS)
-    sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
+    sizes = _sizes(rows, test_rows)
     puzzles = {split: knights.generate(count, split=split, seed=seed, people=people) for split, count in sizes.items()}
     return _write(output, puzzles, sizes, _knights_description(rows, test_rows, seed, people), overwrite)
 
@@ -151,18 +154,9 @@ def _synthetic_description(
     rows: int, test_rows: int, seed: int, size: int, families: tuple[str, ...], **more: Any
 ) -> Manifest:
     """What determines the rows: the arguments and the revision of the drawing code."""
-    arguments = {"rows": rows, "test_rows": test_rows, "seed": seed, "size": size, "families": list(families)}
-    return {
-        "source": "synthetic",
-        "input": None,
-        "revision": SYNTHETIC_REVISION,
-        "arguments": {**arguments, **{name: _plain(value) for name, value in more.items()}},
-    }
-
-
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
-    return list(value) if isinstance(value, tuple) else value
+    arguments = {"rows": rows, "test_rows": test_rows, "seed": seed, "size": size, "families": families, **more}
+    as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
+    return {"source": "synthetic", "input": None, "revision": SYNTHETIC_REVISION, "arguments": as_json}
 
 
 def _write(

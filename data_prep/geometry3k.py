@@ -11,18 +11,16 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from adora_vl.data.dataset import Manifest
-from adora_vl.data.images import DEFAULT_FAMILY
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 from data_prep.columns import PRESETS
 from data_prep.hub import download_parquet
-from data_prep.pipeline import Cleaning, SplitReads, check_options, check_target, clean_source, pixel_limits, recorded
+from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
 from data_prep.problem import MAX_FILE_BYTES, RawProblem, Reads, RowError, storable
-from data_prep.quarantine import MAX_SHARE
-from data_prep.tables import Opened, open_local, reads
+from data_prep.tables import open_local, reads
 
 _POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
 _SEGMENT = re.compile(  # over two points, however many letters follow
@@ -172,20 +170,15 @@ DIAGRAMS = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}  # poi
 _THEIR_SPLITS = {"train": "train", "validation": "val", "test": "test"}  # ours: theirs
 
 
-class InterGPS:
-    """Folders or zip files. Raises `UserError` where none of them holds a problem."""
+def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitReads]:
+    """The problems of the authors' folders or zip files, in the order of their numbers. Raises `UserError`."""
 
-    revision: str | None = None
+    def begin(split: str, folders: list[ProblemFolder]) -> Reads:
+        return (partial(_read_folder, folder, split, DIAGRAMS[diagram]) for folder in folders)
 
-    def __init__(self, root: Path, diagram: str = "plain") -> None:
-        self._diagram = DIAGRAMS[diagram]
-        found = problem_folders(root)
-        self._folders = {split: found[name] for split, name in _THEIR_SPLITS.items() if name in found}
-        self.sizes = {split: len(held) for split, held in self._folders.items()}
-
-    def problems(self, split: str) -> Reads:
-        """The problems in the order of their numbers."""
-        return (partial(_read_folder, folder, split, self._diagram) for folder in self._folders[split])
+    found = problem_folders(root)
+    held = {split: found[name] for split, name in _THEIR_SPLITS.items() if name in found}
+    return {split: SplitReads(partial(begin, split, folders), len(folders)) for split, folders in held.items()}
 
 
 def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
@@ -245,79 +238,40 @@ PRESET = PRESETS["geometry3k"]
 PRESET_ID = PRESET.id or ""
 
 
-class Source(Protocol):
-    """What the preparation needs to know of a source."""
+def open_source(
+    kind: str, location: str | None, *, revision: str | None = None, diagram: str | None = None
+) -> tuple[dict[str, SplitReads], str | None]:
+    """The rows of the source `kind` (one of `SOURCES`) at a dataset id or a path, and the commit of the hub.
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Rows of each split, under our names: train, validation, test."""
-
-    @property
-    def revision(self) -> str | None:
-        """The commit that was read, where the source has one."""
-
-    def problems(self, split: str) -> Reads:
-        """One call per row, in a stable order; the call for a row that cannot be read raises `RowError`."""
-
-
-@dataclass(frozen=True)
-class Tables:
-    """The Parquet files of the preset."""
-
-    opened: Opened
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return self.opened.totals
-
-    @property
-    def revision(self) -> str | None:
-        return self.opened.revision
-
-    def problems(self, split: str) -> Reads:
-        return reads(self.opened, split, "geometry3k", PRESET.columns, None, None)
-
-
-def open_source(kind: str, location: str | None, *, revision: str | None = None, diagram: str | None = None) -> Source:
-    """The source `kind` (one of `SOURCES`) at a dataset id or a path. Raises `UserError` where there is none."""
+    Raises `UserError` where there is none.
+    """
     if revision is not None and kind != "hub":
         raise UserError(f"revision: {revision!r} is for --source hub alone; leave it out with --source {kind}")
     if diagram is not None and kind != "intergps":
         raise UserError(f"diagram: {diagram!r} is for --source intergps alone; leave it out with --source {kind}")
-    if kind == "hub":
-        return Tables(download_parquet(location or PRESET_ID, PRESET.columns, revision))
-    if not location:
+    if kind != "hub" and not location:
         raise UserError(f"input: missing; --source {kind} needs the path of the data")
-    if kind == "parquet":
-        opened = open_local(Path(location), PRESET.columns)
+    if kind == "intergps":
+        return problems_of_folders(Path(location or ""), diagram or "plain"), None
+    if kind == "hub":
+        opened = download_parquet(location or PRESET_ID, PRESET.columns, revision)
+    else:
+        opened = open_local(Path(location or ""), PRESET.columns)
         if opened.kind != "parquet":
             raise UserError(f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the command convert")
-        return Tables(opened)
-    return InterGPS(Path(location), diagram or "plain")
+    begin = partial(reads, opened, name="geometry3k", columns=PRESET.columns, tests=None, limit=None)
+    return {split: SplitReads(partial(begin, split), total) for split, total in opened.totals.items()}, opened.revision
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options that decide which rows are kept. They are written into the manifest.
+class Options(Cleaning):
+    """The options that decide which rows are kept: of the `limit` the first ones, or with a `seed` a random sample.
 
-    Attributes:
-        min_pixels, max_pixels: images outside these limits are resized by the rule of the model.
-        family: the model_type of that model, whose image tokens decide which sizes there are.
-        limit: number of rows per split, the first ones, or with a `seed` a random sample.
-        seed: the seed of the sample.
-        diagram: `plain` or `point`, for intergps only.
-        keep_leaks: keep training rows that also occur in a held-out split.
-        allow_quarantined: the largest share of unusable rows that is not an error.
+    `diagram`: `plain` or `point`, for intergps only.
     """
 
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    family: str = DEFAULT_FAMILY
-    limit: int | None = None
     seed: int | None = None
     diagram: str | None = None
-    keep_leaks: bool = False
-    allow_quarantined: float = MAX_SHARE
 
 
 def prepare_geometry3k(
@@ -338,32 +292,31 @@ def prepare_geometry3k(
     Returns the manifest. Raises `UserError`. If too many rows were refused, `NAME.quarantine` is written beside
     `output` first.
     """
-    options = options or Options()
-    check_options(options.limit, options.allow_quarantined, workers)
-    limits = pixel_limits(options.min_pixels, options.max_pixels, options.family)
-    if options.seed is not None and options.limit is None:
-        raise UserError(f"seed: {options.seed} has nothing to choose without --limit; give both or none")
-    check_target(output, None, overwrite=overwrite)
-    opened = open_source(source, location, revision=revision, diagram=options.diagram)
-    description = {
-        "source": f"geometry3k/{source}",
-        "input": location or PRESET_ID,
-        "revision": opened.revision,
-        "arguments": recorded(asdict(options)),
-    }
-    check_target(output, description, overwrite=overwrite)
-    cleaning = Cleaning(limits, options.keep_leaks, options.allow_quarantined)
-    splits = {split: _reads(split, opened, options) for split in opened.sizes}
-    return clean_source(output, splits, description, cleaning, workers=workers, overwrite=overwrite)
+    wanted = options or Options()
+    if wanted.seed is not None and wanted.limit is None:
+        raise UserError(f"seed: {wanted.seed} has nothing to choose without --limit; give both or none")
+
+    def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+        splits, commit = open_source(source, location, revision=revision, diagram=wanted.diagram)
+        description = {
+            "source": f"geometry3k/{source}",
+            "input": location or PRESET_ID,
+            "revision": commit,
+            "arguments": recorded(asdict(wanted)),
+        }
+        return description, {split: _chosen_of(split, found, wanted) for split, found in splits.items()}
+
+    return prepare(output, wanted, begin, workers=workers, overwrite=overwrite)
 
 
-def _reads(split: str, source: Source, options: Options) -> SplitReads:
+def _chosen_of(split: str, found: SplitReads, options: Options) -> SplitReads:
     """The rows to read of one split."""
-    chosen = _chosen(split, source.sizes[split], options)
+    assert found.total is not None
+    chosen = _chosen(split, found.total, options)
 
     def problems() -> Reads:
         # `islice` ends without reading the rest of the source
-        wanted = (read for index, read in enumerate(source.problems(split)) if index in chosen)
+        wanted = (read for index, read in enumerate(found.problems()) if index in chosen)
         return islice(wanted, len(chosen))
 
     return SplitReads(problems, len(chosen))

@@ -33,13 +33,15 @@ def open_hub(
         loaded = load_dataset(name, subset, revision=commit, streaming=True)
         taken = _taken(name, list(loaded), splits)
         parts, totals = {}, {}
+        files = FileRoot(stored=f"hf://datasets/{name}@{commit}/", fetch=_fetch)
         for ours, theirs in taken.items():
             stream = loaded[theirs].decode(False)
             if stream.column_names is None:
                 stream = stream._resolve_features()
             require_columns(columns, stream.column_names, f"split {theirs!r} of {name!r}")
             kept = stream.select_columns(columns.held_by(stream.column_names))
-            parts[ours] = [_part(kept, columns, f"split {theirs} of {name}", f"hf://datasets/{name}@{commit}/")]
+            place = f"split {theirs} of {name}"
+            parts[ours] = [TablePart(place, partial(_records, kept, columns, place), files)]
             known = (loaded[theirs].info.splits or {}).get(theirs)
             if known is not None and known.num_examples:
                 totals[ours] = int(known.num_examples)
@@ -101,10 +103,6 @@ def _taken(name: str, there: list[str], splits: Mapping[str, str]) -> dict[str, 
             listed = ", ".join(there)
             raise UserError(f"splits: {name!r} has no split {theirs!r}{did_you_mean(theirs, there)}; it has {listed}")
     return dict(splits)
-
-
-def _part(stream: Any, columns: Columns, location: str, stored: str) -> TablePart:
-    return TablePart(location, partial(_records, stream, columns, location), FileRoot(stored=stored, fetch=_fetch))
 
 
 def _records(stream: Any, columns: Columns, location: str) -> Iterator[tuple[str, Record | BadRecord]]:

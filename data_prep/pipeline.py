@@ -28,7 +28,7 @@ from data_prep.duplicates import Answered, SeenRows, leave_out
 from data_prep.leakage import Fingerprint, LeakIndex, fingerprint
 from data_prep.output import complete_or_absent, refuse_another, refuse_foreign, remove_report
 from data_prep.problem import PixelLimits, RawProblem, Reads, RowError, to_row
-from data_prep.quarantine import LEAK, Notes, Quarantine
+from data_prep.quarantine import LEAK, MAX_SHARE, Notes, Quarantine
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -75,15 +75,16 @@ _NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNO
 def _notes_on(row: Row) -> dict[str, str]:
     """What is to be said of a row's reference answer, which can be met, but not by everything that is meant."""
     notes = {"percent": row["id"]} if _unasked_percentage(row) else {}
-    if row["choices"] is None and _has_words_beside_a_number(row["answer"]):
-        notes["words"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
-    if row["choices"] is None and _NO_ANSWER.fullmatch(row["answer_raw"].strip()):
-        notes["no_answer"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
-    if row["choices"] is None and _LETTER.fullmatch(row["answer"]) and not _OPTIONS.search(row["problem"]):
-        notes["letter"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
-    if row["choices"] is None and read(row["answer"]).reason == "not_read" and re.search(r"[^\w\s.'-]", row["answer"]):
-        notes["signs"] = f"{row['id']} ({shown(row['answer_raw'], 40)})"
-    return notes
+    if row["choices"] is not None:
+        return notes
+    answer, given = row["answer"], row["answer_raw"]
+    found = {
+        "words": _has_words_beside_a_number(answer),
+        "no_answer": _NO_ANSWER.fullmatch(given.strip()),
+        "letter": _LETTER.fullmatch(answer) and not _OPTIONS.search(row["problem"]),
+        "signs": read(answer).reason == "not_read" and re.search(r"[^\w\s.'-]", answer),
+    }
+    return notes | {name: f"{row['id']} ({shown(given, 40)})" for name, holds in found.items() if holds}
 
 
 _LETTER = re.compile("[A-F]")
@@ -225,42 +226,45 @@ class SplitReads:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """How rows are cleaned, and which are kept; see `geometry3k.Options`."""
+    """How rows are cleaned, and which are kept. The options are written into the manifest.
 
-    limits: PixelLimits
-    keep_leaks: bool
-    allow_quarantined: float
-    features: Features = field(default_factory=schema)
+    - `min_pixels`, `max_pixels`: images outside these limits are resized by the rule of the model. `family`: the
+      model_type of that model, whose image tokens decide which sizes there are.
+    - `limit`: number of rows per split.
+    - `keep_leaks`: keep training rows that also occur in a held-out split.
+    - `allow_quarantined`: the largest share of unusable rows that is not an error.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    family: str = DEFAULT_FAMILY
+    limit: int | None = None
+    keep_leaks: bool = False
+    allow_quarantined: float = MAX_SHARE
+
+    def check(self) -> PixelLimits:
+        """The limits of images. Raises `UserError` for what is out of range, and limits that no image could satisfy."""
+        if self.limit is not None:
+            require("limit", self.limit, 1)
+        if not 0 <= self.allow_quarantined <= 1:
+            raise UserError(f"allow_quarantined: {self.allow_quarantined} is not between 0 and 1; 0.05 is 5 %")
+        if self.family not in VISIONS:
+            raise UserError(f"family: {self.family!r} is not one of {', '.join(VISIONS)}")
+        unit = VISIONS[self.family].unit
+        for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
+            if value is not None:
+                require(name, value, unit**2)  # one image token
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise UserError(f"min_pixels: {self.min_pixels} is over max_pixels, {self.max_pixels}; lower it")
+        return PixelLimits(self.min_pixels, self.max_pixels, unit)
 
 
-def check_target(output: Path, description: Mapping[str, Any] | None, *, overwrite: bool) -> None:
+def _check_target(output: Path, description: Mapping[str, Any] | None, *, overwrite: bool) -> None:
     """Raise `UserError` where the result cannot be put. `description`: None while it is not known."""
     for folder in (output, _report(output)):
         refuse_foreign(folder)
     if description is not None and not overwrite:
         refuse_another(output, description)
-
-
-def pixel_limits(min_pixels: int | None, max_pixels: int | None, family: str) -> PixelLimits:
-    """The limits by the rule of the model_type `family`. Raises `UserError` for those that no image could satisfy."""
-    if family not in VISIONS:
-        raise UserError(f"family: {family!r} is not one of {', '.join(VISIONS)}")
-    unit = VISIONS[family].unit
-    for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
-        if value is not None:
-            require(name, value, unit**2)  # one image token
-    if min_pixels and max_pixels and min_pixels > max_pixels:
-        raise UserError(f"min_pixels: {min_pixels} is over max_pixels, {max_pixels}; lower it")
-    return PixelLimits(min_pixels, max_pixels, unit)
-
-
-def check_options(limit: int | None, allow_quarantined: float, workers: int) -> None:
-    """Raise `UserError` for what is out of range."""
-    require("workers", workers, 1, MAX_WORKERS)
-    if limit is not None:
-        require("limit", limit, 1)
-    if not 0 <= allow_quarantined <= 1:
-        raise UserError(f"allow_quarantined: {allow_quarantined} is not between 0 and 1; 0.05 is 5 %")
 
 
 _UNSAID = {"family": DEFAULT_FAMILY, "split_name": None, "drop_instruction": False}
@@ -271,34 +275,45 @@ def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in _UNSAID or value != _UNSAID[key]}
 
 
-def clean_source(
+def prepare(
     output: Path,
-    splits: Mapping[str, SplitReads],
-    description: Mapping[str, Any],
-    cleaning: Cleaning,
+    options: Cleaning,
+    begin: Callable[[], tuple[dict[str, Any], Mapping[str, SplitReads]]],
+    features: Features | None = None,
     *,
     workers: int,
     overwrite: bool,
 ) -> Manifest:
-    """Clean and write every split, the held-out ones first. Returns the manifest.
+    """Clean and write every split of a source, the held-out ones first. Returns the manifest.
 
-    Raises `UserError`. If too many rows were refused, `NAME.quarantine` is written beside `output` first.
+    `begin`: opens the source, for its description (what a manifest is known by) and the rows of its splits. `features`:
+    the schema, where there are more columns than ours.
+
+    Raises `UserError`, where it can before the source is opened. If too many rows were refused, `NAME.quarantine` is
+    written beside `output` first.
     """
+    require("workers", workers, 1, MAX_WORKERS)
+    limits = options.check()
+    _check_target(output, None, overwrite=overwrite)
+    description, splits = begin()
+    _check_target(output, description, overwrite=overwrite)
+    work = partial(clean_one, limits=limits, near=len(splits) > 1)
     with (
         complete_or_absent(output, description, overwrite=overwrite) as folder,
         SeenRows(folder / "seen.sqlite") as seen,
     ):
         quarantine = Quarantine(folder)
-        deduplicator = Deduplicator(quarantine, seen, keep_leaks=cleaning.keep_leaks)
+        deduplicator = Deduplicator(quarantine, seen, keep_leaks=options.keep_leaks)
         with ordered_map(workers) as mapped:
-            counts = {
-                split: _written(folder, split, splits[split], cleaning, deduplicator, mapped, near=len(splits) > 1)
-                for split in sorted(splits, key=lambda split: split not in HELD_OUT)
-            }
+            counts = {}
+            for split in sorted(splits, key=lambda split: split not in HELD_OUT):
+                results = mapped(work, splits[split].problems())
+                with tqdm(results, desc=split, total=splits[split].total, unit="row", disable=None) as bar:
+                    counts[split] = _written(folder, split, bar, features or schema(), deduplicator)
         if not deduplicator.read:
             raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
         try:
-            quarantine.check(deduplicator.read, sum(counts.values()), cleaning.allow_quarantined, _report(output))
+            quarantine.check(deduplicator.read, sum(counts.values()), options.allow_quarantined, _report(output))
         except UserError:
             _publish(_report(output), quarantine, description)
             raise
@@ -317,22 +332,13 @@ def _report(output: Path) -> Path:
 
 
 def _written(
-    folder: Path,
-    split: str,
-    reads: SplitReads,
-    cleaning: Cleaning,
-    deduplicator: Deduplicator,
-    mapped: Mapper,
-    *,
-    near: bool,
+    folder: Path, split: str, results: Iterable[Cleaned | RowError], features: Features, deduplicator: Deduplicator
 ) -> int:
     """Write what is kept of one split; the number of its rows."""
-    results = mapped(partial(clean_one, limits=cleaning.limits, near=near), reads.problems())
-    with tqdm(results, desc=split, total=reads.total, unit="row", disable=None) as bar:
-        count = write_split(deduplicator.kept(split, bar), folder, split, cleaning.features)
+    count = write_split(deduplicator.kept(split, results), folder, split, features)
     contradicting = deduplicator.seen.contradicting(split)
     if contradicting:
-        count = leave_out(folder, split, cleaning.features, contradicting, deduplicator.quarantine)
+        count = leave_out(folder, split, features, contradicting, deduplicator.quarantine)
     return count
 
 

@@ -200,7 +200,7 @@ def token_statistics(facts: SplitFacts) -> dict[str, str]:
     return {
         "min": str(min(tokens)),
         "median": f"{median(tokens):g}",
-        "p95": str(quantile(tokens, 0.95) if tokens else 0),
+        "p95": str(quantile(tokens, 0.95)),
         "max": str(max(tokens)),
     }
 

@@ -32,11 +32,10 @@ from adora_vl.utils.cli import (
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.files import check_folder, check_json, make_folder, written_to
 from adora_vl.utils.hub import notes_on
-from eval.inference.endpoint import endpoint_of
-from eval.inference.engines import build_engine, check_loadable, check_model, default_engine
-from eval.inference.predictions import PREDICTIONS, SCORE, read_predictions
+from eval.inference.engines import build_engine, check_loadable, default_engine, settings_of
+from eval.inference.predictions import PREDICTIONS, read_predictions, score_path
 from eval.inference.provenance import FILE_NAME, OF_THE_RUN, Fields, read, settle_prompts, versions, write_json
-from eval.inference.requests import ENGINES, AnswerEngineSettings
+from eval.inference.requests import ENGINES
 from eval.inference.runner import Ranks, infer, ranks
 from eval.records import Benchmark, Problem, Score, Scored
 from eval.scoring.score import score
@@ -99,10 +98,8 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--data", type=optional(text), help="a folder or file, or a hub id")
     add("--split", type=_split, default=split, help=f"default {split}")
     add("--engine", choices=ENGINES, default=default_engine(), help="default: vllm where it is installed")
-    add(
-        "--base-url", type=optional(text), metavar="URL",
-        help="of the server for --engine openai; --model is its name there",
-    )  # fmt: skip
+    what = "of the server for --engine openai; --model is its name there"
+    add("--base-url", type=optional(text), metavar="URL", help=what)
     add("--concurrency", type=whole(1, 1024), default=16, metavar="N", help="calls at once, with openai; default 16")
     seconds = number(0.001, 86400)
     add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help="of a call, with openai; default 600")
@@ -111,10 +108,8 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
     add("--min-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
     add("--max-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
-    add(
-        "--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT",
-        help="or none; default: that of the model's own training, as its folder says, else the paper's",
-    )  # fmt: skip
+    what = "or none; default: that of the model's own training, as its folder says, else the paper's"
+    add("--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT", help=what)
     add("--temperature", type=number(0.01, 100, also=0.0), default=0.0, help="0: greedy, the default")
     add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers per problem, for avg@k, pass@k")
     add("--seed", type=whole(0, MAX_SEED), default=0)
@@ -185,11 +180,6 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     return exit_code_of(command, "what was answered is kept, and the same command goes on from there")
 
 
-def score_path(output: Path) -> Path:
-    """Where a score is written: `output` itself if its name ends in .json, otherwise score.json in that folder."""
-    return output if output.suffix == ".json" and not output.is_dir() else output / SCORE
-
-
 def _check_folder(output: Path) -> None:
     """Check the output folder before anything is loaded. Raises `UserError`."""
     check_folder("output", output)
@@ -197,30 +187,10 @@ def _check_folder(output: Path) -> None:
         raise UserError(f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending out")
 
 
-def settings_of(options: Namespace) -> AnswerEngineSettings:
-    """The engine that the options ask for."""
-    endpoint = endpoint_of(options)
-    return AnswerEngineSettings(
-        model=check_model(options.model) if endpoint is None else options.model,
-        engine=options.engine,
-        revision=options.revision,
-        dtype=options.dtype,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        min_pixels=options.min_pixels,
-        max_pixels=options.max_pixels,
-        batch_size=options.batch_size,
-        endpoint=endpoint,
-    )
-
-
 def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     """Ask the model all questions, and write its answers into the output folder. Raises `UserError`."""
     if options.samples > 1 and not options.temperature:
         raise UserError(f"samples: {options.samples} greedy answers are the same; give --temperature, such as 1.0")
-    if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
-        raise UserError(f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it")
     settings = settings_of(options)
     check_loadable(settings)
     everything, data_hash = benchmark.load(options)

@@ -53,7 +53,7 @@ _UNIT = re.compile(
 
 def choices_of(row: Prediction) -> list[str]:
     """The options of a question, [] where they stand in its picture alone. `question_for_eval` has them even so."""
-    question = row.get("question_for_eval") or row["question"] or ""
+    question = _asked(row)
     return lettered_options(re.split(r"Choices?:", question)[-1], _OPTION) if "Choice" in question else []
 
 
@@ -113,8 +113,11 @@ def check(row: Prediction) -> str | None:
 def question_of(row: Prediction) -> Question:
     """A predictions row as a judge reads it."""
     choices = choices_of(row) if row["question_type"] == "multi-choice" else []
-    asked = row.get("question_for_eval") or row["question"] or ""
-    return Question("choice" if choices else "text", asked, choices, row["response"])
+    return Question("choice" if choices else "text", _asked(row), choices, row["response"])
+
+
+def _asked(row: Prediction) -> str:
+    return str(row.get("question_for_eval") or row["question"] or "")
 
 
 def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
@@ -147,8 +150,7 @@ _SAME = (
 
 def _asks_whether_same(row: Prediction) -> list[dict[str, str]]:
     """The conversation with the judge about an answer and its reference, as the official score has one."""
-    asked = row.get("question_for_eval") or row["question"] or ""
-    parts = {"question": asked, "reference": row["answer"], "other": row["read"].text}
+    parts = {"question": _asked(row), "reference": row["answer"], "other": row["read"].text}
     lines = [f"<{name}>\n{value}\n</{name}>" for name, value in parts.items()]
     return [{"role": "system", "content": _SAME}, {"role": "user", "content": "\n".join(lines)}]
 
@@ -176,7 +178,7 @@ def by_rules(row: Prediction) -> Extraction:
             return Extraction(said.strip(), "stated")
     if "\n" not in response.strip() and len(_words(response)) <= _BARE_WORDS:
         return Extraction(response.strip(), "whole")
-    return extract_number(response, row.get("question_for_eval") or row["question"] or "")
+    return extract_number(response, _asked(row))
 
 
 def _words(response: str) -> list[str]:

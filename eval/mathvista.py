@@ -262,10 +262,8 @@ def _score_options(parser: ArgumentParser) -> None:
     add_extraction_options(parser)
     add = parser.add_argument
     add("--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold")
-    add(
-        "--ignore-empty-extractions", action=BooleanOptionalAction, default=False,
-        help="an empty extraction is wrong, not the nearest choice",
-    )  # fmt: skip
+    what = "an empty extraction is wrong, not the nearest choice"
+    add("--ignore-empty-extractions", action=BooleanOptionalAction, default=False, help=what)
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:

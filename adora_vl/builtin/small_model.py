@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import check_folder, replacing_folder, written_to
+from adora_vl.utils.files import check_folder, read_object, replacing_folder, written_to
 
 
 def fresh_text_model(config: Qwen2Config, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
@@ -69,21 +70,17 @@ def check_place(folder: Path) -> None:
 
 def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
     """Whether a model is there whose facts name this `plan`, as JSON keeps it."""
-    if not (folder / "model.safetensors").is_file():
-        return False
-    try:
-        built = json.loads((folder / _FACTS).read_text(encoding="utf-8"))["plan"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return bool(built == json.loads(json.dumps(plan)))
+    built = read_object(folder / _FACTS).get("plan")
+    return (folder / "model.safetensors").is_file() and bool(built == json.loads(json.dumps(plan)))
 
 
-def save_built(folder: Path, model: Any, processor: Any, facts: Mapping[str, object]) -> None:
-    """Save a model, its processor and how both were made. What was at `folder` goes when they are whole.
-
-    Raises `UserError` where that cannot be written.
+def save_built(folder: Path, model: Any, processor: Any, plan: Any, **more: object) -> dict[str, object]:
+    """Save a model, its processor and how both were made (`build.json`), which is returned: `plan`, a dataclass, and
+    `more`. What was at `folder` goes when they are whole. Raises `UserError` where that cannot be written.
     """
+    facts = {"parameters": sum(p.numel() for p in model.parameters()), **more, "plan": asdict(plan)}
     with written_to("output", folder), replacing_folder(folder) as made:
         model.save_pretrained(made)
         processor.save_pretrained(made)
         (made / _FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+    return facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,4 @@ def build_perimeter_model(folder: Path, plan: PerimeterStart | None = None) -> d
         ),
         fit(model, lambda _: taught(full), plan.teacher_steps, plan.learning_rate * 2 / 3),
     ]
-    facts: dict[str, object] = {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "final_losses": [round(loss, 4) for loss in losses],
-        "plan": asdict(plan),
-    }
-    save_built(folder, model, processor, facts)
-    return facts
+    return save_built(folder, model, processor, plan, final_losses=[round(loss, 4) for loss in losses])

@@ -7,7 +7,7 @@ answers are right then, but few sampled ones, and reinforcement learning has the
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,4 @@ def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[s
     tokenizer = build_tokenizer(texts)
     model = fresh_text_model(build_text_config(tokenizer), tokenizer, plan.seed)
     loss = _warm_start(model, tokenizer, plan)
-    parameters = sum(p.numel() for p in model.parameters())
-    facts: dict[str, object] = {"parameters": parameters, "final_loss": round(loss, 4), "plan": asdict(plan)}
-    save_built(folder, model, tokenizer, facts)
-    return facts
+    return save_built(folder, model, tokenizer, plan, final_loss=round(loss, 4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -228,13 +228,6 @@ def build_tiny_model(folder: Path, plan: WarmStart | None = None, family: str = 
         processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED), family)
     model = build_model(processor.tokenizer, seed=plan.seed, family=family)
     loss = warm_start(model, processor, rows, plan) if plan.steps else None
-    facts: dict[str, object] = {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "final_loss": None if loss is None else round(loss, 4),
-        "slips": SLIPS,
-        "plan": asdict(plan),
-        "torch": torch.__version__.split("+")[0],
-        "transformers": transformers.__version__,
-    }
-    save_built(folder, model, processor, facts)
-    return facts
+    versions = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+    final_loss = None if loss is None else round(loss, 4)
+    return save_built(folder, model, processor, plan, final_loss=final_loss, slips=SLIPS, **versions)

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from adora_vl.checkpoint.store import CHECKPOINT, MANIFEST, MARK, facts_of, hashes, step_of
-from adora_vl.utils.files import is_partial, replace_file
+from adora_vl.utils.files import is_partial, read_object, replace_file
 
 WRITTEN = "written.json"
 _MADE_BY = {"made_by": "adora_vl.train"}
@@ -141,19 +141,13 @@ def _wrote(path: Path, name: str, notes: dict[str, Any]) -> bool:
 
 def _notes(folder: Path) -> dict[str, Any]:
     """What `written.json` says; nothing where a run did not write it."""
-    try:
-        notes = json.loads((folder / WRITTEN).read_bytes())
-        return dict(notes) if notes.items() >= _MADE_BY.items() else {}
-    except (OSError, ValueError, AttributeError):
-        return {}
+    notes = read_object(folder / WRITTEN)
+    return notes if notes.items() >= _MADE_BY.items() else {}
 
 
 def is_manifest(path: Path) -> bool:
     """Whether this is the `manifest.json` of a run, which is there from its beginning."""
-    try:
-        return bool(json.loads(path.read_bytes()).items() >= _MADE_BY.items())
-    except (OSError, ValueError, AttributeError):
-        return False
+    return read_object(path).items() >= _MADE_BY.items()
 
 
 def _is_metrics(path: Path) -> bool:
@@ -161,10 +155,6 @@ def _is_metrics(path: Path) -> bool:
     *lines, rest = path.read_bytes().split(b"\n")
     ours = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
     return ours and (bool(lines) or not rest)
-
-
-def _is_stopped(path: Path) -> bool:
-    return bool(json.loads(path.read_bytes()).keys() == {"exit_code", "step", "checkpoint"})
 
 
 def _is_rollouts(path: Path, name: str) -> bool:
@@ -183,7 +173,7 @@ def _is_completions(path: Path, name: str) -> bool:
 _RECORD: dict[str, Callable[[Path, str], bool]] = {
     "metrics.jsonl": lambda path, inside: not inside and _is_metrics(path),
     "manifest.json": lambda path, inside: not inside and is_manifest(path),
-    "stopped.json": lambda path, inside: not inside and _is_stopped(path),
+    "stopped.json": lambda path, inside: not inside and read_object(path).keys() == {"exit_code", "step", "checkpoint"},
     "rollouts": _is_rollouts,
     "completions": _is_completions,
 }

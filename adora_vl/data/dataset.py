@@ -19,7 +19,7 @@ from PIL import Image
 from adora_vl.data.images import png_bytes
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.files import refuse_dangling
+from adora_vl.utils.files import read_object, refuse_dangling
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from datasets import Dataset, Features
@@ -135,11 +135,8 @@ def write_manifest(
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder that we prepared; None where there is no manifest or it is not one of ours."""
-    try:
-        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) and manifest.get("made_by") == MADE_BY else None
+    manifest = read_object(folder / MANIFEST_NAME)
+    return manifest if manifest.get("made_by") == MADE_BY else None
 
 
 def file_hashes(folder: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ import torch
 
 from adora_vl.utils.cli import amount, plain
 from adora_vl.utils.errors import RunError
-from adora_vl.utils.files import replace_file
+from adora_vl.utils.files import read_object, replace_file
 from adora_vl.utils.hidden import is_secret, masked, masked_text, masked_words
 from adora_vl.utils.versions import installed
 
@@ -212,12 +212,8 @@ def failure_noted(manifest: Manifest, output_dir: Path, steps: Callable[[], int]
 
 def read_manifest(output_dir: Path) -> Manifest:
     """The manifest of a run folder; empty if it has none that a run wrote."""
-    try:
-        manifest = json.loads((output_dir / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    ours = isinstance(manifest, dict) and manifest.get("made_by") == "adora_vl.train"
-    return dict(manifest) if ours else {}
+    manifest = read_object(output_dir / MANIFEST)
+    return manifest if manifest.get("made_by") == "adora_vl.train" else {}
 
 
 def now() -> str:
@@ -279,10 +275,7 @@ def data_name(data: Mapping[str, Any]) -> str:
 
 def _source(data: Path) -> dict[str, Any]:
     """Where the data come from, as the manifest of the dataset's folder says."""
-    try:
-        manifest = json.loads((data / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    manifest = read_object(data / MANIFEST)
     return {key: manifest[key] for key in ("source", "input", "revision") if key in manifest}
 
 

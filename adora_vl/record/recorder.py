@@ -45,12 +45,10 @@ class RolloutNumbers:
 
     def measured(self, numbers_B: Tensor, drift_B: Tensor) -> None:
         """Note the drift of these rollouts, of any rank, in nats per token."""
-        for own, drift in torch.stack([numbers_B.double(), drift_B.double()], dim=1).tolist():  # one wait for both
-            number = int(own)
-            if number % self._ranks == self._rank:
-                self._drift[number // self._ranks] = drift
-            else:
-                self._of_others.append((number, drift))
+        both = torch.stack([numbers_B.double(), drift_B.double()], dim=1).tolist()  # one wait for both
+        found = [(int(number), drift) for number, drift in both]
+        self.add_remote(found)
+        self._of_others += [one for one in found if one[0] % self._ranks != self._rank]
 
     def take_of_others(self) -> list[tuple[int, float]]:
         """Numbers and drift of the other ranks' rollouts that this rank has measured since the last call."""

@@ -6,6 +6,8 @@ import base64
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -182,14 +184,8 @@ def _chosen_steps(found: list[Part], max_rollouts: int) -> tuple[list[int], int]
 
 def _grouped(table: pa.Table) -> Iterator[list[Json]]:
     """The rows, group by group. In the record the rows of a group follow one another."""
-    group: list[Json] = []
-    for row in table.to_pylist():
-        if group and (row["step"], row["group"]) != (group[0]["step"], group[0]["group"]):
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
+    for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
+        yield list(rows)
 
 
 def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:

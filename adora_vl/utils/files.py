@@ -314,6 +314,15 @@ def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool
         raise UserError(f"{option}: {str(path)!r} is there and not {what}; choose another name")
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} where there is none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def make_folder(option: str, folder: Path) -> None:
     """Make a folder that may be there already. Raises `UserError` where it cannot be made, or not be written into."""
     check_folder(option, folder)

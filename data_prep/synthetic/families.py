@@ -404,23 +404,20 @@ def _box(answer: object) -> str:
     return f"\\boxed{{{answer}}}"
 
 
-def _length(
-    picture: Image.Image, question: str, answer: str, working: str, slip: str, shapes: tuple[str, ...] = ("Triangle",)
-) -> SyntheticProblem:
-    return _problem(picture, question, answer, working, slip, "Length", shapes)
-
-
-def _angle(
-    picture: Image.Image, question: str, answer: str, working: str, slip: str, shapes: tuple[str, ...]
-) -> SyntheticProblem:
-    return _problem(picture, question, answer, working, slip, "Angle", shapes)
-
-
 def _problem(
-    picture: Image.Image, question: str, answer: str, working: str, slip: str, goal: str, shapes: tuple[str, ...]
+    goal: str,
+    picture: Image.Image,
+    question: str,
+    answer: str,
+    working: str,
+    slip: str,
+    shapes: tuple[str, ...] = ("Triangle",),
 ) -> SyntheticProblem:
     solution, wrong = (f"{working}. {_box(value)}" for value in (answer, slip))
     return SyntheticProblem("", picture, question, answer, solution, wrong, goal, shapes)
+
+
+_length, _angle = (functools.partial(_problem, goal) for goal in ("Length", "Angle"))
 
 
 def _root(square: int) -> str:

@@ -51,11 +51,13 @@ class ChatProcessor:
         except Exception as error:  # a damaged file raises errors of many kinds
             reason = why_missing(model, error)
             raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
-        if not self.text_only and pixel_limits(self._image_processor) is None:
+        own = pixel_limits(self._image_processor)
+        if not self.text_only and own is None:
             raise UserError(
                 f"model: {model!r} has model_type {self._config.model_type}, whose image processor has no limits in "
                 f"pixels; serve it and use --engine openai, or name a model of the families {known()}"
             )
+        self._own_limits = own or {}
         self.pixel_limits, self._max_pixels = self._limits(min_pixels, max_pixels)
         self._tokenizer = self._processor if self.text_only else self._processor.tokenizer
         self._tokenizer.padding_side = "left"
@@ -81,14 +83,12 @@ class ChatProcessor:
 
     def _limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[dict[str, int], int]:
         """The limits for the image processor, and the number of pixels of the largest image that results."""
-        if self._image_processor is None:
-            if min_pixels or max_pixels:
-                raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
-            return {}, 0
-        size = self._image_processor.size
-        if not (min_pixels or max_pixels):
-            return {}, size["longest_edge"]
-        limits = {"min_pixels": min_pixels or size["shortest_edge"], "max_pixels": max_pixels or size["longest_edge"]}
+        own, given = self._own_limits, {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        if not any(given.values()):
+            return {}, own.get("max_pixels", 0)
+        if not own:
+            raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
+        limits = {name: value or own[name] for name, value in given.items()}
         if limits["min_pixels"] > limits["max_pixels"]:
             raise UserError(
                 f"min_pixels: {limits['min_pixels']} is over max_pixels, {limits['max_pixels']} "
@@ -131,9 +131,7 @@ class ChatProcessor:
 
     def resolved(self, dtype: str) -> dict[str, Any]:
         """The dtype and the pixel limits that are used, with the model's own values where the user gave none."""
-        own = {} if self._image_processor is None else self._image_processor.size
-        limits = {"min_pixels": own["shortest_edge"], "max_pixels": own["longest_edge"]} if own else {}
-        return {"dtype": self.dtype(dtype), **limits, **self.pixel_limits}
+        return {"dtype": self.dtype(dtype), **self._own_limits, **self.pixel_limits}
 
     def overlong(self, messages: list[Message], images: list[Image.Image], context: int) -> str | None:
         """Why a prompt leaves no room for an answer in a context of so many tokens; None where it does.

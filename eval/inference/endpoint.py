@@ -31,7 +31,7 @@ def endpoint_of(options: Namespace) -> Endpoint | None:
     Raises `UserError` for an address that is missing or of no use, and for options that only a local engine obeys.
     """
     if options.engine != "openai":
-        if options.base_url:
+        if getattr(options, "base_url", None):
             raise UserError("base_url: only --engine openai asks a server; add it, or leave --base-url out")
         return None
     if not options.base_url:

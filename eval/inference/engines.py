@@ -6,14 +6,16 @@ A third one, `eval.inference.endpoint`, asks a server.
 from __future__ import annotations
 
 import importlib.util
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from eval.inference.chat import ChatProcessor
-from eval.inference.endpoint import EndpointEngine
+from eval.inference.endpoint import EndpointEngine, endpoint_of
 from eval.inference.requests import HUB_ID, AnswerEngine, AnswerEngineSettings, AnswerRequest, EngineName, Unanswerable
 
 if TYPE_CHECKING:
@@ -42,6 +44,16 @@ def check_model(model: str) -> str:
     if not HUB_ID.fullmatch(model) or folder.parent.is_dir():
         raise UserError(f"model: {model!r} is neither a folder here nor a hub id of the form owner/name")
     return model
+
+
+def settings_of(options: Namespace) -> AnswerEngineSettings:
+    """The engine that the options of a command ask for. Raises `UserError`."""
+    if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
+        raise UserError(f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it")
+    endpoint = endpoint_of(options)
+    model = check_model(options.model) if endpoint is None else options.model
+    given = {each.name: vars(options)[each.name] for each in fields(AnswerEngineSettings) if each.name in options}
+    return AnswerEngineSettings(**{**given, "model": model, "endpoint": endpoint})
 
 
 def check_loadable(settings: AnswerEngineSettings) -> None:
@@ -137,15 +149,11 @@ class VLLMEngine:
                 prompt["multi_modal_data"] = {"image": request.images}
             prompts.append(prompt)
         params = [self._params(seed=request.seed, **self._sampling) for request in requests]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        generations = []
-        for output in outputs:
-            completion = output.outputs[0]
-            ids = list(completion.token_ids)
-            generations.append(
-                Reply(self._chat.decode(ids), len(ids), completion.finish_reason, len(output.prompt_token_ids))
-            )
-        return generations
+        return [self._reply(output) for output in self._llm.generate(prompts, params, use_tqdm=False)]
+
+    def _reply(self, output: Any) -> Reply:
+        (completion,), ids = output.outputs, list(output.outputs[0].token_ids)
+        return Reply(self._chat.decode(ids), len(ids), completion.finish_reason, len(output.prompt_token_ids))
 
 
 class TransformersEngine:

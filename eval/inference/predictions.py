@@ -23,6 +23,11 @@ IMAGE_FAILED, TOO_LONG = "image_failed", "prompt_too_long"
 NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
 
 
+def score_path(output: Path) -> Path:
+    """Where a score is written: `output` itself if its name ends in .json, otherwise score.json in that folder."""
+    return output if output.suffix == ".json" and not output.is_dir() else output / SCORE
+
+
 def key(row: Prediction) -> tuple[str, int]:
     """The key of a row, unique in its file: the problem, and the number of the sample."""
     return row["pid"], row.get("sample", 0)

@@ -13,7 +13,7 @@ from typing import Any
 from adora_vl import __version__
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import replace_file
+from adora_vl.utils.files import read_object, replace_file
 from adora_vl.utils.versions import installed
 
 OF_THE_RUN: Any = object()  # the default of both prompts: that of the run that trained the model
@@ -50,11 +50,8 @@ def trained_with(model: str | None) -> dict[str, Any]:
     if folder is None or not folder.is_dir():
         return {}
     for place in (folder, folder.resolve().parent):
-        try:
-            manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(manifest, dict) and manifest.get("made_by") == _MADE_BY:
+        manifest = read_object(place / "manifest.json")
+        if manifest.get("made_by") == _MADE_BY:
             config = manifest.get("config")
             return config if isinstance(config, dict) else {}
     return {}

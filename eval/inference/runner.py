@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -41,53 +41,37 @@ _PATIENCE = timedelta(days=7)  # how long a rank waits for the slowest one
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 
 
-class Ranks(Protocol):
-    """Which of how many processes this is, and a barrier for all of them."""
-
-    rank: int
-    world: int
-
-    def barrier(self, where: str) -> None:
-        """Return when every process has come to `where`."""
-        ...
-
-
 @dataclass
-class Alone:
-    """A single process."""
+class Ranks:
+    """Which of how many processes this is. Several meet at a store that the launcher or rank 0 holds."""
 
     rank: int = 0
     world: int = 1
+    store: Any = None
 
     def barrier(self, where: str) -> None:
-        """There is nobody to wait for."""
+        """Return when every process has come to `where`."""
+        if self.store is None:
+            return
+        if self.store.add(f"adora_vl_eval/{where}", 1) == self.world:
+            self.store.set(f"adora_vl_eval/{where}/all", "1")
+        self.store.wait([f"adora_vl_eval/{where}/all"], _PATIENCE)
 
 
-class Launched:
-    """One of several processes, which meet at a store that the launcher or rank 0 holds."""
-
-    def __init__(self) -> None:
-        from torch.distributed.rendezvous import rendezvous
-
-        store: Any
-        store, self.rank, self.world = next(rendezvous("env://", timeout=_PATIENCE))
-        self._store = store
-
-    def barrier(self, where: str) -> None:
-        if self._store.add(f"adora_vl_eval/{where}", 1) == self.world:
-            self._store.set(f"adora_vl_eval/{where}/all", "1")
-        self._store.wait([f"adora_vl_eval/{where}/all"], _PATIENCE)
+ALONE = Ranks()
 
 
 def ranks() -> Ranks:
     """The rank of this process. Removes the launcher's variables and takes a GPU of its own."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Alone()
-    launched = Launched()
+        return ALONE
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
     take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     for name in _LAUNCHER:
         os.environ.pop(name, None)
-    return launched
+    return Ranks(rank, world, store)
 
 
 def take_gpu(local_rank: int) -> None:
@@ -98,9 +82,6 @@ def take_gpu(local_rank: int) -> None:
     devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     if local_rank < len(devices):
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
-
-
-ALONE = Alone()
 
 
 class Ask(NamedTuple):
@@ -202,18 +183,13 @@ def _nothing_left(output: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
-        _remove_empty(output)
-        raise
-
-
-def _remove_empty(output: Path) -> None:
-    predictions = output / PREDICTIONS
-    if predictions.is_file() and not predictions.stat().st_size:
-        with suppress(OSError):  # a folder with anything else in it stays
-            if {path.name for path in output.iterdir()} <= {PREDICTIONS, FILE_NAME, STARTUP_LOG}:
-                for path in list(output.iterdir()):
+        with suppress(OSError, KeyError):  # a folder with anything else in it stays
+            found = {path.name: path for path in output.iterdir()}
+            if found.keys() <= {PREDICTIONS, FILE_NAME, STARTUP_LOG} and not found[PREDICTIONS].stat().st_size:
+                for path in found.values():
                     path.unlink()
                 output.rmdir()
+        raise
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from adora_vl.data.prompts import without_letters
 from adora_vl.rewards import grade
@@ -237,10 +238,14 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
     return reader.index(matches[-1]) if described is None else described
 
 
-def _concluded(reader: _Reader, text: str) -> int | None:
-    """The last letter that a conclusion ends with, as in `therefore I think it is B`."""
-    found = [reader.index(match) for match in reader.concluded.finditer(text) if not _dismissed(text, match)]
-    return found[-1] if found else None
+def _last(pattern: Callable[[_Reader], re.Pattern[str]]) -> Callable[[_Reader, str], int | None]:
+    """The rule that takes the last letter which a pattern finds, and which the text does not call wrong."""
+
+    def rule(reader: _Reader, text: str) -> int | None:
+        found = [reader.index(match) for match in pattern(reader).finditer(text) if not _dismissed(text, match)]
+        return found[-1] if found else None
+
+    return rule
 
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:
@@ -270,17 +275,6 @@ def _leading_letter(reader: _Reader, text: str) -> int | None:
     """The text begins with a letter, as in `B. 26`."""
     match = reader.leading.match(text)
     return reader.index(match) if match else None
-
-
-def _bracketed(reader: _Reader, text: str) -> int | None:
-    """The last letter in brackets, as in `(B)`."""
-    found = [reader.index(match) for match in reader.in_brackets.finditer(text) if not _dismissed(text, match)]
-    return found[-1] if found else None
-
-
-def _named(reader: _Reader, text: str) -> int | None:
-    found = [reader.index(match) for match in reader.named.finditer(text) if not _dismissed(text, match)]
-    return found[-1] if found else None
 
 
 def _yes_no(reader: _Reader, text: str) -> int | None:
@@ -330,10 +324,10 @@ _STATED_RULES: _Rules = (
 )
 _RULES: _Rules = (
     *_STATED_RULES,
-    ("concluded_letter", _concluded),
+    ("concluded_letter", _last(attrgetter("concluded"))),
     ("leading_letter", _leading_letter),
-    ("letter_in_brackets", _bracketed),
-    ("named_option", _named),
+    ("letter_in_brackets", _last(attrgetter("in_brackets"))),
+    ("named_option", _last(attrgetter("named"))),
     ("yes_no", _yes_no),
     ("mentioned", _mentioned),
     ("all_words", _all_words),

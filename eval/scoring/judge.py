@@ -21,7 +21,7 @@ from adora_vl.utils.cli import amount, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import written_to
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
-from eval.inference.predictions import NOT_ASKED
+from eval.inference.predictions import NOT_ASKED, score_path
 from eval.records import JUDGE_FAILED, Extraction, Prediction
 from eval.scoring.choice import extract_choice
 from eval.scoring.number import MAX_CHARS, extract_list, extract_number
@@ -149,9 +149,7 @@ def judge_of(options: Namespace) -> ChatClient:
         options.judge_wait,
         body={"temperature": 0, "max_tokens": 256},
     )
-    named = options.verb == "score" and options.output.suffix == ".json" and not options.output.is_dir()
-    beside = options.output.parent if named else options.output
-    cache: Path = options.judge_cache or beside / "judge_cache.jsonl"
+    cache: Path = options.judge_cache or score_path(options.output).with_name("judge_cache.jsonl")
     with written_to("judge_cache", cache):
         cache.parent.mkdir(parents=True, exist_ok=True)
     return ChatClient(endpoint, cache=cache, budget=options.judge_budget)

@@ -95,12 +95,10 @@ def _warnings(score: Score, own: OwnFigures) -> list[str]:
         lines.append(f"warning: {part}")
     if (coverage.get("asked") or 0) < (coverage.get("in_data") or 0):
         lines.append(f"note: {coverage['asked']} of the {coverage['in_data']} answers to all the data (--limit)")
-    if score["image_failed"]:
-        failed = amount(score["image_failed"], "problem")
-        lines.append(f"warning: {failed} not asked (unreadable images), counted as wrong")
-    if score["too_long"]:
-        failed = amount(score["too_long"], "problem")
-        lines.append(f"warning: {failed} not asked (prompt too long for the model's context), counted as wrong")
+    too_long = "prompt too long for the model's context"
+    for count, why in ((score["image_failed"], "unreadable images"), (score["too_long"], too_long)):
+        if count:
+            lines.append(f"warning: {amount(count, 'problem')} not asked ({why}), counted as wrong")
     if score.get("extraction_failed"):
         failed = amount(score["extraction_failed"], "answer")
         lines.append(f"warning: the judge failed on {failed}, counted as wrong")

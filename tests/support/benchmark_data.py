@@ -283,11 +283,23 @@ def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def scored(benchmark: Benchmark, folder: Path, rows: Sequence[dict[str, Any]], *words: str) -> dict[str, Any]:
-    """What the command `score` writes for these rows of predictions."""
-    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["score", "--predictions", str(folder / "p.jsonl"), "--output", str(folder / "s.json")]
-    assert main(benchmark, [*command, *words]) == 0
+Predicted = Sequence[dict[str, Any]] | Path  # rows of predictions, or their file
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def to_score(folder: Path, rows: Predicted, *words: str) -> list[str]:
+    """The command `score` for predictions."""
+    file = rows if isinstance(rows, Path) else write_lines(folder / "p.jsonl", rows)
+    return ["score", "--predictions", str(file), "--output", str(folder / "s.json"), *words]
+
+
+def scored(benchmark: Benchmark, folder: Path, rows: Predicted, *words: str) -> dict[str, Any]:
+    """What that command writes."""
+    assert main(benchmark, to_score(folder, rows, *words)) == 0
     result: dict[str, Any] = json.loads((folder / "s.json").read_text())
     return result
 

@@ -7,8 +7,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
-from operator import itemgetter
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
 from eval import benchmark as list_of_benchmarks
 from eval.benchmark import NAMES, for_data, named
-from eval.command import main, parse, score_defaults, with_grey_images
+from eval.command import parse, score_defaults, with_grey_images
 from eval.compare import main as compare
 from eval.in_training import figures
-from eval.inference.dataset import load_problems
 from eval.inference.requests import AnswerRequest
-from eval.records import CORRECT, WRONG, Benchmark, OwnFigures, Problem, RowGrade
+from eval.records import Benchmark, OwnFigures, Problem
 from eval.scoring.score import cell, score
 from tests.conftest import REPOSITORY
 from tests.support import benchmark_data as support
@@ -81,9 +79,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     assert made["benchmark"] == name and made["total"] == 4 and made["rules"]
     assert [item["verdict"] == "correct" for item in made["items"]][3] is False and made["image_failed"] == 1
     assert made["correct"] >= 2, "a boxed reference answer is right"
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
-    assert evaluate.main([name, *words]) == 0
+    assert evaluate.main([name, *support.to_score(tmp_path, rows)]) == 0
     assert json.loads((tmp_path / "s.json").read_text())["items"] == made["items"]
     assert f"{name}: " in capsys.readouterr().out
     assert compare([str(tmp_path / "s.json")]) == 0
@@ -120,25 +116,32 @@ class Rounds:
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
         texts = [request.messages[-1]["content"][-1]["text"] for request in requests]
-        return [Reply(rf"\boxed{{{text.split()[-1].split('.')[0]}}}", 3, "stop", 9) for text in texts]
+        return [Reply(rf"\boxed{{{text.split('.')[0][5:]}}}", 3, "stop", 9) for text in texts]
 
 
-def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_training(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
+    """The rows of the benchmark of the page, whose file lies in the working directory."""
     page = (REPOSITORY / "docs" / "evaluation.md").read_text()
     (code,) = re.findall(r"```python\n(# lengths.py\n.*?)```", page, re.DOTALL)
-    question = {0: "Side 7", 1: "Side 1.5", 2: "Side 2.5"}
-    rows = [{"id": n, "question": q, "answer": "7", "unit": "cm", "image": "side.png"} for n, q in question.items()]
-    for name, text in (("lengths.py", code), ("test.jsonl", "\n".join(json.dumps(one) for one in rows))):
-        (tmp_path / name).write_text(text)
-    Image.new("RGB", (56, 28)).save(tmp_path / "side.png")
+    questions = ("Side 7", "Side 1.5", "Side 2.5", "")  # the last one stands in its picture
+    row = {"answer": "7", "unit": "cm", "image": "side.png"}
+    rows = [{"id": number, "question": question, **row} for number, question in enumerate(questions)]
     monkeypatch.chdir(tmp_path)
+    Path("lengths.py").write_text(code)
+    Path("test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Image.new("RGB", (56, 28)).save("side.png")
+    return rows
+
+
+def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_training(of_the_page, monkeypatch, capsys):
     monkeypatch.setattr("eval.command.build_engine", lambda settings: Rounds())
     words = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
     assert evaluate.main(["lengths.py:LENGTHS", *words]) == 0
     shown = capsys.readouterr().out
     assert "lengths test: a/b" in shown and "rules exact lengths" in shown and "unit" in shown
     made = json.loads(Path("out/score.json").read_text())
-    assert (made["correct"], made["total"]) == (1, 3) and made["groups"]["image_size"]["to 128x128"]["total"] == 3
+    assert (made["correct"], made["total"]) == (1, 4) and made["groups"]["image_size"]["to 128x128"]["total"] == 4
     own = {made["rules"]["file"], made["fingerprint"]["fields"]["benchmark_file"]}
     assert len(own) == 1 and len(own.pop()) >= 16
     assert compare(["out"]) == 0 and "lengths: accuracy" in capsys.readouterr().out
@@ -150,19 +153,11 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     (task,) = evaluation.take_evaluations(config, []).tasks
     assert (task.benchmark.name, [one.prompt for one in task.problems]) == ("lengths", ["Side 7", "Side 1.5"])
 
-    (tmp_path / "other.py").write_text(code.replace("exact", "rounded"))
+    Path("other.py").write_text(Path("lengths.py").read_text().replace("exact", "rounded"))
     assert evaluate.main(["other.py:LENGTHS", *words]) == 2
     assert "benchmark_file: the predictions in 'out' were made with" in capsys.readouterr().err
     assert evaluate.main(["lengths.py:LENGTH", *words]) == 2
     assert "no benchmark 'LENGTH' there; it has LENGTHS; did you mean 'LENGTHS'?" in capsys.readouterr().err
-
-
-def _load(options: Namespace) -> tuple[list[Problem], str]:
-    return load_problems(options, ("ID", "text", "answer"), ("image",), prompt=itemgetter("text"), id_column="ID")
-
-
-def _grade(row: Any, options: Namespace) -> RowGrade:
-    return RowGrade(CORRECT if row["response"] == row["answer"] else WRONG, row["response"], "equal", {"kind": ["a"]})
 
 
 def _summary(rows: Sequence[Any], graded: Sequence[Any], options: Namespace) -> OwnFigures:
@@ -174,31 +169,24 @@ def _summary(rows: Sequence[Any], graded: Sequence[Any], options: Namespace) -> 
     )
 
 
-def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(tmp_path, capsys):
-    new = Benchmark("new", "test", _load, _grade, lambda options: {"rules": "equal"}, id_column="ID", summary=_summary)
-    rows = [{"ID": index, "text": "", "answer": "5", "image": "none.png"} for index in range(4)]
-    (tmp_path / "test.json").write_text(json.dumps(rows))  # every question stands in its picture
-    assert [problem.pid for problem in problems_of(new, tmp_path)] == ["0", "1", "2", "3"]
-    answered = [{**row, "response": "5" if row["ID"] else "6"} for row in rows]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answered))
-    words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
-    assert main(new, words) == 0
+def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page, capsys):
+    new = replace(named("lengths.py:LENGTHS"), name="new", summary=_summary)
+    rows = [{**row, "pid": str(row["id"]), "response": rf"\boxed{{{7 + (not row['id'])}}}"} for row in of_the_page]
+    stored = support.scored(new, Path(), rows)
     table = capsys.readouterr().out.splitlines()
     shown = [line.split()[:3] for line in table]
     assert ["halves", "first", "1/2"] in shown and ["mean", "25.0", "%"] in shown
     assert "a line of its own" in table and "warning: a warning of its own" in table
-    stored = json.loads((tmp_path / "s.json").read_text())
     assert stored["halves"]["definition"] == "two halves" and stored["count"] == 4
-    assert compare([str(tmp_path / "s.json")]) == 0
+    assert compare(["s.json"]) == 0
     head, line = capsys.readouterr().out.splitlines()[1:3]
     assert head.split() == ["all", "first", "mean"] and line.split()[-1] == "25.0"
-    logged = figures(new, [{**row, "pid": str(row["ID"])} for row in answered])
+    logged = figures(new, rows)
     assert (logged["new_accuracy"], logged["new_accuracy_first"], logged["new_accuracy_mean"]) == (0.75, 0.5, 0.25)
 
 
 def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypatch, capsys):
-    new = Benchmark("new", "test", _load, _grade, lambda options: {"rules": "equal"}, summary=_summary)
-    rows = [{"pid": str(index), "answer": "5", "response": "5" if index else "6"} for index in range(4)]
+    rows = [{"pid": str(index), "answer": "5", "response": rf"\boxed{{{5 + (not index)}}}"} for index in range(4)]
     asked = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
     logged: list[dict[str, float]] = []
     monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]])  # those of the second rank
@@ -220,10 +208,12 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         accelerator=first, args=args, model=Namespace(name_or_path="x"), control=Namespace(should_log=True),
         vllm_generation=Namespace(current_llm=nullcontext),
     )  # fmt: skip
-    plan = evaluation.EvaluationPlan([evaluation.Task(new, asked)], every=2, at_start=False, prompt=None)
+    plan = evaluation.EvaluationPlan(
+        [evaluation.Task(named("geometry3k"), asked)], every=2, at_start=False, prompt=None
+    )
     callback = evaluation.EvaluateOnTheWay(trainer, plan, None)
     for step in range(1, 5):
         callback.on_step_end(None, Namespace(global_step=step), None)
-    assert [values["eval_new_accuracy"] for values in logged] == [0.75, 0.75]
+    assert [values["eval_geometry3k_accuracy"] for values in logged] == [0.75, 0.75]
     assert trainer.control.should_log, "the log of the step itself would be left out"
-    assert "step 2: new 75.0 %" in (said := capsys.readouterr().out) and "of 4 problems" in said
+    assert "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out) and "of 4 problems" in said

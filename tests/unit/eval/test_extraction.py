@@ -16,6 +16,7 @@ from eval.scoring.choice import extract_choice
 from eval.scoring.judge import Question, by_rules, messages_for
 from eval.scoring.number import extract_list, extract_number
 from tests.conftest import Case
+from tests.support import benchmark_data
 from tests.support.endpoint_server import Answer, Reply, Server, completion
 
 FRUIT = ["apple", "pear", "plum tree", "fig"]
@@ -84,12 +85,8 @@ ROWS = [row("1", "5"), row("2", "I count five."), row("3", "It does not.", **YES
 
 
 def scored(tmp_path: Path, url: str, *words: str, rows: list[dict[str, Any]] = ROWS) -> dict[str, Any]:
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
     judge = ["--extraction", "judge", "--judge-url", url, "--judge-model", "j"]
-    assert main(BENCHMARK, [*command, *judge, *words]) == 0
-    result: dict[str, Any] = json.loads((tmp_path / "s.json").read_text())
-    return result
+    return benchmark_data.scored(BENCHMARK, tmp_path, rows, *judge, *words)
 
 
 def reads(body: dict[str, Any], _: int) -> Reply:
@@ -182,7 +179,6 @@ def test_a_judge_that_is_not_named_is_the_users_mistake(case: Case, capsys: pyte
         (["--judge-url", "file:///etc/passwd", "--judge-model", "j"], "is no http address"),
     ]:
         with case(words) as folder:
-            (folder / "p.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
-            command = ["score", "--predictions", str(folder / "p.jsonl"), "--output", str(folder / "s.json")]
-            assert main(BENCHMARK, [*command, "--extraction", "judge", *words]) == 2
+            command = benchmark_data.to_score(folder, ROWS[1:2], "--extraction", "judge", *words)
+            assert main(BENCHMARK, command) == 2
             assert message in capsys.readouterr().err

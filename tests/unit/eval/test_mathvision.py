@@ -17,7 +17,7 @@ from eval.mathvision import BENCHMARK, build_query, official_answer, official_hi
 from eval.mathvision_value import latex_value
 from tests.conftest import SHARED
 from tests.support import benchmark_data
-from tests.support.benchmark_data import mathvision_rows, write_mathvision
+from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvision
 
 scored = partial(benchmark_data.scored, BENCHMARK)
 DATA = SHARED / "data" / "mathvision"
@@ -212,8 +212,7 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
 
 
 def test_the_official_rule_takes_no_other_extraction(tmp_path, capsys):
-    (tmp_path / "p.jsonl").write_text(json.dumps(answered("12", "12", extraction="12")))
-    words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
-    assert main(BENCHMARK, [*words, "--extraction", "stored"]) == 2
+    words = to_score(tmp_path, [answered("12", "12", extraction="12")], "--extraction", "stored")
+    assert main(BENCHMARK, words) == 2
     assert "needs --rules strict" in capsys.readouterr().err
-    assert main(BENCHMARK, [*words, "--extraction", "stored", "--rules", "strict"]) == 0
+    assert main(BENCHMARK, [*words, "--rules", "strict"]) == 0

@@ -16,6 +16,7 @@ from eval.mathvista import BENCHMARK, build_query, chosen, edit_distance, judge_
 from eval.scoring.judge import by_rules
 from eval.scoring.score import score as score_of
 from tests.conftest import SHARED, Case
+from tests.support import benchmark_data
 
 DATA = SHARED / "data" / "mathvista"
 MODELS = ("bard", "chatgpt", "idefics_9b_instruct", "llava_llama_2_13b")
@@ -26,11 +27,8 @@ PUBLISHED_CORRECT = {"bard": 348, "chatgpt": 235, "idefics_9b_instruct": 198, "l
 
 
 def scored(model: str, tmp_path: Path, extraction: str, rules: str) -> dict[str, Any]:
-    output = tmp_path / "s.json"
-    words = ["score", "--predictions", str(DATA / f"{model}.jsonl"), "--output", str(output)]
-    assert main(BENCHMARK, [*words, "--extraction", extraction, "--rules", rules]) == 0
-    result: dict[str, Any] = json.loads(output.read_text())
-    return result
+    words = ["--extraction", extraction, "--rules", rules]
+    return benchmark_data.scored(BENCHMARK, tmp_path, DATA / f"{model}.jsonl", *words)
 
 
 def expected(model: str) -> dict[str, Any]:
@@ -214,10 +212,8 @@ def test_empty_extractions_can_be_told_to_be_ignored() -> None:
 
 
 def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "p.jsonl").write_text(json.dumps(item(response="So the answer is 5.")) + "\n")
-    words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
-    assert main(BENCHMARK, [*words, "--rules", "vlmevalkit"]) == 0
-    result = json.loads((tmp_path / "s.json").read_text())
+    rows = [item(response="So the answer is 5.")]
+    result = benchmark_data.scored(BENCHMARK, tmp_path, rows, "--rules", "vlmevalkit")
     assert result["rules"]["rules"] == "vlmevalkit"
     assert result["extraction_mix"] == {"stated": 1}
     assert result["wilson_95"][1] == 1.0
@@ -237,9 +233,7 @@ def test_each_wrong_row_has_a_line_of_its_own(case: Case, capsys: pytest.Capture
     ]
     for rows, messages in cases:
         with case(rows) as folder:
-            (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            words = ["score", "--predictions", str(folder / "p.jsonl"), "--output", str(folder / "s.json")]
-            assert main(BENCHMARK, words) == 2
+            assert main(BENCHMARK, benchmark_data.to_score(folder, rows)) == 2
             lines = capsys.readouterr().err.splitlines()
             assert len(lines) == len(messages)
             for line, message in zip(lines, messages, strict=True):
@@ -248,7 +242,5 @@ def test_each_wrong_row_has_a_line_of_its_own(case: Case, capsys: pytest.Capture
 
 
 def test_rows_without_a_stored_extraction_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "p.jsonl").write_text(json.dumps(item(pid="77")) + "\n")
-    words = ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(tmp_path / "s.json")]
-    assert main(BENCHMARK, [*words, "--extraction", "stored"]) == 2
+    assert main(BENCHMARK, benchmark_data.to_score(tmp_path, [item(pid="77")], "--extraction", "stored")) == 2
     assert "1 of 1 rows have no stored extraction, the first is pid '77'" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from adora_vl.models.load import PRETRAINED
 from eval.command import main
 from eval.mmstar import BENCHMARK, official_hit, options_of
 from tests.conftest import SHARED
-from tests.support.benchmark_data import mmstar_rows, write_mmstar
+from tests.support import benchmark_data
+from tests.support.benchmark_data import mmstar_rows, to_score, write_lines, write_mmstar
 
 DATA = SHARED / "data" / "mmstar"
 real = pytest.mark.skipif(not DATA.is_dir(), reason="MMStar's published outputs are not beside this checkout")
@@ -26,15 +28,7 @@ def row(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, 
     return known | {"category": "math", "l2_category": "geometry"} | fields
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def scored(predictions: Path, output: Path, *words: str) -> dict[str, Any]:
-    assert main(BENCHMARK, ["score", "--predictions", str(predictions), "--output", str(output), *words]) == 0
-    result: dict[str, Any] = json.loads(output.read_text())
-    return result
+scored = partial(benchmark_data.scored, BENCHMARK)
 
 
 @real
@@ -42,7 +36,7 @@ def test_the_published_half_has_404_hits_and_its_categories(case):
     for rules in ["official", "letter"]:
         with case(rules) as folder:
             expected = json.loads((DATA / "expected.json").read_text())
-            result = scored(next(DATA.glob("*.jsonl")), folder / "s.json", "--rules", rules)
+            result = scored(folder, next(DATA.glob("*.jsonl")), "--rules", rules)
             assert (result["correct"], result["total"]) == (expected["correct"], expected["total"]) == (404, 750)
             categories = result["groups"]["category"]
             assert {name: [cell["correct"], cell["total"]] for name, cell in categories.items()} == expected[
@@ -76,34 +70,31 @@ def test_options_are_read_out_of_the_question():
 
 def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path):
     rows = [row("1", r"A park? Based on the water it is a dam: \boxed{B}"), row("2", r"By the water: \boxed{A}")]
-    path = write(tmp_path / "p.jsonl", rows)
-    by_letter = scored(path, tmp_path / "s.json", "--rules", "letter")
+    by_letter = scored(tmp_path, rows, "--rules", "letter")
     assert [item["correct"] for item in by_letter["items"]] == [True, False]
     assert by_letter["rules"] == {"rules": "letter"}
-    official = scored(path, tmp_path / "s.json", "--rules", "official")
+    official = scored(tmp_path, rows, "--rules", "official")
     assert [item["correct"] for item in official["items"]] == [False, True]
 
 
 def test_gain_and_leakage_by_hand(tmp_path, capsys):
     def run(name: str, right: str) -> Path:
-        return write(tmp_path / name, [row(str(i), "B" if hit == "1" else "C") for i, hit in enumerate(right)])
+        return write_lines(tmp_path / name, [row(str(i), "B" if hit == "1" else "C") for i, hit in enumerate(right)])
 
     seen, blind, text = run("v.jsonl", "11110"), run("wv.jsonl", "01100"), run("t.jsonl", "00100")
     others = ["--without-image", str(blind), "--text-only", str(text)]
-    leakage = scored(seen, tmp_path / "s.json", *others)["leakage"]
+    leakage = scored(tmp_path, seen, *others)["leakage"]
     assert (leakage["S_v"], leakage["S_wv"], leakage["S_t"]) == (0.8, 0.4, 0.2)
     assert (leakage["MG"], leakage["ML"]) == (pytest.approx(0.4), pytest.approx(0.2))
     assert leakage["MG_bootstrap_95"][0] < 0.4 < leakage["MG_bootstrap_95"][1]
     assert "MG: 40.0 %" in capsys.readouterr().out
     # A backbone that knows more than the blind model has leaked nothing.
-    assert (
-        scored(seen, tmp_path / "s.json", "--without-image", str(text), "--text-only", str(blind))["leakage"]["ML"] == 0
-    )
+    assert scored(tmp_path, seen, "--without-image", str(text), "--text-only", str(blind))["leakage"]["ML"] == 0
 
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
-    one, other = write(tmp_path / "a.jsonl", [row("1", "B")]), write(tmp_path / "b.jsonl", [row("2", "B")])
-    words = ["score", "--predictions", str(one), "--output", str(tmp_path / "s.json")]
+    other = write_lines(tmp_path / "b.jsonl", [row("2", "B")])
+    words = to_score(tmp_path, [row("1", "B")])
     assert main(BENCHMARK, [*words, "--without-image", str(other)]) == 2
     assert "without_image: " in (message := capsys.readouterr().err)
     assert "pid '1' is missing" in message
@@ -113,8 +104,7 @@ def test_another_runs_items_must_be_the_same(tmp_path, capsys):
 
 def test_rows_without_a_category_or_letter_are_named(tmp_path, capsys):
     rows = [{k: v for k, v in row("1", "B").items() if k != "category"}, row("2", "B", answer="dam")]
-    path = write(tmp_path / "p.jsonl", rows)
-    assert main(BENCHMARK, ["score", "--predictions", str(path), "--output", str(tmp_path / "s.json")]) == 2
+    assert main(BENCHMARK, to_score(tmp_path, rows)) == 2
     lines = capsys.readouterr().err.splitlines()
     assert "row 1 lacks the field 'category'" in lines[0]
     assert "row 2 has answer = 'dam', expected a letter" in lines[1]

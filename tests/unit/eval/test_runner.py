@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from eval.geometry3k import problems as geometry3k_problems
 from eval.inference.predictions import IMAGE_FAILED, PredictionLog, key, part_path, read_predictions
 from eval.inference.provenance import Fields
 from eval.inference.requests import AnswerEngine, AnswerEngineSettings, AnswerRequest
-from eval.inference.runner import Alone, Ranks, Summary, infer, ranks, take_gpu
+from eval.inference.runner import ALONE, Ranks, Summary, infer, ranks, take_gpu
 from eval.records import Prediction, Problem
 from tests.conftest import REPOSITORY
 from tests.unit.eval import killed_infer
@@ -235,16 +234,11 @@ class Echo:
         return [Reply(text, 3, "stop", 9) for text in texts]
 
 
-@dataclass
-class Thread:
-    """A rank for the test: processes that meet at a barrier."""
-
-    rank: int
-    world: int
-    threads: threading.Barrier
+class Thread(Ranks):
+    """A rank for the test: threads that meet at a barrier, their store."""
 
     def barrier(self, where: str) -> None:
-        self.threads.wait(30)
+        self.store.wait(30)
 
 
 SEVEN = [problem(index) for index in range(7)]
@@ -277,7 +271,7 @@ def together(output: Path, world: int) -> tuple[Summary, list[Echo]]:
 def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
     for world in [2, 3]:
         with case(world) as folder:
-            ask_as(folder / "one", Echo(), Alone())
+            ask_as(folder / "one", Echo(), ALONE)
             summary, engines = together(folder / "many", world)
             assert (folder / "many" / "predictions.jsonl").read_bytes() == (
                 folder / "one" / "predictions.jsonl"
@@ -290,8 +284,8 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
 
 
 def test_more_processes_go_on_where_one_was_stopped(tmp_path):
-    ask_as(tmp_path / "whole", Echo(), Alone())
-    ask_as(tmp_path / "parts", Echo(), Alone(), count=3)
+    ask_as(tmp_path / "whole", Echo(), ALONE)
+    ask_as(tmp_path / "parts", Echo(), ALONE, count=3)
     summary, engines = together(tmp_path / "parts", 2)
     assert (summary.resumed, sum(len(engine.asked) for engine in engines)) == (6, 8)
     whole, parts = (tmp_path / name / "predictions.jsonl" for name in ("whole", "parts"))
@@ -299,17 +293,17 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path):
 
 
 def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
-    ask_as(tmp_path / "whole", Echo(), Alone())
+    ask_as(tmp_path / "whole", Echo(), ALONE)
     rows = read_predictions(tmp_path / "whole" / "predictions.jsonl")
     output = tmp_path / "parts"
-    ask_as(output, Echo(), Alone(), count=1)
+    ask_as(output, Echo(), ALONE, count=1)
     for rank, kept in ((0, rows[4:6]), (1, [rows[0], *rows[9:11]])):  # the one row that is in the file already, too
         with PredictionLog(part_path(output, rank)) as log:
             log.append(kept)
     with part_path(output, 1).open("a") as file:
         file.write('{"pid": "p/3", "torn')
     engine = Echo()
-    assert ask_as(output, engine, Alone()).resumed == 6
+    assert ask_as(output, engine, ALONE).resumed == 6
     assert len(engine.asked) == 8
     assert (output / "predictions.jsonl").read_bytes() == (tmp_path / "whole" / "predictions.jsonl").read_bytes()
     assert not list(output.glob("*rank*"))

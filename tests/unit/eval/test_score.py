@@ -26,17 +26,12 @@ from eval.scoring.score import aggregate, grade_row, verdict
 from eval.scoring.statistics import bootstrap, mcnemar, pass_at, sign_flips, wilson
 from eval.scoring.table import table
 from tests.conftest import Case
-from tests.support.benchmark_data import mathvista_rows, write_geometry3k, write_mathvista
+from tests.support.benchmark_data import mathvista_rows, write_geometry3k, write_lines, write_mathvista
 
 
 def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dict[str, Any]:
     row = {"pid": pid, "question": "Find x.", "answer": answer, "choices": None, "metadata": {"goal": "Length"}}
     return row | {"response": response, "finish_reason": "stop", "n_tokens": 10} | fields
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> None:
@@ -98,7 +93,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
 def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -> None:
     for where in ["system_prompt", "prompt"]:
         with case(where) as folder:
-            file = write(
+            file = write_lines(
                 folder / "predictions.jsonl", [prediction("1", "<answer>5</answer>"), prediction("2", r"\boxed{5}")]
             )
             score, _ = score_file(BENCHMARK, file, Namespace(rounding=False))
@@ -139,7 +134,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
         prediction("3", r"\boxed{8.7}", answer=r"5 \sqrt { 3 }"),
         prediction("4", "", finish_reason=IMAGE_FAILED, n_tokens=0, error="UnidentifiedImageError: x"),
     ]
-    path = write(tmp_path / "p.jsonl", rows)
+    path = write_lines(tmp_path / "p.jsonl", rows)
     scored = score_file(BENCHMARK, path, Namespace(rounding=False))
     score: Any = scored.score
     assert [item["verdict"] for item in score["items"]] == ["correct", "correct", "wrong", "failed"]
@@ -195,7 +190,7 @@ def test_a_wrong_row_is_named(case: Case) -> None:
     ]
     for second, message in cases:
         with case(second) as folder:
-            path = write(folder / "p.jsonl", [prediction("1", ""), second])
+            path = write_lines(folder / "p.jsonl", [prediction("1", ""), second])
             with pytest.raises(UserError, match=message):
                 read_predictions(path)
 
@@ -215,7 +210,7 @@ def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) ->
 
 
 def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_answer(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", [{"question_id": 7, "answer": "5", "response": None}])
+    path = write_lines(tmp_path / "p.jsonl", [{"question_id": 7, "answer": "5", "response": None}])
     (row,) = read_predictions(path, id_column="question_id")
     assert (row["pid"], row["response"]) == ("7", "")
 

@@ -122,6 +122,9 @@ class Saves:
     def merge_and_unload(self) -> Saves:
         return self
 
+    def parameters(self) -> tuple[()]:
+        return ()
+
     def save_pretrained(self, folder: Path) -> None:
         (folder / f"{self.name}.json").write_text("{}")
         (folder / f"{self.name}.bin").write_text("x" * 2000)
@@ -137,9 +140,10 @@ def merged(folder: Path) -> None:
 
 
 def tiny(folder: Path) -> None:
+    from adora_vl.builtin import WarmStart
     from adora_vl.builtin.small_model import save_built
 
-    save_built(folder / "tiny", Saves("config"), Saves("processor"), {})
+    save_built(folder / "tiny", Saves("config"), Saves("processor"), WarmStart())
 
 
 def plan(folder: Path) -> None:
