@@ -5,22 +5,30 @@ They also take a benchmark of the user's own, `FILE.py:NAME`.
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from adora_vl.utils.cli import imports
+from adora_vl.utils.cli import exit_code_of, imports
 from adora_vl.utils.errors import UserError
 from eval.benchmark import NAMES, named
 
 _USAGE = f"usage: adora-vl-eval {{{','.join(NAMES)},compare,FILE.py:NAME}} ..."
 
 
+def _of(benchmark: str) -> str:
+    """What its module says of itself in the first line, which is read without importing it."""
+    said = ast.get_docstring(ast.parse(Path(__file__).with_name(f"{benchmark}.py").read_bytes())) or ""
+    return said.partition("\n")[0].partition(": ")[2]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a benchmark's command or `compare`. Returns its exit code, or 2 for an unknown name."""
-    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
-        print(_USAGE)
-        return 0
+        lines = [_USAGE, "", *(f"  {each:<12}{_of(each)}" for each in NAMES)]
+        return exit_code_of(lambda: print("\n".join(lines)), "nothing was done")
     if name == "compare":
         from eval.compare import main as compare
 

@@ -11,6 +11,7 @@ from dataclasses import MISSING
 import yaml
 
 from adora_vl.config.key_list import OURS, Key, read_keys
+from adora_vl.utils.versions import installed
 
 _WIDTH = 100
 _COLUMN = 38  # of the short list, where the words begin
@@ -67,11 +68,13 @@ _HEADINGS = {OURS: "Keys of this project", "trl": "Keys of TRL", "transformers":
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
     """Whether a training command only wants to know how it is used."""
-    return any(word in ("-h", "--help", "--help-all") for word in arguments)
+    return any(word in ("-h", "--help", "--help-all", "--version") for word in arguments)
 
 
 def help_text(arguments: Sequence[str]) -> str:
     """The help that the arguments ask for. Raises `UserError` where the installed libraries cannot be read."""
+    if "--version" in arguments:
+        return f"adora_vl {installed('adora-vl') or 'of a checkout that is not installed'}"
     keys = read_keys()
     return _all_keys(list(keys.values())) if "--help-all" in arguments else _short_help(keys)
 

@@ -7,6 +7,7 @@ Transformers know are read when their dataclasses are built.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,7 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
     if names and len(names[0]) != 1:
         refuse_stray(names[0][1:])
         raise UserError("--config: expected the path of a YAML file after it")
-    file = Path(names[0][0]) if names else None
+    file = recipe(names[0][0]) if names else None
     values = read_file(file) if file else {}
     _set_environment(values.pop("env", {}), str(file))
     for key, words in spoken:
@@ -138,6 +139,15 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
             "(`python -m adora_vl.train --help`)"
         )
     return given
+
+
+def recipe(name: str) -> Path:
+    """The file of that name, or else the recipe that comes with this package, as `adora_3b_1gpu_lora`."""
+    file, word = Path(name), Path(name).with_suffix("").name
+    homes = (Path(__file__).parents[2], Path(sys.prefix, "share", "adora_vl"))  # a checkout; where a wheel puts them
+    shipped = [home / "configs" / "train" / f"{word}.yaml" for home in homes]
+    named = name in (word, f"{word}.yaml") and not file.exists()
+    return next((each for each in shipped if named and each.is_file()), file)
 
 
 def read_file(path: Path) -> dict[str, Any]:

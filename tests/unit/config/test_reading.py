@@ -155,6 +155,16 @@ def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
         parse([*CPU, "stray"])
 
 
+def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("smoke_cpu", "smoke_cpu.yaml"):
+        assert read(["--config", name]).file.parent.name == "train"
+    Path("smoke_cpu.yaml").write_text("model_name_or_path: mine")
+    assert read(["--config", "smoke_cpu.yaml"]).values["model_name_or_path"] == "mine"
+    with pytest.raises(UserError, match="no file 'runs/smoke_cpu.yaml'"):
+        read(["--config", "runs/smoke_cpu.yaml"])
+
+
 def test_a_file_is_read_once_and_each_value_converted_once(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text("adora_tau: 0.4\noptim: adamw_torch\nmodel_name_or_path: tiny\n")
     asked: list[str] = []
