@@ -64,11 +64,16 @@ def build_trainer(run: Checked) -> AdoraGRPOTrainer:
     )
 
 
-def load(run: Checked) -> AdoraGRPOTrainer:
-    """As `build_trainer`. Raises `UserError` for a wrong key of `model_init_kwargs`, `RunError` for other failures."""
+def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
+    """As `build_trainer`; what the libraries say on the way goes into the file `log`. Raises `UserError` for a wrong
+    key of `model_init_kwargs`, `RunError` for other failures.
+    """
     given = dict(run.config.model_init_kwargs or {})
+    if run.first:
+        print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
     try:
-        return build_trainer(run)
+        with StartupLog(log, first=run.first):
+            return build_trainer(run)
     except (UserError, RunError, RolloutError):
         raise
     except Exception as error:  # model, engine, optimizer and trackers each have their own
@@ -135,15 +140,6 @@ def copy_finished(checkpoint: Path, output_dir: Path) -> None:
     print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")
 
 
-def load_quietly(run: Checked, log: Path) -> AdoraGRPOTrainer:
-    """As `load`; what the libraries say on the way goes into the file `log`."""
-    first = run.config.process_index == 0
-    if first:
-        print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
-    with StartupLog(log, first=first):
-        return load(run)
-
-
 def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
     """Note that a signal stopped the run after this step, and print how it goes on."""
     from adora_vl.checkpoint.stop import mark_stopped
@@ -168,7 +164,7 @@ def train(given: Given) -> int:
         if run.first:
             copy_finished(run.finished, output_dir)
         return 0
-    trainer = load_quietly(run, output_dir / STARTUP_LOG)
+    trainer = load(run, output_dir / STARTUP_LOG)
     is_main, stop = trainer.accelerator.is_main_process, StopOnSignal()
     trainer.callback_handler.callbacks.insert(0, stop)
     until_step = StartupLog(output_dir / STARTUP_LOG)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING
 
-import yaml
-
 from adora_vl.config.key_list import OURS, Key, read_keys
+from adora_vl.utils.cli import yaml_line
 from adora_vl.utils.versions import installed
 
 _WIDTH = 100
@@ -101,9 +99,6 @@ def _with_default(key: Key) -> str:
     """As a line of YAML."""
     if key.default is MISSING:
         return f"{key.name}:"
-    if key.options:
-        return f"{key.name}: {{}}"
-    if isinstance(key.default, str) and "\n" in key.default:
-        return f"{key.name}: {json.dumps(key.default)}"
-    line = yaml.safe_dump({key.name: key.default}, default_flow_style=True, width=math.inf)
-    return line.strip()[1:-1]
+    default = {} if key.options else key.default
+    text = json.dumps(default) if isinstance(default, str) and "\n" in default else yaml_line(default)
+    return f"{key.name}: {text}"

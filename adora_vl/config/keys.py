@@ -15,7 +15,6 @@ from pydantic import Field
 
 from adora_vl.config.values import Name, check_fields
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, SYSTEM_PROMPTS, template
-from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError, did_you_mean
 
 _Eos = Annotated[str, Field(pattern="^eos$", description="eos")]
@@ -49,7 +48,7 @@ class AdoraScriptArguments:
     adora_synthetic_rows: Annotated[int, Field(ge=1)] = key(
         4096, "Training problems to make when dataset_name is 'synthetic' or 'knights'."
     )
-    adora_columns: dict[str, Any] | str | None = key(
+    adora_columns: dict[str, Any] | None = key(
         None,
         "Where dataset_name is a table, a folder with one, or a hub id: our columns and the table's, such as "
         "{problem: question, answer: label, images: image}. Null: dataset_name is a prepared folder.",
@@ -96,8 +95,17 @@ class AdoraScriptArguments:
     )
 
     def __post_init__(self) -> None:
+        """Raises `UserError`. The system prompt becomes the text that it stands for."""
         check_fields(self)
-        settle_data_options(self)
+        if self.adora_columns == {}:
+            raise UserError("adora_columns: {} is empty; write such as {problem: question, answer: label}")
+        _check_mixture(self.dataset_name, self.adora_mixture)
+        if self.adora_prompt is not None:
+            template(self.adora_prompt)
+        self.adora_system_prompt = _prompt_of(self.adora_system_prompt)
+        token = next((token for token in CONTROL_TOKENS if token in (self.adora_system_prompt or "")), None)
+        if token is not None:
+            raise UserError(f"adora_system_prompt: it has the model's own token {token}; remove it from the text")
 
 
 @dataclass(frozen=True)
@@ -340,24 +348,6 @@ class AdoraKeys(ExperimentalOptions):
         """Whether this part of a step is computed as here, and not as stock TRL does."""
         stock = self.adora_stock_step
         return part not in stock if isinstance(stock, list) else not stock
-
-
-def settle_data_options(script: AdoraScriptArguments) -> None:
-    """Read what the keys stand for into a script's arguments: the system prompt, JSON. Raises `UserError`.
-
-    Twice is the same as once.
-    """
-    columns = script.adora_columns
-    script.adora_columns = read_json(columns) if isinstance(columns, str) else columns
-    if script.adora_columns == {}:
-        raise UserError("adora_columns: {} is empty; write such as {problem: question, answer: label}")
-    _check_mixture(script.dataset_name, script.adora_mixture)
-    if script.adora_prompt is not None:
-        template(script.adora_prompt)
-    script.adora_system_prompt = _prompt_of(script.adora_system_prompt)
-    token = next((token for token in CONTROL_TOKENS if token in (script.adora_system_prompt or "")), None)
-    if token is not None:
-        raise UserError(f"adora_system_prompt: it has the model's own token {token}; remove it from the text")
 
 
 def _check_mixture(names: list[str], weights: list[float] | None) -> None:

@@ -109,19 +109,11 @@ def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
             )
 
 
-def check_parts(
-    model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str], *, use_vllm: bool = False
-) -> None:
-    """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not, or that the engine
-    would not get. The modules are built without memory, to look at their names.
+def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]) -> None:
+    """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not. The modules are
+    built without memory, to look at their names.
     """
     adapted = hasattr(peft_config, "target_modules")  # LoRA and its like
-    layers = peft_config.target_modules if adapted else ()
-    if use_vllm and not isinstance(layers, str) and "embed_tokens" in {one.rpartition(".")[2] for one in layers or ()}:
-        raise UserError(
-            "lora_target_modules: 'embed_tokens' does not reach the engine, which gets the adapters of linear layers "
-            "alone; leave it out"
-        )
     if not adapted and not frozen:
         return
     from adora_vl.models.shape import describe

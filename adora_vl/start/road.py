@@ -309,8 +309,7 @@ def parts(run: Checked) -> None:
     if loaded is None:
         check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
     if loaded is None or not hasattr(loaded, "peft_config"):
-        adapter, config = run.asked.model.peft_config, run.config
-        check_parts(run.model, run.model_config, adapter, config.adora_freeze, use_vllm=config.use_vllm)
+        check_parts(run.model, run.model_config, run.asked.model.peft_config, run.config.adora_freeze)
 
 
 def processor(run: Checked) -> None:

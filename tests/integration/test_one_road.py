@@ -165,7 +165,6 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ('--model_init_kwargs {"nosuch":1}', "model_init_kwargs: nosuch: 1 is refused by the model"),
     ("--attn_implementation flash_attention_2", "attn_implementation: flash_attention_2 is not installed"),
     ("--use_peft true --lora_target_modules nosuch q_proj", "lora_target_modules: 'nosuch' is no module"),
-    ("VLLM --use_peft true --lora_target_modules q_proj embed_tokens", "lora_target_modules: 'embed_tokens' does not"),
     ("--model_name_or_path HERE/text --adora_freeze vision_tower", "adora_freeze: vision_tower: this model has none"),
     ("--adora_freeze vison_tower", "adora_freeze: 'vison_tower' is not one of vision_tower, projector, language_model"),
     ("--min_pixels 9000 --max_pixels 800", "min_pixels: 9000 must be above 0 and at most max_pixels: 800"),

@@ -320,9 +320,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
         OWN[name](run)
     before = contents(run)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "adora_vl.train.load", lambda run: pytest.fail("the weights were loaded for a run that cannot be")
-        )
+        patch.setattr("adora_vl.train.load", lambda *_: pytest.fail("the weights were loaded for a run that cannot be"))
         assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3)) == 2
     assert contents(run) == before
     own = "'checkpoint-7', 'config.json', 'README.md', 'rollouts/own.parquet'"

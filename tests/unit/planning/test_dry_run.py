@@ -155,7 +155,7 @@ def test_rewards_prompts_and_an_output_dir_that_a_run_refuses_are_refused(data, 
         ([*free, "--adora_reward", f"{tmp_path}/broken.py:f"], "cannot be loaded: line 1: ZeroDivisionError"),
         ([*free, "--adora_prompt", "<image>{problem}<image>"], "its text has 2 <image> with 1 images; write one"),
         ([*free, "--adora_prompt", "{problem}<|im_end|>"], "its text has the model's own token <|im_end|>; remove it"),
-        ([*free, "--adora_system_prompt", "Answer.<|im_end|>"], "adora_system_prompt: it has the model's own token"),
+        ([*free, "--adora_system_prompt", "Answer it.<|im_end|>"], "adora_system_prompt: it has the model's own token"),
         (["--output_dir", str(tmp_path / "file")], "is a file, and a folder is needed"),
         (["--output_dir", str(tmp_path / "link" / "runs")], "is a link to '/nowhere', which is not there"),
         (["--output_dir", str(tmp_path / "mine")], "holds 'config.json', which no run is known to have written"),
@@ -181,7 +181,8 @@ def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
     assert dry_run([*source, "--dry-run", "--write-config", str(file)]) == 0
     first, again = parse(source), parse(["--config", str(file)])
     for before, after in zip(first, again, strict=True):
-        differing = {key for key in vars(before) if str(getattr(before, key)) != str(getattr(after, key))}
+        pairs = {key: (getattr(before, key), getattr(after, key)) for key in vars(before)}
+        differing = {key for key, (one, other) in pairs.items() if one != other and str(one) != str(other)}
         assert differing <= {"distributed_state", "_n_gpu", "logging_dir", "deepspeed_plugin"}, differing
     assert file.read_text().splitlines()[0].startswith(("dataset_name", "output_dir")), "what differs comes first"
 
