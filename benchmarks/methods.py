@@ -68,10 +68,10 @@ METHODS = {
     "grpo": grpo(),
     "dr_grpo": method("dr_grpo"),
     "lite_ppo": method("lite_ppo"),
-    "dapo": method("dapo", "--adora_method_options", '{"keep_settings": ["beta"]}'),
+    "dapo": method("dapo", "--adora_method.dapo.keep_settings", "beta"),
     "adora": method("adora"),
-    "adora_difficulty": method("adora", "--adora_criteria", "difficulty"),
-    "adora_amplify": method("adora", "--adora_mode", "amplification", "--adora_factor", "2"),
+    "adora_difficulty": method("adora", "--adora_method.adora.criteria", "difficulty"),
+    "adora_amplify": method("adora", "--adora_method.adora.mode", "amplification", "--adora_method.adora.factor", "2"),
     "daro": method("daro"),
     "mc_grpo": method("mc_grpo", "--num_generations", "9", "--per_device_train_batch_size", "144"),
     "ngrpo": method("ngrpo"),
@@ -93,14 +93,19 @@ METHODS = {
 PARTS: dict[str, dict[str, Variant]] = {
     "methods": METHODS,
     "tau": {
-        f"tau_{tau:g}": method("adora", "--adora_criteria", "difficulty", "--adora_tau", str(tau))
+        f"tau_{tau:g}": method(
+            "adora", "--adora_method.adora.criteria", "difficulty", "--adora_method.adora.tau", str(tau)
+        )
         for tau in (0.125, 0.25, 0.5, 0.75)
     },
     "lambda_att": {
-        f"att_{factor:g}": method("adora", "--adora_factor", str(factor)) for factor in (0.01, 0.1, 0.3, 0.6)
+        f"att_{factor:g}": method("adora", "--adora_method.adora.factor", str(factor))
+        for factor in (0.01, 0.1, 0.3, 0.6)
     },
     "lambda_amp": {
-        f"amp_{factor:g}": method("adora", "--adora_mode", "amplification", "--adora_factor", str(factor))
+        f"amp_{factor:g}": method(
+            "adora", "--adora_method.adora.mode", "amplification", "--adora_method.adora.factor", str(factor)
+        )
         for factor in (1.5, 2.0, 4.0)
     },
     "samples": {

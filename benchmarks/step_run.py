@@ -158,7 +158,7 @@ def build(options: argparse.Namespace) -> Any:
     data = problems(2 * options.groups, image_size(options.image))
     given: dict[str, Any] = {"reward_funcs": reward, "train_dataset": data}
     if options.way == "ours":
-        args = AdoraGRPOConfig(**{**both, **pixels}, adora_mode="off", adora_max_drift=None)
+        args = AdoraGRPOConfig(**{**both, **pixels}, adora_method="grpo", adora_max_drift=None)
         with mock.patch.object(our_module, "AdoraVLLMGeneration", Recorded):
             return our_module.AdoraGRPOTrainer(model=model, args=args, processing_class=processor, **given)
     stock_module.VLLMGeneration = Recorded

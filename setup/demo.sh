@@ -21,7 +21,7 @@ $py -m data_prep synthetic --output "$out/data" --families perimeter --rows 2000
 echo "== 2/5 Before: 400 held-out problems, greedy"
 evaluate adora_vl/builtin/pretrained_perimeter "$out/before"
 echo "== 3/5 Training: plain GRPO, rollouts by vLLM"
-train "$out/grpo" --adora_mode off
+train "$out/grpo" --adora_method grpo
 evaluate "$out/grpo" "$out/after-grpo"
 echo "== 4/5 Training: GRPO with ADORA attenuation, from the same start on the same problems"
 train "$out/adora"

@@ -177,7 +177,7 @@ class Adora(Method):
         "keep", "Groups without a correct rollout that meet no criterion, whose rewards can still differ: keep (VLM "
         "reference) or attenuate (LLM reference).", "keep", "attenuate",
     )  # fmt: skip
-    difficulty_needs_correct: bool = option(
+    needs_correct: bool = option(
         False, "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there."
     )
     steps: tuple[int, int] | None = option(None, "[first, end): the only steps in which it is on; null: all.")
@@ -259,9 +259,7 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     facts = group_facts(groups)
     verdicts = {
         "length": lambda: length_advantage(facts, options.empty_wrong, options.ties),
-        "difficulty": lambda: difficulty_advantage(
-            facts, scheduled(options.tau).at(step), options.difficulty_needs_correct
-        ),
+        "difficulty": lambda: difficulty_advantage(facts, scheduled(options.tau).at(step), options.needs_correct),
     }
     votes = torch.stack([verdicts[name]() for name in options.criteria])
     tas_P = votes.any(dim=0) if options.combine == "any" else votes.all(dim=0)

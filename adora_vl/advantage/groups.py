@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class Schedule:
 
     ADORA's authors suggest changing lambda and tau during training (arXiv 2602.10019). The shapes are the usual ones.
     """
+
+    shorthand: ClassVar[str] = "start"  # as an option: 0.1 is {start: 0.1}
 
     start: float
     end: float | None = None

@@ -50,7 +50,6 @@ class AdvantagePipeline:
         scale: str = "group",
         max_length: int = 0,
         sums_rewards: bool = True,
-        judged_by: Adora | None = None,
         seed: int = 0,
     ) -> None:
         """Set up a run.
@@ -60,12 +59,12 @@ class AdvantagePipeline:
             scale: TRL's `scale_rewards`.
             max_length: TRL's `max_completion_length`.
             sums_rewards: whether the advantages come from the sum of the rewards, so that a group of equal sums gets 0.
-            judged_by: ADORA's options where it is not among the methods; what its criteria say is logged even then.
             seed: that of the run, for methods that draw at random.
         """
         self.chosen = dict(chosen)
         adora = self.chosen.get("adora")
-        self.judged_by = adora if isinstance(adora, Adora) else judged_by or Adora(mode="off")
+        # What its criteria say is logged even where it is not among the methods.
+        self.judged_by = adora if isinstance(adora, Adora) else Adora(mode="off")
         self.scale = scale
         self.max_length = max_length
         self.sums_rewards = sums_rewards

@@ -44,8 +44,6 @@ _FIRST = {
     "output_dir": "where the run is written; there it also goes on",
     "adora_reward": "what a right answer is worth, or FILE.py:FUNCTION",
     "adora_method": "adora, grpo, dapo, daro, ...; several as dapo+adora",
-    "adora_mode": "attenuation, amplification, or off for plain GRPO",
-    "adora_criteria": "what makes a prompt count: length, difficulty or both",
     "num_generations": "answers sampled per prompt, the size of a group",
     "max_completion_length": "the longest answer in tokens",
     "per_device_train_batch_size": "rollouts per micro-batch and process",

@@ -193,39 +193,13 @@ class ExperimentalOptions:
 class AdoraKeys(ExperimentalOptions):
     """ADORA's weights, the rollout guards, the engine, evaluation, freezing and pixel limits."""
 
-    adora_method: Name = field(
+    adora_method: dict[str, Any] | Name = field(
         default="adora",
         metadata={
-            "help": "The method that computes the advantages, such as adora, grpo, dapo or daro; several as "
-            "dapo+adora, left to right. docs/methods.md has all."
+            "help": "The method that computes the advantages: adora, grpo, dapo, ..., or FILE.py:NAME; several as "
+            "dapo+adora, left to right; or a mapping of methods to their options, such as {adora: {factor: 0.3}}. "
+            "docs/methods.md has all."
         },
-    )
-    adora_method_options: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "The method's own options, a mapping (JSON on the command line); see docs/methods.md."},
-    )
-    adora_mode: str = field(
-        default="attenuation",
-        metadata={
-            "help": "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (plain GRPO).",
-            "choices": ["attenuation", "amplification", "off"],
-        },
-    )
-    adora_factor: Annotated[float, Field(gt=0)] = field(
-        default=0.1, metadata={"help": "The factor of adora_mode; the reference uses 0.1."}
-    )
-    adora_criteria: list[Literal["length", "difficulty"]] = field(
-        default_factory=lambda: ["length"], metadata={"help": "Criteria of an advantageous prompt: length, difficulty."}
-    )
-    adora_combine: str = field(
-        default="any", metadata={"help": "A prompt is TAS if any or all criteria hold.", "choices": ["any", "all"]}
-    )
-    adora_tau: Annotated[float, Field(gt=0, le=1)] = field(
-        default=0.5, metadata={"help": "Pass rate up to which the difficulty criterion holds."}
-    )
-    adora_difficulty_needs_correct: bool = field(
-        default=False,
-        metadata={"help": "The difficulty criterion does not hold at a pass rate of 0; the paper's holds there."},
     )
     adora_image_cache_mb: Annotated[int, Field(ge=0)] = field(
         default=1024, metadata={"help": "Cache of processed images, kept over steps and epochs, in MB per process."}
@@ -248,28 +222,6 @@ class AdoraKeys(ExperimentalOptions):
         metadata={
             "help": "Which rollouts count as truncated: those with so many tokens; null: max_completion_length - 2, as "
             "the reference (4094 of 4096); eos: those that nothing has ended."
-        },
-    )
-    adora_empty_wrong: str = field(
-        default="attenuate",
-        metadata={
-            "help": "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
-            "choices": ["attenuate", "keep"],
-        },
-    )
-    adora_ties: str = field(
-        default="attenuate",
-        metadata={
-            "help": "Length criterion where right and wrong are equally long: attenuate (as the references) or keep.",
-            "choices": ["attenuate", "keep"],
-        },
-    )
-    adora_no_correct: str = field(
-        default="keep",
-        metadata={
-            "help": "Groups without a correct rollout that meet no criterion: keep (VLM reference) or attenuate (LLM "
-            "reference).",
-            "choices": ["keep", "attenuate"],
         },
     )
     adora_max_drift: Annotated[float, Field(gt=0)] | None = field(

@@ -7,9 +7,10 @@ Transformers know are read when their dataclasses are built.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -56,10 +57,32 @@ MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
         f"adora_freeze_{part}": ("adora_freeze", _listed(part, True))
         for part in ("vision_tower", "projector", "language_model")
     },
+    **{
+        f"adora_{name}": (f"adora_method.adora.{name}", None)
+        for name in ("factor", "criteria", "combine", "tau", "empty_wrong", "ties", "no_correct")
+    },
+    "adora_difficulty_needs_correct": ("adora_method.adora.needs_correct", None),
+    "adora_mode": ("adora_method", lambda mode: _mode(mode)),
+    "adora_method_options": ("adora_method", lambda options: _with_owner(options)),
 }
 # What the training command takes beside the keys, for a word that is meant as one of them.
 OPTIONS = ("config", "dry-run", "card-gib", "processes", "accelerate-config", "write-config", "help", "help-all")
 T = TypeVar("T")
+
+
+def _mode(mode: Any) -> Any:
+    if mode in (False, "off"):
+        return "grpo"
+    return LEAVE_OUT if mode == "attenuation" else {"adora": {"mode": mode}}
+
+
+def _with_owner(options: Any) -> Any:
+    """The options below the method that has them; ADORA, if none has all."""
+    from adora_vl.advantage import METHODS
+
+    named = {*options} - {"keep_settings"} if isinstance(options, Mapping) else set()
+    having = (name for name, method in METHODS.items() if named <= {each.name for each in fields(method)})
+    return {next(having, "adora") if named else "adora": options}
 
 
 class Words(list[str]):
@@ -193,7 +216,7 @@ def refuse_old(key: str, value: Any, where: str) -> None:
     if new is LEAVE_OUT:
         raise UserError(f"{where}: {key} is now part of {path}, which does this by itself; leave {key} out")
     if where == "command line":
-        spelled = " ".join(map(str, new)) if isinstance(new, list) else yaml_line(new)
+        spelled = " ".join(map(str, new)) if isinstance(new, list) else shlex.quote(yaml_line(new))
         line = f"--{path} {spelled}"
     else:
         root, *names = path.split(".")

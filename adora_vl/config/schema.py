@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_cuda_available, is_torch_xla_available
 from trl import GRPOConfig, ModelConfig
 
-from adora_vl.config.advantage import set_method_settings
+from adora_vl.config.advantage import settle_methods
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.reading import Given, read, refuse_old
 from adora_vl.config.sampling import check_sampling_keys
@@ -36,7 +36,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         check_fields(self, GRPOConfig)
         check_device(self)
         self._refuse_best()
-        self.method_notes = set_method_settings(self)
+        self.method_notes = settle_methods(self)
         given = vars(self).get("generation_batch_size"), vars(self).get("steps_per_generation")
         groups: Any = vars(self).get("num_generations_eval")
         try:

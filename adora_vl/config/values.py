@@ -79,6 +79,7 @@ RANGES: dict[str, Any] = {
     "resume_from_checkpoint": Literal[True, False] | str | None,
 }  # fmt: skip
 _OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})  # a mapping, or the path of one
+_OR_WORD = frozenset({"adora_method"})  # a mapping, or a word
 _NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})  # null means to resume if there is a checkpoint
 _NULL_IS = {"report_to": ["none"]}  # Transformers fails on null for this key
 _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
@@ -236,6 +237,8 @@ def _with_names(hint: Any, choices: Any = None) -> Any:
     names = tuple(choices or (one.value for kind in kinds for one in kind))
     if not names:
         return hint
+    if get_origin(hint) is tuple:
+        return tuple[_literal[names], ...]
     return _literal[names] | None if NoneType in _arms(hint) else _literal[names]
 
 
@@ -284,8 +287,8 @@ def _read(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
         return next((name for name in _OFF if name in names), value)
     if kinds & {int, float} and isinstance(value, int | float | str):
         return _number(value, whole=float not in kinds)
-    if dict in kinds:
-        return _mapping(key, value, or_text=str in kinds)
+    if dict in kinds and not (key in _OR_WORD and isinstance(value, str) and not value.lstrip().startswith("{")):
+        return _mapping(key, value, or_text=str in kinds and key not in _OR_WORD)
     if str in kinds and not isinstance(value, dict | list | bool):
         return str(value)
     return value

@@ -20,9 +20,7 @@ Card = Callable[[list[dict[str, Any]], int], str]  # the text of a card, from th
 
 # Keys of the recipe that a reader looks for first, in this order
 _RECIPE = (
-    "adora_mode", "adora_factor", "adora_criteria", "adora_combine", "adora_tau", "adora_truncated",
-    "adora_empty_wrong", "adora_ties", "adora_no_correct", "adora_difficulty_needs_correct", "adora_reward",
-    "num_generations",
+    "adora_method", "adora_truncated", "adora_reward", "num_generations",
     "learning_rate", "lr_scheduler_type", "beta", "loss_type", "scale_rewards", "temperature", "max_completion_length",
     "min_pixels", "max_pixels", "use_peft", "seed",
 )  # fmt: skip

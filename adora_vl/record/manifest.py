@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from adora_vl.advantage import Adora
 from adora_vl.utils.cli import amount, plain
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import read_object, replace_file
 from adora_vl.utils.hidden import is_secret, masked, masked_text, masked_words
+from adora_vl.utils.own_files import own_name
 from adora_vl.utils.versions import installed
 
 
@@ -87,32 +89,33 @@ NAMES = {
 _GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # they differ in how they average, and methods set them
 
 
-def methods_of(config: Mapping[str, Any]) -> list[str]:
-    """The names in `adora_method`, which records of early runs lack."""
-    return [name.strip() for name in str(config.get("adora_method") or "adora").split("+")]
+def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The methods in `adora_method` with all their options. A record of an earlier version has names alone."""
+    value = config.get("adora_method") or "adora"
+    return {name.strip(): {} for name in value.split("+")} if isinstance(value, str) else value
 
 
 def recipe_of(config: Mapping[str, Any]) -> str:
     """Such as `GRPO`, `ADORA attenuation, factor 0.1` or `DAPO + ADORA attenuation, factor 0.1, noisy rollouts 0.5`."""
-    named = [_adora(config) if method == "adora" else NAMES.get(method, method) for method in methods_of(config)]
+    named = [_adora(config) if name == "adora" else NAMES.get(name, own_name(name)) for name in methods_of(config)]
     return ", ".join([" + ".join(name for name in named if name) or NAMES["grpo"], *_additions(config)])
 
 
 def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Mode and factor of ADORA by their keys, and whatever `adora_method_options` says of it instead or beside."""
-    block = config.get("adora_method_options") or {}
-    block = json.loads(block) if isinstance(block, str) else block
-    own = block.get("adora", block)
-    keys = {"mode": config.get("adora_mode") or "attenuation", "factor": config.get("adora_factor")}
-    return {**keys, **(own if isinstance(own, Mapping) else {})}
+    """ADORA's options; where it is not among the methods those by which the groups are judged for the log."""
+    own = methods_of(config).get("adora")
+    defaults = {each.name: each.default for each in dataclasses.fields(Adora)}
+    return {**defaults, **({"mode": "off"} if own is None else own)}
 
 
 def _adora(config: Mapping[str, Any]) -> str:
+    if not methods_of(config)["adora"]:
+        return "ADORA"
     options = adora_options(config)
     if options["mode"] == "off":
         return ""
-    assigned = "" if options.get("assign", "criterion") == "criterion" else f", assign {options['assign']}"
-    steps = f", steps {options['steps']}" if options.get("steps") else ""
+    assigned = "" if options["assign"] == "criterion" else f", assign {options['assign']}"
+    steps = f", steps {[*options['steps']]}" if options["steps"] else ""
     return f"ADORA {options['mode']}, factor {options['factor']}{assigned}{steps}"
 
 

@@ -380,7 +380,7 @@ class TieNotice:
             tqdm.write(
                 f"{self._ties} of {self._marked} attenuated groups are ties: their longest right answer is exactly as "
                 "long as the mean of the wrong ones, so length says nothing there. The reference attenuates them too; "
-                "adora_ties: keep leaves them their weight",
+                "adora_method.adora.ties: keep leaves them their weight",
                 file=sys.stderr,
             )
 

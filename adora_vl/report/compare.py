@@ -91,7 +91,7 @@ class Side:
 def read_compared(folder: Path) -> ComparedRun:
     """Read what a comparison needs. Raises `UserError` for a folder that is no run."""
     # Imported here, because they bring torch and Transformers along, which scores alone do not need.
-    from adora_vl.record.manifest import facts_of_run, read_manifest
+    from adora_vl.record.manifest import facts_of_run, methods_of, read_manifest
     from adora_vl.record.metrics import METRICS, read_metrics
 
     manifest, lines = read_manifest(folder), read_metrics(folder / METRICS)
@@ -103,6 +103,7 @@ def read_compared(folder: Path) -> ComparedRun:
     for key in config.keys() - _NOT_COMPARED:
         settings |= dotted(key, config[key])
     settings |= {
+        "adora_method": "+".join(methods_of(config)),
         "data": manifest["data"].get("fingerprint"),
         "model": manifest["model"].get("fingerprint") or manifest["model"].get("name"),
         "own": manifest.get("own") or {},
@@ -194,8 +195,12 @@ def _sorted_out(runs: Sequence[ComparedRun]) -> tuple[Sequence[ComparedRun], Seq
 
 
 def config_differences(a: Side, b: Side) -> dict[str, tuple[str, str]]:
-    """What differs between the sides beside the seed, with the values of both."""
-    keys = sorted({key for run in (*a.runs, *b.runs) for key in run.settings})
+    """What differs between the sides beside the seed, with the values of both. The options of a method that one side
+    has not are no difference of their own.
+    """
+    runs = (*a.runs, *b.runs)
+    keys = sorted({key for run in runs for key in run.settings
+                   if not key.startswith("adora_method.") or all(key in one.settings for one in runs)})  # fmt: skip
     return {key: (a.setting(key), b.setting(key)) for key in keys if a.setting(key) != b.setting(key)}
 
 

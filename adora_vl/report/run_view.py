@@ -50,41 +50,41 @@ def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     mode = options["mode"]
     if weight is None:
         return "No weight is recorded."
-    verdict = _verdict(group, settings)
+    verdict = _verdict(group, options)
     if mode == "off" or "adora" not in methods_of(settings):
         return f"{recipe_of(settings)}, weight {weight:g}; ADORA's criteria say {verdict}."
     verb = "Attenuated to" if weight < 1 else "Amplified to" if weight > 1 else "Kept at weight"
-    known = mode in ("attenuation", "amplification")
-    if known and (how := _CONTROLS.get(str(options.get("assign")))):
+    if how := _CONTROLS.get(options["assign"]):
         return f"{verb} {weight:g} {how}; ADORA's criteria say {verdict}."
-    return f"{verb} {weight:g}: {verdict}." if known else f"{verb} {weight:g}."
+    return f"{verb} {weight:g}: {verdict}."
 
 
-def _verdict(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Whether the criteria call the group TAS or TDS, and why. The page shows the figures beside it, rounded once."""
     sayings = {"length": _length, "difficulty": _difficulty}
-    criteria = [name for name in settings.get("adora_criteria", ()) if name in sayings]
-    if not group["pass_rate"] and not group["tds"] and not _hard_is_enough(criteria, settings):
+    criteria = options["criteria"]
+    if not group["pass_rate"] and not group["tds"] and not _hard_is_enough(options):
         return "neither TAS nor TDS, since no rollout is right"
-    return ", ".join(["TDS" if group["tds"] else "TAS", *(sayings[name](group, settings) for name in criteria)])
+    return ", ".join(["TDS" if group["tds"] else "TAS", *(sayings[name](group, options) for name in criteria)])
 
 
-def _hard_is_enough(criteria: list[str], settings: Mapping[str, Any]) -> bool:
+def _hard_is_enough(options: Mapping[str, Any]) -> bool:
     """Whether a group without a right rollout can be TAS, although there is no length to compare."""
-    alone = criteria == ["difficulty"] or settings.get("adora_combine") == "any"
-    return "difficulty" in criteria and alone and not settings.get("adora_difficulty_needs_correct")
+    criteria = [*options["criteria"]]
+    alone = criteria == ["difficulty"] or options["combine"] == "any"
+    return "difficulty" in criteria and alone and not options["needs_correct"]
 
 
-def _length(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     longest, mean = group["longest_right"], group["mean_wrong"]
     if longest is None:
         return "no rollout is right"
     if mean is None:
         nothing = "all rollouts are right" if group["pass_rate"] == 1 else "every wrong rollout was cut off"
-        holds = "holding" if settings.get("adora_empty_wrong") == "keep" else "failing"
+        holds = "holding" if options["empty_wrong"] == "keep" else "failing"
         return f"{nothing}, so there is no finished wrong one to compare lengths with, which counts as {holds}"
     if longest == mean:
-        holds = "holding" if settings.get("adora_ties") == "keep" else "failing"
+        holds = "holding" if options["ties"] == "keep" else "failing"
         return (
             "the longest right rollout is exactly as long as the mean of the finished wrong ones, "
             f"which counts as {holds}"
@@ -93,9 +93,9 @@ def _length(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return f"the longest right rollout is {relation} than the mean of the finished wrong ones"
 
 
-def _difficulty(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    tau = settings.get("adora_tau", 0.5)
-    if not group["pass_rate"] and settings.get("adora_difficulty_needs_correct"):
+def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    tau = options["tau"]
+    if not group["pass_rate"] and options["needs_correct"]:
         return "a pass rate of 0 does not count as difficult"
     relation = "at most" if group["pass_rate"] <= tau else "above"
     return f"the pass rate is {relation} tau, {100 * tau:g} %"

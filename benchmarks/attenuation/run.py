@@ -181,7 +181,7 @@ def _config(settings: Settings, job: Trial, folder: Path) -> Any:
         use_vllm=job.engine, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=128,
         vllm_importance_sampling_mode="token_truncate", per_device_train_batch_size=rows,
         num_generations=settings.generations, max_completion_length=6 * regime.operations + 6, temperature=1.0,
-        lr_scheduler_type="constant", adora_truncated="eos", adora_method_options=options,
+        lr_scheduler_type="constant", adora_truncated="eos", adora_method={"adora": options},
         logging_steps=1, save_strategy="no", report_to="none", seed=job.seed, adora_record_every=0,
         **settings.training(job),
     )  # fmt: skip

@@ -260,7 +260,7 @@ def recipe_words(setting: Setting, folder: Path) -> list[str]:
     keys = {
         "model_name_or_path": folder / "model", "use_peft": "true", "lora_r": 16, "lora_alpha": 32,
         "lora_dropout": 0.0, "adora_freeze": "vision_tower", "adora_reward": f"{folder / 'rewards.py'}:varied",
-        "adora_mode": "off", "max_steps": GENERATIONS, "logging_steps": 1, "save_strategy": "no",
+        "adora_method": "grpo", "max_steps": GENERATIONS, "logging_steps": 1, "save_strategy": "no",
         "learning_rate": LEARNING_RATE, "max_completion_length": 64,
     }  # fmt: skip
     return [

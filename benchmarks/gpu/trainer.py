@@ -99,7 +99,7 @@ def arguments(setting: Setting, way: str, side: int, completion: int, folder: Pa
     }  # fmt: skip
     if way == "stock":
         return GRPOConfig(**keys)
-    return AdoraGRPOConfig(**keys, min_pixels=side * side, max_pixels=side * side, adora_mode="off")
+    return AdoraGRPOConfig(**keys, min_pixels=side * side, max_pixels=side * side, adora_method="grpo")
 
 
 def _turn(setting: Setting, config: PretrainedConfig, way: str, side: int, completion: int, folder: Path) -> Turn:

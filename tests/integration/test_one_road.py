@@ -70,10 +70,11 @@ def here(tmp_path_factory):
         (folder / name / "data").mkdir(parents=True)
         Dataset.from_dict(columns).to_parquet(folder / name / "data" / "train-00000.parquet")
     (folder / "raises.py").write_text("def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n")
+    (folder / "old.yaml").write_text("adora_mode: off")
     (folder / "file").touch()
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")
-    make(folder / "other", 10, {"adora_factor": "0.2"})
+    make(folder / "other", 10, {"adora_method.adora.factor": "0.2"})
     (make(folder / "broken", 10, {}) / "model.safetensors").write_bytes(b"x")
     return folder
 
@@ -110,15 +111,17 @@ WAYS: dict[str, Callable[[list[str]], Any]] = {
 }  # fmt: skip
 ALL = "CDKP"
 WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways if these are not all
-    ("--adora_factr 0.2", "command line: unknown key 'adora_factr'; did you mean 'adora_factor'?", "CDK"),
-    ("--adora_factor 3", "adora_factor: 3 must be above 0 and at most 1 with mode: attenuation"),
-    ("--adora_criteria lenght", "adora_criteria: 'lenght' is not one of length, difficulty; did you mean 'length'"),
-    ("--adora_tau 0", "adora_tau: 0 is not"),
+    ("--adora_factr 0.2", "command line: unknown key 'adora_factr'; did you mean 'adora_method.adora.factor'?", "CDK"),
+    ("--adora_factor 0.3", "command line: adora_factor is now adora_method.adora.factor; write --adora_method.adora.f"),
+    ("--config HERE/old.yaml", "HERE/old.yaml: adora_mode is now part of adora_method; write adora_method: grpo"),
+    ("--adora_method.adora.factor 3", "adora_method.adora.factor: 3 must be above 0 and at most 1 with mode: atten"),
+    ("--adora_method.adora.criteria lenght",
+     "adora_method.adora.criteria: 'lenght' is not one of length, difficulty; did you mean 'length'"),
     ("--adora_max_drift -1", "adora_max_drift: -1 is not"),
     ("--adora_method grp", "adora_method: unknown method 'grp'"),
     ("--adora_method dapo+ngrpo", "adora_method: dapo+ngrpo: ngrpo starts from the rewards"),
     ("--adora_method mc_grpo", "num_generations: 8 is even"),
-    ('--adora_method_options {"assign":"rate"} --adora_rollouts.replay 8', "adora_rollouts.replay: 8 with assign:"),
+    ("--adora_method.adora.assign rate --adora_rollouts.replay 8", "adora_rollouts.replay: 8 with assign:"),
     ("--adora_rollouts.refill 2 --loss_type bnpo", "adora_rollouts.refill: 2 does not go with loss_type: bnpo"),
     (
         "--use_vllm true --adora_rollouts.budget 100 --gradient_accumulation_steps 2",
@@ -257,7 +260,16 @@ def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
 
 
 def test_commands_end_with_an_error_line_and_exit_code_2(here, tmp_path, capsys):
-    words = [*CPU, *BATCH, "--model_name_or_path", "tiny", "--output_dir", str(tmp_path / "run"), "--adora_factor", "3"]
+    words = [
+        *CPU,
+        *BATCH,
+        "--model_name_or_path",
+        "tiny",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--adora_method.adora.factor",
+        "3",
+    ]
     for command in (lambda: main(words), lambda: main([*words, "--dry-run"]), lambda: doctor.main(words)):
         assert command() == 2
         lines = capsys.readouterr().err.rstrip("\n").splitlines()

@@ -108,7 +108,7 @@ def assert_same(ours, stock):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"adora_mode": "off"}, {"adora_method": "grpo", "adora_factor": 0.1}], ids=["off", "method"]
+    "settings", [{"adora_method": {"adora": {"mode": "off"}}}, {"adora_method": "grpo"}], ids=["off", "method"]
 )
 def test_with_weights_of_one_the_step_is_stock_grpo(tmp_path, stock, settings):
     assert_same(two_steps(AdoraGRPOTrainer, tmp_path, **settings), stock)
@@ -120,7 +120,7 @@ SEVERAL = {"steps_per_generation": 8, "max_steps": 5, "learning_rate": 1e-3, "be
 
 def test_several_steps_a_generation_are_stock_grpos(tmp_path):
     stock = two_steps(GRPOTrainer, tmp_path / "stock", **SEVERAL)
-    ours = two_steps(AdoraGRPOTrainer, tmp_path / "ours", adora_mode="off", **SEVERAL)
+    ours = two_steps(AdoraGRPOTrainer, tmp_path / "ours", adora_method="grpo", **SEVERAL)
     assert len(stock["batches"]) == 2
     assert_same(ours, stock)
     clipped = [[entry["clip_ratio/region_mean"] for entry in run["log"] if "loss" in entry] for run in (ours, stock)]
@@ -129,7 +129,7 @@ def test_several_steps_a_generation_are_stock_grpos(tmp_path):
 
 def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, stock):
     """A factor below 1 shows that the comparison above can fail, and that the trainer uses the pure functions."""
-    ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_factor=0.1, adora_criteria=["difficulty"], adora_tau=0.2)
+    ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method={"adora": {"criteria": ["difficulty"], "tau": 0.2}})
     raw = stock["batches"][0]["advantages"].view(-1, 8)
     weighted = ours["batches"][0]["advantages"].view(-1, 8)
     assert torch.equal(ours["batches"][0]["completion_ids"], stock["batches"][0]["completion_ids"])
@@ -143,9 +143,8 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
 
 def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_checkpoint(tmp_path, stock):
     """On stock TRL's rollouts, the advantages are those of the pure functions, step after step."""
-    ours = two_steps(
-        AdoraGRPOTrainer, tmp_path, adora_method="daro+adora", adora_criteria=["difficulty"], adora_tau=0.2
-    )
+    chosen = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
+    ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method=chosen)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))
     method = AdvantagePipeline({"daro": Daro(), "adora": options})
     for step, batch in enumerate(ours["batches"]):

@@ -78,7 +78,7 @@ def trainer_of(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
     own: dict[str, Any] = {
         "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": GROUPS * SIZE,
         "per_device_eval_batch_size": GROUPS * SIZE, "num_generations": SIZE, "max_completion_length": 12,
-        "save_strategy": "no", "report_to": "none", "adora_mode": "off", "adora_truncation": "eos",
+        "save_strategy": "no", "report_to": "none", "adora_method": "grpo", "adora_truncated": "eos",
         "adora_max_drift": None, "adora_stock_step": list(get_args(StepPart)),
     }  # fmt: skip
     data = Dataset.from_list([{"prompt": conversation("x"), "level": 0}] * 32)

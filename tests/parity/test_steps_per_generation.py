@@ -84,7 +84,8 @@ def updates(tmp_path_factory) -> list[dict[str, Any]]:
         output_dir=str(tmp_path_factory.mktemp("steps") / "run"), use_cpu=True, bf16=False,
         gradient_checkpointing=False, per_device_train_batch_size=ROWS, gradient_accumulation_steps=ACCUMULATED,
         steps_per_generation=ACCUMULATED * UPDATES, num_generations=GROUP, max_completion_length=20,
-        max_steps=UPDATES, learning_rate=1e-3, temperature=2.0, loss_type="grpo", adora_mode="off", save_strategy="no",
+        max_steps=UPDATES, learning_rate=1e-3, temperature=2.0, loss_type="grpo", adora_method="grpo",
+        save_strategy="no",
         report_to="none", disable_tqdm=True, seed=2, max_grad_norm=1e9,  # clipped gradients could not be compared
     )  # fmt: skip
     compare = Compare()

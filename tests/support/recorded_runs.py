@@ -16,7 +16,7 @@ ATTACK = (
     "</script></p></article><iframe src='javascript:parent.document.title=`owned`'></iframe>'\">{{SCRIPT}}"
     "<svg onload='document.title=`owned`'>"
 )
-SETTINGS = {"adora_mode": "attenuation", "adora_criteria": ["length"]}
+SETTINGS = {"adora_method": {"adora": {"mode": "attenuation", "factor": 0.1}}}
 
 
 def write_run(folder: Path, steps: int, *, groups: int = 2, rollouts: int = 4, **texts: str) -> Path:

@@ -39,7 +39,7 @@ def adora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("runs") / "grpo", adora_mode="off")
+    return train(tmp_path_factory.mktemp("runs") / "grpo", adora_method="grpo")
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(subtests):
                 own: dict[str, Any] = {
                     "criteria": ("difficulty",),
                     "tau": tau,
-                    "difficulty_needs_correct": needs_correct,
+                    "needs_correct": needs_correct,
                 }
                 assert adora_weights(rewards, lengths, **own).tolist() == [pytest.approx(weights[0])]
                 amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **own)
@@ -228,7 +228,7 @@ def test_a_wrong_argument_is_named(subtests):
 
 def test_the_key_reaches_the_criterion():
     tie = Groups(torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 5.0]]), torch.zeros(1, 2, dtype=torch.bool))
-    for words, weight in (([], 0.1), (["--adora_ties", "keep"], 1.0)):
+    for words, weight in (([], 0.1), (["--adora_method.adora.ties", "keep"], 1.0)):
         options = config(*words)
         assert method_run(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
 
@@ -379,8 +379,8 @@ def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
         return stock(self, *arguments)
 
     monkeypatch.setattr(AcceleratedOptimizer, "step", noted)
-    options = '{"assign": "rate", "criteria": ["difficulty"], "tau": 0.25}'
-    folder = train(tmp_path / "run", save_strategy="no", adora_method_options=options, max_steps=3)
+    options = '{"adora": {"assign": "rate", "criteria": ["difficulty"], "tau": 0.25}}'
+    folder = train(tmp_path / "run", save_strategy="no", adora_method=options, max_steps=3)
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     scales = [entry["adora/rate_scale"] for entry in log if "adora/rate_scale" in entry]
     assert rates == pytest.approx([1e-3 * scale for scale in scales], rel=1e-4)
@@ -393,13 +393,13 @@ def config(*arguments):
 
 
 def test_the_key_and_what_does_not_fit_it():
-    words = ["--adora_method_options", '{"assign": "random"}', "--seed", "7"]
+    words = ["--adora_method.adora.assign", "random", "--seed", "7"]
     assert (method_run(config(*words)).judged_by.assign, method_run(config(*words)).seed) == ("random", 7)
     with pytest.raises(UserError, match="assign: 'randm' is not one of criterion, random, reversed, rate"):
-        method_run(config("--adora_method_options", '{"assign": "randm"}'))
+        config("--adora_method.adora.assign", "randm")
 
 
-RATE = ["--adora_method_options", '{"assign": "rate"}', "--gradient_accumulation_steps", "4"]
+RATE = ["--adora_method.adora.assign", "rate", "--gradient_accumulation_steps", "4"]
 
 
 def test_a_step_has_one_rate(subtests):

@@ -25,7 +25,7 @@ from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
 
-RUN = {"adora_factor": "0.1", "dataset": "abc"}
+RUN = {"adora_method.adora.factor": "0.1", "dataset": "abc"}
 
 
 def make(output_dir: Path, step: int, fingerprint: dict[str, str] = RUN) -> Path:
@@ -86,10 +86,12 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
 
 def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_path):
     make(tmp_path, 10)
-    with pytest.raises(UserError, match=r"checkpoint-10 of another run: adora_factor: 0.1 -> 0.2 \(and 1 more\)"):
-        choose_start(tmp_path, None, False, {"adora_factor": "0.2", "dataset": "xyz"})
-    start = choose_start(tmp_path, str(tmp_path / "checkpoint-10"), False, {**RUN, "adora_factor": "0.2"})
-    assert start.notes[1] == "changed since then: adora_factor: 0.1 -> 0.2"
+    with pytest.raises(
+        UserError, match=r"checkpoint-10 of another run: adora_method.adora.factor: 0.1 -> 0.2 \(and 1 more\)"
+    ):
+        choose_start(tmp_path, None, False, {"adora_method.adora.factor": "0.2", "dataset": "xyz"})
+    start = choose_start(tmp_path, str(tmp_path / "checkpoint-10"), False, {**RUN, "adora_method.adora.factor": "0.2"})
+    assert start.notes[1] == "changed since then: adora_method.adora.factor: 0.1 -> 0.2"
 
 
 SHARDED = {**RUN, "processes": "2", "sharding": "zero3"}
@@ -190,8 +192,11 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
 
 
 def test_differences_name_what_a_person_sets_first():
-    before, now = {"beta": "0", "adora_tau": "1", "gone": "1"}, {"beta": "1", "adora_tau": "2", "new": "3"}
-    expected = ["adora_tau: 1 -> 2", "beta: 0 -> 1", "gone: 1 -> not set", "new: not set -> 3"]
+    before, now = (
+        {"beta": "0", "adora_correct_above": "1", "gone": "1"},
+        {"beta": "1", "adora_correct_above": "2", "new": "3"},
+    )
+    expected = ["adora_correct_above: 1 -> 2", "beta: 0 -> 1", "gone: 1 -> not set", "new: not set -> 3"]
     assert differences(before, now) == expected
 
 

@@ -416,7 +416,7 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', .* true, which deletes 'checkpoint-4' once the new"
     ):
-        choose_start(tmp_path, None, False, {**RUN, "adora_factor": "0.2"})
+        choose_start(tmp_path, None, False, {**RUN, "adora_method.adora.factor": "0.2"})
 
 
 def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_run):

@@ -44,7 +44,7 @@ def test_help_answers_at_once():
 def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
     text = help_text(["--config", "nowhere.yaml", "--help"])
     assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 100
-    for words in ("--dry-run", "--write-config", "--help-all", "num_generations: 8 ", "adora_mode: attenuation "):
+    for words in ("--dry-run", "--write-config", "--help-all", "num_generations: 8 ", "adora_method: adora "):
         assert words in text
     shown = re.findall(r"^  (\w+): ", text, re.MULTILINE)
     assert len(shown) >= 20 and set(shown) <= set(read_keys())
@@ -53,7 +53,7 @@ def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
 def test_every_key_stands_once_in_the_long_help_with_what_it_means():
     text = help_text(["--help-all"])
     assert sorted(re.findall(r"^(\w+):(?: |$)", text, re.MULTILINE)) == sorted(set(read_keys()))
-    order = ["Keys of this project", "adora_tau: 0.5\n", "Keys of TRL", "\nbeta: 0.0\n    KL coefficient"]
+    order = ["Keys of this project", "adora_correct_above: 0.5\n", "Keys of TRL", "\nbeta: 0.0\n    KL coefficient"]
     places = [text.index(line) for line in (*order, "Keys of Transformers", "\nsave_steps: 500\n")]
     assert places == sorted(places)
     assert [key.name for key in read_keys().values() if not key.help] == []

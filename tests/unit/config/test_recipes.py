@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import runpy
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import yaml
 from transformers import TrainerState
 
+from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
 from adora_vl.config.checks import check_config
@@ -20,6 +21,7 @@ from adora_vl.config.experimental import noise_settings
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import parse
 from adora_vl.experimental.noisy_rollouts import NoisyRollouts
+from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
 from tests.unit.config.test_keys import defaults
@@ -155,7 +157,7 @@ def test_recipes_that_are_compared_differ_only_in_what_is_compared():
     assert differing("adora_7b_geo3k", "adora_qwen3_vl_8b_geo3k") == pixels
     baseline = differing("adora_7b_geo3k", "grpo_7b_geo3k")
     assert {key for key in baseline if not key.startswith("adora_")} == {"output_dir"}
-    assert parsed("grpo_7b_geo3k")[1].adora_mode == "off"
+    assert parsed("grpo_7b_geo3k")[1].adora_method == {"grpo": {}}
 
 
 def test_an_accelerate_config_is_one_that_accelerate_reads():
@@ -216,20 +218,30 @@ def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
 
 def stated() -> dict[str, str]:
     """Key of the annotated config -> what the comment above it states as its default."""
-    found, last = {}, ""
+    found: dict[str, str] = {}
+    last, above = "", list[str]()
     for line in (CONFIGS / "train" / "annotated.yaml").read_text().splitlines():
-        if match := re.match(r"# \[default (\[.*?\]|.*?)\] \S", line):
+        text = line.strip()
+        if match := re.match(r"# \[default (\[.*?\]|.*?)\] \S", text):
             last = match[1]
-        elif not line.startswith("#") and line:
-            found[line.split(":")[0]], last = last, ""
+        elif not text.startswith("#") and text:
+            key, _, value = text.partition(":")
+            above = [*above[: (len(line) - len(text)) // 2], key]
+            if value:
+                found[".".join(above)], last = last, ""
     return found
 
 
 def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the_code():
     texts, wrong = stated(), {}
-    assert texts.keys() == content("annotated").keys() and len(texts) > 50
+    keys = {name for key, value in content("annotated").items() for name in dotted(key, value)}
+    assert texts.keys() == keys and len(texts) > 50
+    known: dict[str, Any] = {
+        **defaults(),
+        **{f"adora_method.adora.{one.name}": one.default for one in fields(METHODS["adora"])},
+    }
     for key, text in texts.items():
-        value = defaults()[key]
+        value = [*known[key]] if isinstance(known[key], tuple) else known[key]
         plain = isinstance(value, str) and not text.startswith('"')
         given = float(text) if isinstance(value, float) else text if plain else yaml.safe_load(text)
         if given != value:

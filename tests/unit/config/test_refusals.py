@@ -70,7 +70,6 @@ def last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 COMMANDS: list[tuple[dict[str, object], str]] = [
-    ({"adora_tau": 2}, "error: adora_tau: 2 is not a number above 0 and at most 1"),
     ({"beta": "nan"}, "error: beta: nan is not a number of at least 0"),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_kwargs: {} does not fit lr_scheduler_type: cosine"),
     ({"optim": "adamw_bnb_8bit"}, "optim: adamw_bnb_8bit is not installed"),
@@ -108,7 +107,10 @@ COMMANDS: list[tuple[dict[str, object], str]] = [
         {"adora_columns": '{"problem": "q"}'},
         "error: adora_columns: {'problem': 'q'} names columns of a table, but ",
     ),
-    ({"adora_factor": 3}, "error: adora_factor: 3 must be above 0 and at most 1 with mode: attenuation"),
+    (
+        {"adora_method.adora.factor": 3},
+        "error: adora_method.adora.factor: 3 must be above 0 and at most 1 with mode: attenuation",
+    ),
 ]
 
 

@@ -229,7 +229,7 @@ def test_figures_that_are_not_finite_are_null():
     assert as_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
 
 
-ADORA = {"adora_mode": "attenuation", "adora_factor": 0.1}
+ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
 NEUTRAL = {
     "adora_noisy_rollouts": 0.0, "adora_rollouts": {"replay": 0}, "adora_visual_tokens": 1.0,
     "adora_visual_scale_min": 1.0,
@@ -238,14 +238,14 @@ NEUTRAL = {
 
 RECIPES: list[tuple[dict[str, Any], str]] = [
     ({}, "ADORA attenuation, factor 0.1"),
-    ({"adora_method": "adora", "adora_mode": "off"}, "GRPO"),
-    ({"adora_method": "grpo"}, "GRPO"),
-    ({"adora_method": "dapo + adora"}, "DAPO + ADORA attenuation, factor 0.1"),
-    ({"adora_method": "dapo+adora", "adora_mode": "off", "loss_type": "dapo"}, "DAPO"),
-    ({"adora_method_options": {"mode": "off"}}, "GRPO"),
-    ({"adora_method_options": '{"factor": 0.5}'}, "ADORA attenuation, factor 0.5"),
-    ({"adora_method_options": {"assign": "random"}}, "ADORA attenuation, factor 0.1, assign random"),
-    ({"adora_method_options": {"steps": [0, 30]}}, "ADORA attenuation, factor 0.1, steps [0, 30]"),
+    ({"adora_method": "adora"}, "ADORA"),  # recorded by an earlier version
+    ({"adora_method": {"grpo": {}}}, "GRPO"),
+    ({"adora_method": {"dapo": {}, **ADORA}}, "DAPO + ADORA attenuation, factor 0.1"),
+    ({"adora_method": {"dapo": {}, "adora": {"mode": "off"}}, "loss_type": "dapo"}, "DAPO"),
+    ({"adora_method": {"adora": {"mode": "off"}}}, "GRPO"),
+    ({"adora_method": {"my.py:mine": {}, "adora": {"factor": 0.5}}}, "mine + ADORA attenuation, factor 0.5"),
+    ({"adora_method": {"adora": {"assign": "random"}}}, "ADORA attenuation, factor 0.1, assign random"),
+    ({"adora_method": {"adora": {"steps": [0, 30]}}}, "ADORA attenuation, factor 0.1, steps [0, 30]"),
     ({"adora_method": "grpo", "loss_type": "sapo"}, "GRPO, SAPO loss"),
     ({"adora_method": "grpo", "adora_noisy_rollouts": 0.5}, "GRPO, noisy rollouts 0.5"),
     ({"adora_method": "grpo", "adora_rollouts": {"replay": 64}}, "GRPO, replay of 64 groups"),
@@ -258,8 +258,12 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
 
 def test_a_recipe_names_what_was_done():
     """Every method by its own name, and whatever makes it another experiment."""
-    assert [recipe_of({**ADORA, **NEUTRAL, **config}) for config, _ in RECIPES] == [text for _, text in RECIPES]
-    before = [recipe_of({**ADORA, **config}) for config, _ in RECIPES]  # in runs before the neutral keys were there
+    assert [recipe_of({"adora_method": ADORA, **NEUTRAL, **config}) for config, _ in RECIPES] == [
+        text for _, text in RECIPES
+    ]
+    before = [
+        recipe_of({"adora_method": ADORA, **config}) for config, _ in RECIPES
+    ]  # in runs before the neutral keys were there
     assert before == [text for _, text in RECIPES]
     assert NAMES.keys() == METHODS.keys() - {"adora"}
 
@@ -316,7 +320,7 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
     assert said(often) == "", "30 groups are too few to say anything"
     line = said(often, often, often)
     assert (
-        line.count("\n") == 1 and line.startswith("8 of 60 attenuated groups are ties") and "adora_ties: keep" in line
+        line.count("\n") == 1 and line.startswith("8 of 60 attenuated groups are ties") and "adora.ties: keep" in line
     )
     assert said(seldom, seldom, seldom) == "", "fewer than a tenth"
     for silent in ({"mode": "off"}, {"factor": 1.0}, {"speaks": False}):
@@ -399,7 +403,10 @@ def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
 def test_the_manifest_of_a_real_run(adora_run, resumed_run):
     manifest = read_manifest(adora_run)
     assert manifest["status"] == "finished" and manifest["steps"] == STEPS and manifest["finished"]
-    assert manifest["config"]["adora_mode"] == "attenuation" and manifest["config"]["learning_rate"] == 1e-3
+    assert (
+        manifest["config"]["adora_method"]["adora"]["mode"] == "attenuation"
+        and manifest["config"]["learning_rate"] == 1e-3
+    )
     assert manifest["data"]["rows"] == 32 and len(manifest["data"]["fingerprint"]) == 32
     assert manifest["data"]["source"] == "synthetic" and {"torch", "trl", "python"} <= manifest["versions"].keys()
     assert manifest["command"].startswith(f"{interpreter()} -m adora_vl.train --config ")
@@ -440,7 +447,10 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
         and "# builtin/pretrained, 2 steps of" in early
     )
     assert problem_of(adora_run / "checkpoint-2") is None
-    assert "| adora_factor | 0.1 |" in final and "| learning_rate | 0.001 |" in final
+    assert (
+        '| adora_method | {"adora": {"mode": "attenuation", "factor": 0.1, ' in final
+        and "| learning_rate | 0.001 |" in final
+    )
     assert f"| fingerprint | {read_manifest(adora_run)['data']['fingerprint']} |" in final
     assert re.search(r"\| pass rate \| [\d.]+ \| [\d.]+ \|", final) and "| trl | 1." in final
     assert str(adora_run.parent) not in final, "a path of this machine"
@@ -465,7 +475,7 @@ def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
 def test_a_card_without_facts_one_of_an_adapter_and_one_of_a_text_only_policy():
     card = model_card({}, [], 0)
     assert "Nothing was logged before this was saved." in card and "Not recorded." in card and "base_model" not in card
-    config = {"adora_mode": "off", "adora_reward": ["a|b"], "use_peft": True}
+    config = {"adora_method": {"grpo": {}}, "adora_reward": ["a|b"], "use_peft": True}
     model, data = {"name": "Qwen/Qwen2.5-VL-7B-Instruct"}, {"folder": "data/geometry3k", "input": "/home/me/raw"}
     card = model_card({"model": model, "config": config, "data": data}, [], 7)
     assert 'base_model: "Qwen/Qwen2.5-VL-7B-Instruct"' in card and "python -m adora_vl.export" in card

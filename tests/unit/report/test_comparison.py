@@ -17,9 +17,10 @@ from eval.scoring.score import aggregate, verdict
 from eval.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 
 CONFIG = {
-    "seed": 0, "adora_mode": "off", "adora_factor": 0.1, "generation_batch_size": 32, "steps_per_generation": 2,
+    "seed": 0, "adora_method": {"grpo": {}}, "generation_batch_size": 32, "steps_per_generation": 2,
     "gradient_accumulation_steps": 1, "num_iterations": 1, "learning_rate": 1e-4, "output_dir": "x",
 }  # fmt: skip
+ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
 
 
 def run(folder: Path, rates: list[float], right: int | None = None, *, seconds: float = 1.0, **config: Any) -> str:
@@ -96,17 +97,19 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
 
 def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
     a = run(tmp_path / "a", [0.1] * 10, 5)
-    b = run(tmp_path / "b", [0.1, 0.3] + [0.5] * 8, 16, seconds=2.0, adora_mode="attenuation")
+    b = run(tmp_path / "b", [0.1, 0.3] + [0.5] * 8, 16, seconds=2.0, adora_method=ADORA)
     lines = said(capsys, a, b, "--compare")
     text = lines[0]
     assert text.startswith("B (ADORA attenuation, factor 0.1, 1 seed) is better than A (GRPO, 1 seed): +55.0 points on")
     assert (
-        "over 20 problems" in text and "The configs differ in adora_mode." in text and "With one seed on a side" in text
+        "over 20 problems" in text
+        and "The configs differ in adora_method." in text
+        and "With one seed on a side" in text
     )
     assert "At equal rollouts (160 rollouts) it is +40.0 in pass rate in training." in text
     # within 10 s B, whose steps take two, has made five, and the last tenth of 10 s has the fifth
     assert "At equal seconds (10 s) it is +40.0 in pass rate in training." in text
-    assert 'differs: adora_mode: "off" -> "attenuation"' in lines
+    assert 'differs: adora_method: "grpo" -> "adora"' in lines
     assert sum(line.startswith("geometry3k, held out, the end") for line in lines) == 1
 
 
@@ -124,7 +127,7 @@ def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
 def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
     """It is of many problems already. The pass rate in training is a mean over the last tenth."""
     for name, offset in (("a", 0.0), ("b", 0.4)):
-        folder = Path(run(tmp_path / name, [0.1], adora_mode=name))
+        folder = Path(run(tmp_path / name, [0.1], adora_method={name: {}}))
         evaluated = {step: {"step": step, "kind": "eval", "eval_drawn_accuracy": 0.5 + offset * (step == 100)}
                      for step in (95, 100)}  # fmt: skip
         trained = ({"step": step, "kind": "train", PASS_RATE: 0.5 + offset * (step == 100), "seconds/rollout": 1.0}
@@ -138,7 +141,7 @@ def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
 def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, capsys):
     seeds = range(3)
     a = [run(tmp_path / f"a{s}", [0.5], 5 + s, seed=s) for s in seeds]
-    b = [run(tmp_path / f"b{s}", [0.5], 12 + s, seed=s, adora_mode="attenuation") for s in seeds]
+    b = [run(tmp_path / f"b{s}", [0.5], 12 + s, seed=s, adora_method=ADORA) for s in seeds]
     mixed = said(capsys, a[0], b[0], b[1], a[1], a[2], b[2], "--compare")
     assert mixed == said(capsys, *a, "--compare", *b)
     assert "A (GRPO, 3 seeds): +35.0 points" in mixed[0] and "over 3 pairs of seeds" in mixed[0]
@@ -146,7 +149,7 @@ def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, 
 
 
 def test_worse_is_called_worse(tmp_path, capsys):
-    a, b = run(tmp_path / "a", [0.5], 16), run(tmp_path / "b", [0.5], 5, adora_factor=0.3)
+    a, b = run(tmp_path / "a", [0.5], 16), run(tmp_path / "b", [0.5], 5, adora_correct_above=0.3)
     assert "is worse than A" in said(capsys, a, b, "--compare")[0]
 
 
@@ -182,7 +185,7 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
         assert message in error and error.count("\n") == 1
 
 
-STORED = {"date": "2026-01-31", "command": "accelerate launch --adora_mode off", "versions": {"trl": "1.16.0"}}
+STORED = {"date": "2026-01-31", "command": "accelerate launch --adora_method grpo", "versions": {"trl": "1.16.0"}}
 
 
 def score_file(path: Path, right: str, **more: Any) -> str:
@@ -225,7 +228,7 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
     assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(lines)
     said = "\n".join(lines)
     assert "GRPO was not run now: it is stored, of 2026-01-31, with trl 1.16.0, by\n" in said
-    assert "  accelerate launch --adora_mode off" in said
+    assert "  accelerate launch --adora_method grpo" in said
 
 
 def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):

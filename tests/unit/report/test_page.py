@@ -35,46 +35,42 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
      "is longer than the mean of the finished wrong ones."),
     ({"longest_right": 21.25}, {}, "Attenuated to 0.1: TDS, the longest right rollout is exactly as long as the mean "
      "of the finished wrong ones, which counts as failing."),
-    ({"longest_right": 21.25, "weight": 1.0, "tds": False}, {"adora_ties": "keep"}, "Kept at weight 1: TAS, the "
-     "longest right rollout is exactly as long as the mean of the finished wrong ones, which counts as "
-     "holding."),
+    ({"longest_right": 21.25, "weight": 1.0, "tds": False}, {"adora_method": {"adora": {"ties": "keep"}}},
+     "Kept at weight 1: TAS, the longest right rollout is exactly as long as the mean of the finished wrong ones, "
+     "which counts as holding."),
     ({"mean_wrong": None}, {}, "Attenuated to 0.1: TDS, every wrong rollout was cut off, so there is no finished "
      "wrong one to compare lengths with, which counts as failing."),
     ({"mean_wrong": None, "pass_rate": 1.0, "equal": True, "weight": 1.0, "tds": False},
-     {"adora_empty_wrong": "keep"},
+     {"adora_method": {"adora": {"empty_wrong": "keep"}}},
      "Kept at weight 1: TAS, all rollouts are right, so there is no finished wrong one to compare lengths with, "
      "which counts as holding. All rewards are equal, so every advantage is 0 and nothing is learned from it."),
     ({"pass_rate": 0.0, "weight": 1.0, "tds": False, "longest_right": None}, {},
      "Kept at weight 1: neither TAS nor TDS, since no rollout is right."),
-    ({"pass_rate": 0.0, "longest_right": None}, {"adora_no_correct": "attenuate"},
+    ({"pass_rate": 0.0, "longest_right": None}, {"adora_method": {"adora": {"no_correct": "attenuate"}}},
      "Attenuated to 0.1: TDS, no rollout is right."),
     ({"pass_rate": 0.0, "weight": 2.0, "tds": False, "longest_right": None},
-     {"adora_mode": "amplification", "adora_criteria": ["length", "difficulty"], "adora_combine": "any"},
+     {"adora_method": {"adora": {"mode": "amplification", "criteria": ["length", "difficulty"], "combine": "any"}}},
      "Amplified to 2: TAS, no rollout is right, the pass rate is at most tau, 50 %."),
     ({"pass_rate": 0.0, "weight": 1.0, "tds": False, "longest_right": None},
-     {"adora_criteria": ["difficulty"], "adora_difficulty_needs_correct": True},
+     {"adora_method": {"adora": {"criteria": ["difficulty"], "needs_correct": True}}},
      "Kept at weight 1: neither TAS nor TDS, since no rollout is right."),
-    ({"weight": 2.0, "tds": False}, {"adora_mode": "amplification", "adora_criteria": ["difficulty"]},
+    ({"weight": 2.0, "tds": False}, {"adora_method": {"adora": {"mode": "amplification", "criteria": ["difficulty"]}}},
      "Amplified to 2: TAS, the pass rate is at most tau, 50 %."),
-    ({"weight": 1.0}, {"adora_mode": "off", "adora_criteria": ["difficulty"], "adora_tau": 0.25},
+    ({"weight": 1.0}, {"adora_method": {"adora": {"mode": "off", "criteria": ["difficulty"], "tau": 0.25}}},
      "GRPO, weight 1; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
-    ({"weight": 1.0},
-     {"adora_method_options": {"mode": "off"}, "adora_criteria": ["difficulty"], "adora_tau": 0.25},
-     "GRPO, weight 1; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
-    ({"weight": 0.8}, {"adora_method": "daro", "adora_criteria": ["difficulty"], "adora_tau": 0.25},
+    ({"weight": 0.8}, {"adora_method": {"daro": {}, "adora": {"mode": "off", "criteria": ["difficulty"], "tau": 0.25}}},
      "DARO, weight 0.8; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
-    ({"weight": 0.5}, {"adora_mode": "something new"}, "Attenuated to 0.5."),
     ({"weight": None}, {}, "No weight is recorded."),
     ({"weight": None, "left": 1}, {}, "No weight is recorded. 1 of 4 rollouts have no reward, and count nowhere."),
     ({"left": 4, "equal": True}, {}, "No rollout of the group has a reward to compare with another, so nothing is "
      "learned from it."),
-    ({}, {"adora_method_options": {"assign": "random"}}, "Attenuated to 0.1 by chance (assign: random); ADORA's "
+    ({}, {"adora_method": {"adora": {"assign": "random"}}}, "Attenuated to 0.1 by chance (assign: random); ADORA's "
      "criteria say TDS, the longest right rollout is not longer than the mean of the finished wrong "
      "ones."),
-    ({"weight": 1.0}, {"adora_method_options": '{"adora": {"assign": "reversed"}}'}, "Kept at weight 1 as the "
+    ({"weight": 1.0}, {"adora_method": {"adora": {"assign": "reversed"}}}, "Kept at weight 1 as the "
      "criteria do not say (assign: reversed); ADORA's criteria say TDS, the longest right rollout is "
      "not longer than the mean of the finished wrong ones."),
-    ({"weight": 1.0}, {"adora_method_options": {"assign": "rate"}}, "Kept at weight 1 with a scaled learning rate "
+    ({"weight": 1.0}, {"adora_method": {"adora": {"assign": "rate"}}}, "Kept at weight 1 with a scaled learning rate "
      "instead (assign: rate); ADORA's criteria say TDS, the longest right rollout is not longer than "
      "the mean of the finished wrong ones."),
 ]  # fmt: skip

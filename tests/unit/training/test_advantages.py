@@ -183,7 +183,7 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
     monkeypatch.setattr(AdvantageComputer, "__call__", weighed)
     for scale, how in product(("group", "batch", "none"), ("sum_then_normalize", "normalize_then_sum")):
         with subtests.test(f"{scale} {how}"):
-            run_from_python(tmp_path, scale_rewards=scale, multi_objective_aggregation=how, adora_mode="off")
+            run_from_python(tmp_path, scale_rewards=scale, multi_objective_aggregation=how, adora_method="grpo")
             theirs, ours = made[-1]
             assert torch.equal(ours.raw_PG, theirs.raw_PG) and ours.raw_PG.any()
 
@@ -191,7 +191,7 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(tmp_path, monkeypatch):
     """Every fourth problem is mixed: of 8 groups 1 to 3, until further batches bring more. DAPO weighs them alike."""
     learned = noted_batches(monkeypatch)
-    method: Any = {"adora_method": "dapo", "adora_method_options": {"keep_settings": ["mask_truncated_completions"]}}
+    method: Any = {"adora_method": {"dapo": {"keep_settings": ["mask_truncated_completions"]}}}
     trainer = run_from_python(tmp_path, share=4, adora_rollouts=RolloutOptions(refill=2), **method)
     (batch,) = learned
     largest = batch["advantages"].view(8, 4).amax(dim=1)
@@ -315,7 +315,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(AdoraGRPOTrainer, "_compute_loss", noted)
         # so that groups with right and wrong answers are attenuated too
-        criteria = {"adora_criteria": "difficulty", "adora_tau": 0.25}
+        criteria = {"adora_method": "{adora: {criteria: [difficulty], tau: 0.25}}"}
         folder: Path = train(tmp_path_factory.mktemp("recorded") / "run", save_strategy="no", **criteria)
     rollouts = pd.read_parquet(folder / "rollouts").sort_values(["step", "group", "rollout"])
     yield Recorded(rollouts.reset_index(drop=True), of_the_loss)

@@ -268,7 +268,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(own, tmp_path, capsys):
     words = arguments(tmp_path / "run", save_strategy="no")
-    assert main([*words, "--adora_reward", "format", f"{own}:flaky", "--adora_mode", "off"]) == 0
+    assert main([*words, "--adora_reward", "format", f"{own}:flaky", "--adora_method", "grpo"]) == 0
     rollouts = pd.read_parquet(tmp_path / "run" / "rollouts")
     first = rollouts[rollouts["step"] == 1].reset_index(drop=True)
     groups = [part for _, part in first.groupby("group")]
