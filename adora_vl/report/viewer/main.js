@@ -1,5 +1,7 @@
 // Unpack the data and show them.
 
+const FEW_STEPS = 5;
+
 function runCards(runs) {
   return runs.map((run, index) =>
     el("div", { class: "run" },
@@ -30,7 +32,12 @@ async function main() {
   byId("runs").append(...runCards(data.runs));
   for (const id of ["curves", "groups"]) byId(id).hidden = false;
   const groups = new Groups(data, opened);
+  if (data.runs.every((run) => pointsOf(run, "reward").length < FEW_STEPS)) { // nothing to see in their curves
+    byId("groups").after(byId("curves"));
+    byId("table").open = true;
+  }
   new Curves(data.runs, (step) => groups.atStep(step));
+  addEventListener("beforeprint", () => { byId("table").open = true; });
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
   byId("status").textContent = "Unpacking the texts and diagrams…";
   await new Promise((done) => { setTimeout(done); }); // lets the page appear first

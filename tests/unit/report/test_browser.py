@@ -254,6 +254,20 @@ def test_an_address_leads_back_to_its_group(browser, page):
     assert browser.js("location.hash") == "#run=1&step=11&id=problem%2F0"
 
 
+def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no_buttons(browser, page, tmp_path):
+    above = "(y => y('#curves') < y('#groups'))(s => document.querySelector(s).getBoundingClientRect().y)"
+    browser.open(page)
+    assert browser.js(above) and "temporarily disadvantageous" in browser.text("header")
+    browser.open(make_page(tmp_path / "short.html", write_run(tmp_path / "short", 2)))
+    assert not browser.js(above) and browser.js("document.querySelector('#table').open")
+    browser.open(page)
+    browser.page.emulate_media(media="print")
+    browser.js("dispatchEvent(new Event('beforeprint'))")
+    hidden = "[...document.querySelectorAll('form, nav, .buttons, .keys')].every(n => n.getClientRects().length === 0)"
+    assert browser.js(hidden) and browser.js("document.querySelector('#figures').getClientRects().length") == 1
+    browser.page.emulate_media(media="screen")
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page, dark):
     """No sideways scrolling at 360 pixels, every field has a label, and contrasts of 4.5 and more (WCAG AA)."""
