@@ -28,6 +28,12 @@ from adora_vl.utils.own_files import (
 
 KEEP = "keep_settings"  # beside a method's options: the keys of TRL that it must not set
 
+# What TRL has under other keys than a method's name.
+KEYS_OF_TRL = {
+    "gspo": "importance_sampling_level: sequence, epsilon: 3e-4, epsilon_high: 4e-4, loss_type: grpo, beta: 0.0",
+    **{name: f"loss_type: {name}" for name in ("bnpo", "cispo", "luspo", "sapo", "vespo")},
+}
+
 
 @dataclass(frozen=True)
 class OwnFunction(Method):
@@ -54,6 +60,10 @@ def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
         value = dict.fromkeys(names)
     for name, options in value.items():
         if name not in METHODS and not is_own(str(name)):
+            if keys := KEYS_OF_TRL.get(str(name).lower()):
+                raise UserError(
+                    f"adora_method: {name} is in TRL's own keys; set {keys}, and adora_method: grpo or adora"
+                )
             raise UserError(
                 f"adora_method: unknown method {name!r}, use one of {', '.join(METHODS)}{did_you_mean(name, METHODS)}"
             )

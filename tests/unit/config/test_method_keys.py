@@ -61,6 +61,8 @@ def test_options_come_from_a_yaml_block(tmp_path):
 # (method, its options, other keys) -> what the line has
 WRONG: list[tuple[str, str, dict[str, object], str]] = [
     ("darro", "", {}, "adora_method: unknown method 'darro'.*did you mean 'daro'"),
+    ("gspo", "", {}, "adora_method: gspo is in TRL's own keys; set importance_sampling_level: sequence"),
+    ("CISPO", "", {}, "adora_method: CISPO is in TRL's own keys; set loss_type: cispo, and adora_method"),
     ("adora+adora", "", {}, "names a method twice"),
     ("adora+ngrpo", "", {}, "ngrpo starts from the rewards, so it must stand first"),
     ("adora", '{"factr": 1}', {}, "^adora_method.adora: unknown option 'factr', it has mode, .*did you mean 'factor'"),
