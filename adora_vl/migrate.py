@@ -116,9 +116,21 @@ class Migration:
     used: set[str] = field(default_factory=set)
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Raises `UserError` where the default is a number and the value is none."""
         self.used.add(name)
         value = self.theirs.get(name)
-        return default if value is None else value
+        if isinstance(value, str) and "${" in value:
+            self.left[name] = f"{value} is computed; write the value itself"
+            value = None
+        if value is None:
+            return default
+        if isinstance(default, int | float) and not isinstance(value, int | float):
+            try:
+                number = float(value)  # YAML takes 1e-6 for a text
+            except (ValueError, TypeError):
+                raise UserError(f"CONFIG: {name}: {value!r:.60} is not a number") from None
+            return int(number) if number.is_integer() else number
+        return value
 
     def put(self, key: str, value: Any, *names: str, note: str = "") -> None:
         """`names`: of theirs that it comes from; one that is not in the file has its default."""
@@ -230,7 +242,7 @@ def _steps(move: Migration, names: Names, updates: int) -> None:
     for name in ("trainer.total_epochs", "trainer.total_episodes"):
         move.take("num_train_epochs", name)
     for name in ("trainer.max_steps", "trainer.total_training_steps"):
-        if (steps := move.get(name)) is not None:
+        if (steps := move.get(name, -1)) > 0:
             move.put("max_steps", int(steps) * updates, name)
     every, limit = (int(move.get(f"trainer.{name}", -1)) for name in ("save_freq", "save_limit"))
     if every > 0:

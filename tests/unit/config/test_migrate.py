@@ -78,6 +78,12 @@ def test_what_cannot_be_moved_is_one_line(tmp_path, capsys):
     (tmp_path / "e.yaml").write_text(EASYR1.replace("device_for_update: 4", "device_for_update: 7"))
     assert main(["easyr1", str(tmp_path / "e.yaml")]) == 2
     assert "worker.actor.global_batch_size 32 x 8 answers / (7 x 2 GPUs) is 18.28" in capsys.readouterr().err
+    (tmp_path / "g.yaml").write_text(EASYR1.replace("max_steps: 7", "max_steps: ten"))
+    assert main(["easyr1", str(tmp_path / "g.yaml")]) == 2
+    assert "CONFIG: trainer.max_steps: 'ten' is not a number" in capsys.readouterr().err
+    (tmp_path / "h.yaml").write_text(VERL.replace("train_batch_size: 16", "train_batch_size: '${a.b}'"))
+    assert main(["verl", str(tmp_path / "h.yaml")]) == 0
+    assert "data.train_batch_size: ${a.b} is computed; write the value itself" in capsys.readouterr().out
     for text, name in ((EASYR1, "EasyR1"), (VERL, "verl"), (SWIFT, "ms-swift")):
         (tmp_path / "f.yaml").write_text(text)
         with pytest.raises(UserError, match=rf"is a config of {name}; `python -m adora_vl.migrate"):
