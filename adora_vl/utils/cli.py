@@ -306,14 +306,10 @@ def yaml_line(value: Any) -> str:
 
 def flow_mapping(text: str) -> dict[str, Any] | None:
     """The mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`, of what JSON knows; None where it is none."""
-    import yaml
-
-    if not text.startswith("{"):
-        return None
+    content = yaml_value(text) if text.startswith("{") else None
     try:
-        content = yaml.load(text, _loader())  # noqa: S506  # a SafeLoader
-        return dict(json.loads(json.dumps(content)))
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+        return dict(json.loads(json.dumps(content))) if isinstance(content, dict) else None
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

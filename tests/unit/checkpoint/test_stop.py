@@ -291,8 +291,10 @@ def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, 
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    config = type("Config", (), {"model_init_kwargs": None, "output_dir": str(tmp_path), "process_index": 0})
-    monkeypatch.setattr(train, "prepare", lambda *_: type("Run", (), {"finished": None, "config": config}))
+    config = type("Config", (), {"model_init_kwargs": None, "output_dir": str(tmp_path)})
+    monkeypatch.setattr(
+        train, "prepare", lambda *_: type("Run", (), {"finished": None, "config": config, "first": True})
+    )
     for place in ("build_trainer", "prepare"):
         monkeypatch.setattr(train, place, interrupted)
         assert train.main(["--model_name_or_path", "tiny"]) == EXIT_INTERRUPTED

@@ -69,56 +69,6 @@ def last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return run
 
 
-COMMANDS: list[tuple[dict[str, object], str]] = [
-    ({"beta": "nan"}, "error: beta: nan is not a number of at least 0"),
-    ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_kwargs: {} does not fit lr_scheduler_type: cosine"),
-    ({"optim": "adamw_bnb_8bit"}, "optim: adamw_bnb_8bit is not installed"),
-    ({"optim_args": "foo"}, "optim_args: 'foo' is not"),
-    ({"fsdp": "full_shard"}, "needs several processes"),
-    ({"use_peft": "true", "lora_target_modules": "q_proj,v_prj"}, "lora_target_modules: 'v_prj' is no module of this"),
-    (
-        {"use_peft": "true", "lora_target_modules": "q_proj,v_proj", "lora_modules_to_save": "lm_hed"},
-        "lora_modules_to_save: 'lm_hed' is no module of this model; did you mean 'lm_head'?",
-    ),
-    ({"save_strategy": "best"}, "save_strategy: best is not supported; keep checkpoints"),
-    ({"torch_compile": "true"}, "torch_compile: true would compile again for nearly every micro-batch"),
-    ({"torch_compile_mode": "default"}, "torch_compile: true would compile again"),
-    ({"remove_unused_columns": "true"}, "remove_unused_columns: true takes the columns away"),
-    ({"sync_ref_model": "true"}, "sync_ref_model: true with beta: 0"),
-    ({"use_transformers_continuous_batching": "true"}, "set use_vllm: true instead"),
-    ({"push_to_hub": "true"}, "push_to_hub: true, but HF_HUB_OFFLINE is set"),
-    ({"trust_remote_code": "true"}, "trust_remote_code: true: code that comes with a model is not run here"),
-    ({"model_init_kwargs": '{"trust_remote_code": true}'}, "trust_remote_code: true: code that comes with a model"),
-    ({"use_vllm": "true", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size: 2 does not divide the 1 proces"),
-    ({"output_dir": "null"}, "error: output_dir: null is no folder; name one for this run, such as runs/first"),
-    ({"output_dir": "/"}, "error: output_dir: '/' is the root of the file system; name a folder for this run"),
-    ({"output_dir": "/tmp/.."}, "error: output_dir: '/tmp/..' is the root of the file system"),
-    ({"reward_weights": 0}, "error: reward_weights: [0.0] makes every reward 0; give a weight other than 0"),
-    (
-        {"adora_correct_above": 1},
-        "error: adora_correct_above: 1 makes no rollout correct, because the sum of the ",
-    ),
-    ({"adora_correct_above": -1}, "error: adora_correct_above: -1 makes every rollout correct, because the sum of the"),
-    (
-        {"reward_weights": 0.5, "adora_method": "grpo"},
-        "is from 0 to 0.5; set it between the sum of a wrong answer and that of a right one, for example to 0.25",
-    ),
-    (
-        {"adora_columns": '{"problem": "q"}'},
-        "error: adora_columns: {'problem': 'q'} names columns of a table, but ",
-    ),
-    (
-        {"adora_method.adora.factor": 3},
-        "error: adora_method.adora.factor: 3 must be above 0 and at most 1 with mode: attenuation",
-    ),
-]
-
-
-def test_the_command_says_so_before_it_loads_weights(last_line: Any) -> None:
-    lines = [(keys, said, last_line(**keys)) for keys, said in COMMANDS]
-    assert [(keys, line) for keys, said, line in lines if said not in line or not line.startswith("error: ")] == []
-
-
 def test_a_gpu_recipe_on_a_cpu_names_the_key_and_the_recipe_for_a_cpu(
     last_line: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -309,7 +309,7 @@ def test_the_table_has_the_remedy_below_the_failure():
 def test_exit_codes_and_json(monkeypatch, tmp_path, capsys):
     for checks, code in (([passed("a", "b")], 0), ([failed("a", "b", "c")], 1)):
         monkeypatch.setattr(command, "diagnose", lambda words, checks=checks: checks)
-        assert command.main(["--config", "x.yaml", "--json", str(tmp_path / "d.json")]) == code
+        assert command.main(["--model_name_or_path", "tiny", "--json", str(tmp_path / "d.json")]) == code
         assert json.loads((tmp_path / "d.json").read_text())[0]["status"] == checks[0].status
         assert f"{'1 failed' if code else '1 passed'}" in capsys.readouterr().out
 
