@@ -69,13 +69,11 @@ class AdoraScriptArguments:
         "The text of a problem's message from the columns of its row; a line whose columns are all null is left out. "
         "{multiple_choice} lists a row's choices with letters. Null: the problem alone.",
     )
-    adora_overlong_prompts: str = field(
-        default="error",
-        metadata={
-            "help": "What becomes of a row whose prompt leaves no room for an answer within vllm_max_model_length (or "
-            "what the model allows): error (the run does not start) or drop (the row is left out).",
-            "choices": ["error", "drop"],
-        },
+    adora_overlong_prompts: str = key(
+        "error",
+        "What becomes of a row whose prompt leaves no room for an answer within vllm_max_model_length (or what the "
+        "model allows): error (the run does not start) or drop (the row is left out).",
+        choices=["error", "drop"],
     )
     adora_reward: list[str] = field(
         default_factory=lambda: ["adora"],
@@ -193,43 +191,34 @@ class ExperimentalOptions:
 class AdoraKeys(ExperimentalOptions):
     """ADORA's weights, the rollout guards, the engine, evaluation, freezing and pixel limits."""
 
-    adora_method: dict[str, Any] | Name = field(
-        default="adora",
-        metadata={
-            "help": "The method that computes the advantages: adora, grpo, dapo, ..., or FILE.py:NAME; several as "
-            "dapo+adora, left to right; or a mapping of methods to their options, such as {adora: {factor: 0.3}}. "
-            "docs/methods.md has all."
-        },
+    adora_method: dict[str, Any] | Name = key(
+        "adora",
+        "The method that computes the advantages: adora, grpo, dapo, ..., or FILE.py:NAME; several as dapo+adora, "
+        "left to right; or a mapping of methods to their options, such as {adora: {factor: 0.3}}. docs/methods.md has "
+        "all.",
     )
-    adora_image_cache_mb: Annotated[int, Field(ge=0)] = field(
-        default=1024, metadata={"help": "Cache of processed images, kept over steps and epochs, in MB per process."}
+    adora_image_cache_mb: Annotated[int, Field(ge=0)] = key(
+        1024, "Cache of processed images, kept over steps and epochs, in MB per process."
     )
-    adora_stock_step: bool | list[StepPart] = field(
-        default=False,
-        metadata={
-            "help": "true: compute a step as stock TRL does, for comparing; or the parts of it that are: cache_images, "
-            "group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, skip_zero_signal, "
-            "spread_signal, seeded_rollouts. docs/speed.md says what each saves, and how exact it is."
-        },
+    adora_stock_step: bool | list[StepPart] = key(
+        False,
+        "true: compute a step as stock TRL does, for comparing; or the parts of it that are: cache_images, "
+        "group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, skip_zero_signal, spread_signal, "
+        "seeded_rollouts. docs/speed.md says what each saves, and how exact it is.",
     )
-    adora_rollouts: RolloutOptions = field(
-        default_factory=RolloutOptions,
-        metadata={"help": "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha."},
+    adora_rollouts: RolloutOptions = key(
+        RolloutOptions, "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha."
     )
-    adora_correct_above: float = field(default=0.5, metadata={"help": "A rollout is correct above this reward."})
-    adora_truncated: Annotated[int, Field(ge=1)] | _Eos | None = field(
-        default=None,
-        metadata={
-            "help": "Which rollouts count as truncated: those with so many tokens; null: max_completion_length - 2, as "
-            "the reference (4094 of 4096); eos: those that nothing has ended."
-        },
+    adora_correct_above: float = key(0.5, "A rollout is correct above this reward.")
+    adora_truncated: Annotated[int, Field(ge=1)] | _Eos | None = key(
+        None,
+        "Which rollouts count as truncated: those with so many tokens; null: max_completion_length - 2, as the "
+        "reference (4094 of 4096); eos: those that nothing has ended.",
     )
-    adora_max_drift: Annotated[float, Field(gt=0)] | None = field(
-        default=0.3,
-        metadata={
-            "help": "Stop when engine and trainer differ by more than this many nats per token on average. bf16 gives "
-            "0.01 to 0.05, a fault 1 and more. null switches the guard off."
-        },
+    adora_max_drift: Annotated[float, Field(gt=0)] | None = key(
+        0.3,
+        "Stop when engine and trainer differ by more than this many nats per token on average. bf16 gives 0.01 to "
+        "0.05, a fault 1 and more. null switches the guard off.",
     )
     adora_self_check: bool = key(
         True,
@@ -241,12 +230,10 @@ class AdoraKeys(ExperimentalOptions):
         "Skip a step with a larger importance ratio of new to old policy (per token, or per sequence with "
         "importance_sampling_level: sequence); null: never.",
     )
-    adora_reward_timeout: Annotated[float, Field(gt=0)] | None = field(
-        default=300.0,
-        metadata={
-            "help": "Seconds that a reward function of your own may take for the completions of one generation on one "
-            "process, before the run is stopped; null: no limit."
-        },
+    adora_reward_timeout: Annotated[float, Field(gt=0)] | None = key(
+        300.0,
+        "Seconds that a reward function of your own may take for the completions of one generation on one process, "
+        "before the run is stopped; null: no limit.",
     )
     adora_vllm_dtype: str = key(
         "auto",
