@@ -18,9 +18,10 @@ from data_prep.generated import (
     DEFAULT_TEST_ROWS,
     MAX_ROWS,
     SIZES,
-    prepare_knights,
+    prepare_drawn,
     prepare_knights_table,
-    prepare_synthetic,
+    puzzles,
+    synthetic,
 )
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
 from data_prep.knights import PEOPLE, QUESTIONS
@@ -33,9 +34,9 @@ from eval.inference.provenance import OF_THE_RUN, settle_prompts, unusual_prompt
 
 def add_synthetic(commands: Any) -> None:
     """Add the command `synthetic`."""
-    synthetic = commands.add_parser("synthetic", help="drawn geometry problems; equal arguments give equal problems")
-    _add_drawn(synthetic, _synthetic)
-    add = synthetic.add_argument
+    command = commands.add_parser("synthetic", help="drawn geometry problems; equal arguments give equal problems")
+    _add_drawn(command, _synthetic)
+    add = command.add_argument
     add("--size", type=whole(*SIZES), default=DEFAULT_SIZE, metavar="PIXELS", help="side length, default: %(default)s")
     add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
     add("--level", type=whole(min(LEVELS), max(LEVELS)), default=1, help="difficulty, 1 to 3, default: %(default)s")
@@ -45,11 +46,11 @@ def add_synthetic(commands: Any) -> None:
 
 def add_knights(commands: Any) -> None:
     """Add the command `knights`."""
-    puzzles = commands.add_parser(
+    command = commands.add_parser(
         "knights", help="knights-and-knaves puzzles, text without images, each with one solution"
     )
-    _add_drawn(puzzles, _knights, rows_required=False)
-    add = puzzles.add_argument
+    _add_drawn(command, _knights, rows_required=False)
+    add = command.add_argument
     add("--people", type=optional(_people), metavar="A-B", help="per puzzle, default: {}-{}".format(*PEOPLE))
     add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
     add("--input", type=optional(path), metavar="PATH", help="parquet: the reference's data/kk, or a file of it")
@@ -99,14 +100,15 @@ _DRAWN_ONLY, _PARQUET_ONLY = ("rows", "test_rows", "seed", "people"), ("input", 
 
 
 def _knights(arguments: argparse.Namespace) -> None:
-    drawn = arguments.source == "drawn"
-    needed, foreign = ("rows", _PARQUET_ONLY) if drawn else ("input", _DRAWN_ONLY)
+    is_drawn = arguments.source == "drawn"
+    needed, foreign = ("rows", _PARQUET_ONLY) if is_drawn else ("input", _DRAWN_ONLY)
     for name, value in _given(arguments, *foreign).items():
         raise UserError(f"{name}: {value} does not go with --source {arguments.source}; leave one of them out")
     if getattr(arguments, needed) is None:
         raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
-    if drawn:
-        manifest = prepare_knights(arguments.output, **_given(arguments, *_DRAWN_ONLY, "overwrite"))
+    if is_drawn:
+        drawn = puzzles(**_given(arguments, *_DRAWN_ONLY))
+        manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
     else:
         more = _given(arguments, "question", "overwrite")
         manifest = prepare_knights_table(arguments.output, arguments.input, **more)
@@ -119,8 +121,9 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _synthetic(arguments: argparse.Namespace) -> None:
-    names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices", "overwrite")
-    print_counts(arguments.output, prepare_synthetic(arguments.output, **_given(arguments, *names)))
+    names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
+    drawn = synthetic(**_given(arguments, *names))
+    print_counts(arguments.output, prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite))
 
 
 MAX_SAMPLES, MAX_TOKENS = 1024, 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +29,75 @@ MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
 
 
-def prepare_synthetic(
-    output: Path,
+@dataclass(frozen=True)
+class Drawn:
+    """A data set that is drawn. `draw(split, count)`: the rows of a split, of which `sizes` has the number.
+
+    `description`: what determines the rows, the arguments and the revision of the drawing code.
+    """
+
+    sizes: dict[str, int]
+    draw: Callable[[str, int], Iterable[Row]]
+    description: dict[str, Any]
+
+
+def synthetic(
     *,
     rows: int,
     test_rows: int = DEFAULT_TEST_ROWS,
     seed: int = 0,
     size: int = DEFAULT_SIZE,
     families: tuple[str, ...] = (),
-    overwrite: bool = False,
     **more: Any,
-) -> Manifest:
-    """Draw the splits train (`rows`) and test (`test_rows`). Returns the manifest. Raises `UserError`.
-
-    `overwrite`: replace another prepared dataset at `output`. `more`: `level`, `styles`, `choices`, as of `generate`.
+) -> Drawn:
+    """Geometry problems, splits train (`rows`) and test (`test_rows`). `more`: `level`, `styles`, `choices`, as of
+    `generate`. Raises `UserError`.
     """
-    sizes = _sizes(rows, test_rows)
     require("size", size, *SIZES)
-    description = _synthetic_description(rows, test_rows, seed, size, families, **more)
-    drawn = {
-        split: generate(count, split=split, seed=seed, size=size, families=families, **more)
-        for split, count in sizes.items()
-    }
-    return _write(output, {split: _canonical(drawn[split]) for split in drawn}, sizes, description, overwrite)
+    given = {"seed": seed, "size": size, "families": families, **more}
+
+    def draw(split: str, count: int) -> Iterator[Row]:
+        for row in generate(count, split=split, **given):
+            answer = checked_gold(row["answer"], row["choices"], row_id=row["id"], origin="data_prep/synthetic")
+            yield {**row, "answer": answer}
+
+    return _drawn("synthetic", SYNTHETIC_REVISION, draw, rows, test_rows, given)
 
 
-def _sizes(rows: int, test_rows: int) -> dict[str, int]:
-    """The rows of each split that has any. Raises `UserError`."""
+def puzzles(*, rows: int, test_rows: int = DEFAULT_TEST_ROWS, seed: int = 0, people: tuple[int, int] = PEOPLE) -> Drawn:
+    """Knights-and-knaves puzzles, splits train and test. Raises `UserError`."""
+    given: dict[str, Any] = {"seed": seed, "people": people}
+
+    def draw(split: str, count: int) -> Iterator[Row]:
+        return knights.generate(count, split=split, **given)
+
+    return _drawn("knights", KNIGHTS_REVISION, draw, rows, test_rows, given)
+
+
+def _drawn(
+    source: str, revision: str, draw: Callable[[str, int], Iterable[Row]], rows: int, test_rows: int, given: Any
+) -> Drawn:
     require("rows", rows, 1, MAX_ROWS)
     require("test_rows", test_rows, 0, MAX_ROWS)
-    return {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
+    as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    arguments = {"rows": rows, "test_rows": test_rows, **as_json}
+    sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
+    return Drawn(sizes, draw, {"source": source, "input": None, "revision": revision, "arguments": arguments})
 
 
-def ensure_synthetic(folder: Path, *, rows: int, test_rows: int, seed: int, size: int) -> Path:
-    """Make sure that `folder` holds the synthetic dataset with these arguments, and make it if it does not.
+def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Manifest:
+    """Draw the splits. Returns the manifest. `overwrite`: replace another prepared dataset. Raises `UserError`."""
+    rows = {split: drawn.draw(split, count) for split, count in drawn.sizes.items()}
+    return _write(output, rows, drawn.sizes, drawn.description, overwrite)
 
-    Several processes may call this at once: one makes the dataset, the others wait. Raises `UserError` if the folder
-    holds anything other than a synthetic dataset.
+
+def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
+    """Make sure that `folder` holds this data set, and make it if it does not.
+
+    Several processes may call this at once: one makes the data set, the others wait. Raises `UserError` if the folder
+    holds a data set of another kind.
     """
-    wanted = _synthetic_description(rows, test_rows, seed, size, ())
-    make = partial(prepare_synthetic, rows=rows, test_rows=test_rows, seed=seed, size=size, overwrite=True)
-    return _ensure(Path(folder), wanted, make)
-
-
-def _ensure(folder: Path, wanted: Manifest, make: Callable[[Path], Manifest]) -> Path:
+    wanted = drawn.description
     if _is_made(folder, wanted):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -85,26 +110,8 @@ def _ensure(folder: Path, wanted: Manifest, make: Callable[[Path], Manifest]) ->
                     f"dataset: {str(folder)!r} holds {manifest['source']!r}, not {wanted['source']} data; choose "
                     "another folder"
                 )
-            make(folder)
+            prepare_drawn(folder, drawn, overwrite=True)
     return folder
-
-
-def prepare_knights(
-    output: Path,
-    *,
-    rows: int,
-    test_rows: int = DEFAULT_TEST_ROWS,
-    seed: int = 0,
-    people: tuple[int, int] = PEOPLE,
-    overwrite: bool = False,
-) -> Manifest:
-    """Write knights-and-knaves puzzles, splits train and test. Returns the manifest. Raises `UserError`.
-
-    `overwrite`: replace another prepared dataset at `output`.
-    """
-    sizes = _sizes(rows, test_rows)
-    puzzles = {split: knights.generate(count, split=split, seed=seed, people=people) for split, count in sizes.items()}
-    return _write(output, puzzles, sizes, _knights_description(rows, test_rows, seed, people), overwrite)
 
 
 def prepare_knights_table(
@@ -115,32 +122,16 @@ def prepare_knights_table(
     `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Returns the manifest. Raises
     `UserError`.
     """
-    puzzles = read_puzzles(location, question)
-    texts = "\n".join(f"{row['split']}\t{row['problem']}\t{row['answer']}" for rows in puzzles.values() for row in rows)
+    found = read_puzzles(location, question)
+    texts = "\n".join(f"{row['split']}\t{row['problem']}\t{row['answer']}" for rows in found.values() for row in rows)
     description = {
         "source": "knights",
         "input": str(location),
         "revision": hashlib.sha256(texts.encode()).hexdigest(),
         "arguments": {"source": "parquet", "question": question},
     }
-    sizes = {split: len(rows) for split, rows in puzzles.items()}
-    return _write(output, puzzles, sizes, description, overwrite)
-
-
-def ensure_knights(folder: Path, *, rows: int, test_rows: int, people: tuple[int, int], seed: int = 0) -> Path:
-    """Like `ensure_synthetic`, but for puzzles."""
-    wanted = _knights_description(rows, test_rows, seed, people)
-    make = partial(prepare_knights, rows=rows, test_rows=test_rows, seed=seed, people=people, overwrite=True)
-    return _ensure(folder, wanted, make)
-
-
-def _knights_description(rows: int, test_rows: int, seed: int, people: tuple[int, int]) -> Manifest:
-    return {
-        "source": "knights",
-        "input": None,
-        "revision": KNIGHTS_REVISION,
-        "arguments": {"rows": rows, "test_rows": test_rows, "seed": seed, "people": list(people)},
-    }
+    sizes = {split: len(rows) for split, rows in found.items()}
+    return _write(output, found, sizes, description, overwrite)
 
 
 def _is_made(folder: Path, wanted: Manifest) -> bool:
@@ -148,15 +139,6 @@ def _is_made(folder: Path, wanted: Manifest) -> bool:
     if manifest is None or any(manifest.get(key) != value for key, value in wanted.items()):
         return False
     return all((folder / name).is_file() for name in manifest["files"])
-
-
-def _synthetic_description(
-    rows: int, test_rows: int, seed: int, size: int, families: tuple[str, ...], **more: Any
-) -> Manifest:
-    """What determines the rows: the arguments and the revision of the drawing code."""
-    arguments = {"rows": rows, "test_rows": test_rows, "seed": seed, "size": size, "families": families, **more}
-    as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
-    return {"source": "synthetic", "input": None, "revision": SYNTHETIC_REVISION, "arguments": as_json}
 
 
 def _write(
@@ -173,9 +155,3 @@ def _write(
             for split, rows in splits.items()
         }
         return write_manifest(folder, description, counts)
-
-
-def _canonical(rows: Iterable[Row]) -> Iterator[Row]:
-    for row in rows:
-        answer = checked_gold(row["answer"], row["choices"], row_id=row["id"], origin="data_prep/synthetic")
-        yield {**row, "answer": answer}

@@ -20,7 +20,7 @@ from adora_vl.models.load import SHIPPED, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL,
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder
 from data_prep.convert import ensure_converted
-from data_prep.generated import ensure_knights, ensure_synthetic
+from data_prep.generated import ensure_drawn, puzzles, synthetic
 
 SYNTHETIC_DATA, KNIGHTS_DATA = "synthetic", "knights"
 SYNTHETIC_TEST_ROWS, SYNTHETIC_SIZE, SYNTHETIC_SEED = 512, 56, 0
@@ -56,16 +56,14 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = No
     (`adora_columns`) that of a table, folder or hub id, converted here; any other name, or a prepared folder, as it is.
     """
     if name == KNIGHTS_DATA:
-        folder = cache_folder() / f"knights-{rows}"
-        return str(ensure_knights(folder, rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE))
+        drawn = puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
+        return str(ensure_drawn(cache_folder() / f"knights-{rows}", drawn))
     if name != SYNTHETIC_DATA:
         if columns is None or _is_prepared(name):
             return name
         return str(ensure_converted(name, columns, cache_folder()))
-    folder = cache_folder() / f"synthetic-{rows}"
-    return str(
-        ensure_synthetic(folder, rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE)
-    )
+    drawn = synthetic(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE)
+    return str(ensure_drawn(cache_folder() / f"synthetic-{rows}", drawn))
 
 
 def _is_prepared(name: str) -> bool:

@@ -18,7 +18,7 @@ import pytest
 from adora_vl.data.dataset import Row, file_hashes, load_split, read_manifest, split_files, write_split
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
-from data_prep.generated import prepare_synthetic
+from data_prep.generated import prepare_drawn, synthetic
 from data_prep.output import complete_or_absent
 from data_prep.survey import survey
 from data_prep.synthetic.generate import generate
@@ -143,7 +143,7 @@ def test_a_strangers_file_in_a_prepared_folder_is_not_deleted(
 
 
 def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_path: Path) -> None:
-    manifest = prepare_synthetic(tmp_path / "out", rows=3, test_rows=2, seed=4)
+    manifest = prepare_drawn(tmp_path / "out", synthetic(rows=3, test_rows=2, seed=4))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     assert manifest["files"] == file_hashes(tmp_path / "out") and len(manifest["files"]) == 2
     assert manifest["arguments"] == {"rows": 3, "test_rows": 2, "seed": 4, "size": 56, "families": []}

@@ -23,7 +23,7 @@ from adora_vl.utils.errors import UserError
 from data_prep import generated as prepare
 from data_prep import knights
 from data_prep.cli import main
-from data_prep.generated import ensure_synthetic, prepare_synthetic
+from data_prep.generated import ensure_drawn, prepare_drawn, synthetic
 from data_prep.synthetic.drawing import STYLES, Canvas, Point
 from data_prep.synthetic.families import FAMILIES, LETTERED
 from data_prep.synthetic.generate import KNOWN, LEVELS, generate, split_of
@@ -36,7 +36,7 @@ ROWS, TEST_ROWS = 100, 40
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("synthetic") / "data"
-    prepare_synthetic(output, rows=ROWS, test_rows=TEST_ROWS)
+    prepare_drawn(output, synthetic(rows=ROWS, test_rows=TEST_ROWS))
     return output
 
 
@@ -50,7 +50,7 @@ def _diagrams(folder: Path, split: str) -> set[str]:
 
 
 def test_the_same_arguments_give_the_samefiles(prepared: Path, tmp_path: Path) -> None:
-    prepare_synthetic(tmp_path / "again", rows=ROWS, test_rows=TEST_ROWS)
+    prepare_drawn(tmp_path / "again", synthetic(rows=ROWS, test_rows=TEST_ROWS))
     assert files(prepared) == files(tmp_path / "again")
 
 
@@ -58,7 +58,7 @@ def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(prepar
     train, held_out = _diagrams(prepared, "train"), _diagrams(prepared, "test")
     for seed in (1, 2):
         output = tmp_path / str(seed)
-        prepare_synthetic(output, rows=ROWS, test_rows=TEST_ROWS + seed, seed=seed)
+        prepare_drawn(output, synthetic(rows=ROWS, test_rows=TEST_ROWS + seed, seed=seed))
         train |= _diagrams(output, "train")
         held_out |= _diagrams(output, "test")
     assert len(train) == 3 * ROWS, "another seed gives other diagrams"
@@ -134,7 +134,7 @@ def test_ensure_synthetic_makes_a_folder_only_where_something_is_missing_or_anot
 
     def ensured(rows: int = 4) -> int:
         """When the folder was made."""
-        assert ensure_synthetic(folder, rows=rows, test_rows=2, seed=0, size=56) == folder
+        assert ensure_drawn(folder, synthetic(rows=rows, test_rows=2)) == folder
         return (folder / "manifest.json").stat().st_mtime_ns
 
     first = ensured()
@@ -178,11 +178,11 @@ def _digest(rows: list[Any]) -> str:
 
 
 def test_ensure_synthetic_never_replaces_another_dataset(tmp_path: Path) -> None:
-    prepare_synthetic(tmp_path / "data", rows=2, test_rows=0)
+    prepare_drawn(tmp_path / "data", synthetic(rows=2, test_rows=0))
     manifest = tmp_path / "data" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"source": "synthetic"', '"source": "geometry3k/hub"'))
     with pytest.raises(UserError, match="holds 'geometry3k/hub', not synthetic data"):
-        ensure_synthetic(tmp_path / "data", rows=2, test_rows=0, seed=0, size=56)
+        ensure_drawn(tmp_path / "data", synthetic(rows=2, test_rows=0))
 
 
 def _fingerprint(**arguments: Any) -> str:
