@@ -22,7 +22,7 @@ from data_prep.columns import Columns, columns_from
 from data_prep.hub import commit_of, open_hub
 from data_prep.pictures import named_files
 from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
-from data_prep.records import pictures_asked
+from data_prep.records import asked_in, pictures_beside
 from data_prep.tables import (
     HUB_ID,
     DrawnTests,
@@ -176,7 +176,7 @@ def source_files(location: str, columns: Columns) -> list[str]:
         found[str(part.file)] = None
         for _, record in part.begin():
             if isinstance(record, Mapping):
-                held = [*(record.get(name) for name in columns.images), pictures_asked(record, columns)]
+                held = pictures_beside(record, columns, texts_only=part.texts_only) + asked_in(record, columns)[1]
                 named = (path for value in held for path in named_files(value, part.files))
                 found.update(dict.fromkeys(map(str, named)))
     return list(found)

@@ -132,10 +132,9 @@ def _row_id(record: Record, context: Context, by_number: str, refuse: Refuse) ->
 def _problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, dict[str, str]]:
     """The text of the problem, also where it stands in a conversation, and what is noted of it."""
     column = context.columns.problem
-    value = listed(record.get(column, MISSING), texts_only=True)
-    found = text_of_chat(value) if isinstance(value, list) else value
-    found = pictures_of_text(found)[0] if isinstance(found, str) else found
+    found = asked_in(record, context.columns)[0]
     if not isinstance(found, str) or not storable(found):
+        value = listed(record.get(column, MISSING), texts_only=True)
         remedy = "make it a text, or a conversation with one question, in"
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
     rest, instruction = without_instruction(found)
@@ -144,25 +143,31 @@ def _problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, dic
     return (rest if context.drop_instruction else found), {"instruction": instruction}
 
 
-def pictures_asked(record: Record, columns: Columns) -> list[Any]:
-    """The pictures that stand in the problem itself: in the parts of a conversation's question, or as `<img>` tags."""
-    value = listed(record.get(columns.problem), texts_only=True)
-    text = text_of_chat(value) if isinstance(value, list) else value
-    return pictures_of_chat(value) or (pictures_of_text(text)[1] if isinstance(text, str) else [])
+def asked_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
+    """What a record asks, as a text or whatever is there instead, and the pictures in it: those of the parts of a
+    conversation's question, or of `<img>` tags.
+    """
+    value = listed(record.get(columns.problem, MISSING), texts_only=True)
+    found = text_of_chat(value) if isinstance(value, list) else value
+    text, named = pictures_of_text(found) if isinstance(found, str) else (found, [])
+    return text, pictures_of_chat(value) or named
+
+
+def pictures_beside(record: Record, columns: Columns, *, texts_only: bool) -> list[Any]:
+    """The pictures in a record's own columns."""
+    if len(columns.images) > 1:  # one picture a column; those without one are empty
+        return [value for name in columns.images if (value := record.get(name)) not in _EMPTY_PICTURES]
+    value = listed(record.get(columns.images[0]), texts_only) if columns.images else None
+    value = value.strip() if isinstance(value, str) else value
+    return [] if value in _EMPTY_PICTURES else listed_pictures(value)
 
 
 def _images(record: Record, context: Context, refuse: Refuse) -> tuple[tuple[bytes, ...], str, bool]:
     """The pictures, the first path that was found in another spelling alone, and whether there are no pictures: no such
     column was named, or the row has nothing in it.
     """
-    names = context.columns.images
-    if len(names) > 1:  # one picture a column; those without one are empty
-        values = [value for name in names if (value := record.get(name)) not in _EMPTY_PICTURES]
-    else:
-        value = listed(record.get(names[0]), context.texts_only) if names else None
-        value = value.strip() if isinstance(value, str) else value
-        values = [] if value in _EMPTY_PICTURES else listed_pictures(value)
-    asked = pictures_asked(record, context.columns)
+    values = pictures_beside(record, context.columns, texts_only=context.texts_only)
+    asked = asked_in(record, context.columns)[1]
     if values and asked:
         wrong = "there are pictures in the conversation and beside it"
         raise refuse("field_type", wrong, "leave them out of one of the two in")

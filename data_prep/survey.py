@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import io
 import shlex
 from array import array
 from collections import Counter
@@ -14,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from adora_vl.data.dataset import SPLITS, Manifest, Row, example_row, read_manifest, row_count, split_files, stored_rows
-from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_tokens, open_picture
+from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_size, image_tokens
 from adora_vl.data.prompts import DEFAULT_PROMPT, as_text, conversation_with_images, template
 from adora_vl.data.rows import problem_with_prompt, problem_with_row
 from adora_vl.models.families import FAMILIES
@@ -121,8 +120,7 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, fami
 def _size(image: Any, where: str) -> tuple[int, int]:
     """Width and height of a stored picture, by its header."""
     try:
-        with open_picture(io.BytesIO(image["bytes"])) as opened:
-            return opened.size
+        return image_size(image["bytes"])
     except Exception as error:  # Pillow raises nearly anything on broken bytes
         raise UserError(f"{where} is not a stored picture ({in_one_line(error)}); prepare the dataset again") from error
 

@@ -16,6 +16,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from PIL import ImageOps
 
 from adora_vl.data.dataset import Row
 from adora_vl.data.images import open_picture, png_bytes
@@ -229,6 +230,7 @@ def _picture(encoded: bytes) -> str:
     """The stored picture, or a smaller one, as a data URI."""
     if len(encoded) > _IMAGE_BYTES:
         with open_picture(io.BytesIO(encoded)) as image:
+            ImageOps.exif_transpose(image, in_place=True)
             image.thumbnail((_IMAGE_SIDE, _IMAGE_SIDE))
             encoded = png_bytes(image)
             if len(encoded) > _IMAGE_BYTES:  # a photograph

@@ -20,7 +20,7 @@ from data_prep.formats import ENDINGS, SAVED, TEXT_TABLES, check_columns, format
 from data_prep.leakage import question_key
 from data_prep.pictures import FileRoot, PictureError, picture_bytes
 from data_prep.problem import Reads
-from data_prep.records import BadRecord, Context, pictures_asked, read_record
+from data_prep.records import BadRecord, Context, asked_in, pictures_beside, read_record
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?:@[\w./-]+)?")
 SPLIT_OF = {"train": "train", "validation": "validation", "val": "validation", "valid": "validation",
@@ -79,23 +79,23 @@ class DrawnTests:
         self._questions: dict[bytes, int] = {}  # each with its number, in the order in which they come
         self._held: list[bool] = []  # of each row that was taken
 
-    def takes(self, number: int, record: Record | BadRecord, files: FileRoot) -> bool:
+    def takes(self, number: int, record: Record | BadRecord, part: TablePart) -> bool:
         """Whether the row `number` is one of the test."""
         if number == len(self._held):
-            key = hashlib.sha256(self._asked(number, record, files)).digest()[:16]
+            key = hashlib.sha256(self._asked(number, record, part)).digest()[:16]
             self._held.append(self._questions.setdefault(key, len(self._questions)) in self._share)
         return self._held[number]
 
-    def _asked(self, number: int, record: Record | BadRecord, files: FileRoot) -> bytes:
+    def _asked(self, number: int, record: Record | BadRecord, part: TablePart) -> bytes:
         if isinstance(record, BadRecord):
             return f"broken {number}".encode()
-        asked = [question_key(str(record.get(self._columns.problem))).encode("utf-8", "replace")]
-        for value in (*(record.get(name) for name in self._columns.images), pictures_asked(record, self._columns)):
-            for image in value if isinstance(value, list | tuple) else [value]:
-                try:
-                    asked.append(hashlib.sha256(picture_bytes(image, files)).digest())
-                except PictureError:
-                    asked.append(repr(image).encode())
+        text, inside = asked_in(record, self._columns)
+        asked = [question_key(str(text)).encode("utf-8", "replace")]
+        for image in pictures_beside(record, self._columns, texts_only=part.texts_only) + inside:
+            try:
+                asked.append(hashlib.sha256(picture_bytes(image, part.files)).digest())
+            except PictureError:
+                asked.append(repr(image).encode())
         return b"\0".join(asked)
 
 
@@ -140,7 +140,7 @@ def reads(
     for part in opened.parts[source]:
         context = Context(name, split, part.location, columns, part.files, part.texts_only, drop_instruction, part.said)
         for place, record in part.begin():
-            wanted = tests is None or tests.takes(number, record, part.files) == (split == "test")
+            wanted = tests is None or tests.takes(number, record, part) == (split == "test")
             number += 1
             if limit is not None and given >= limit:
                 return

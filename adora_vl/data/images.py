@@ -117,16 +117,21 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
     """What to store for `image`, which `clean_image` made of `encoded`.
 
     The file itself, without a camera's data, texts and profiles, where it is a PNG or JPEG with these pixels: encoding
-    it anew takes as long as all other work on a row, and a photograph as PNG is many times larger. Else a new PNG.
+    it anew takes as long as all other work on a row, and a photograph as PNG is many times larger. Of a JPEG that lies
+    on its side the tag that says so stays. Else a new PNG.
     """
     with open_picture(io.BytesIO(encoded)) as original:
-        if original.mode == "RGB" and original.size == image.size:
-            if original.format == "PNG":
-                chunks = list(_chunks(encoded))
-                if not any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):
-                    return encoded[:8] + b"".join(chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS)
-            elif original.format in _JPEGS and original.getexif().get(ExifTags.Base.Orientation) not in _TURNS:
-                return b"\xff\xd8" + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
+        if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
+            chunks = list(_chunks(encoded))
+            if not any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):
+                return encoded[:8] + b"".join(chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS)
+        elif original.mode == "RGB" and original.format in _JPEGS:
+            turn, tags = original.getexif().get(ExifTags.Base.Orientation), Image.Exif()
+            if image.size == (original.size[::-1] if turn in _LYING else original.size):
+                tags[ExifTags.Base.Orientation] = turn
+                exif = tags.tobytes() if turn in _TURNS else b""
+                segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif if exif else b""
+                return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
     return _quick_png(image)
 
 

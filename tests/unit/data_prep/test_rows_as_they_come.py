@@ -411,10 +411,11 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
 
 def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> None:
     jsonl(tmp_path / "in")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for n in range(10):
         (tmp_path / "in" / f"{n}.png").write_bytes(encoded(drawing(n, 60)))
-        rows += [{"q": "Find x.", "a": str(n), "i": f"{n}.png"}, {"q": "find x", "a": str(n), "i": f"{n}.png"}]
+        rows.append({"q": "Find x.", "a": str(n), "i": f"{n}.png; 0.png"})
+        rows.append({"q": [{"role": "user", "content": "find x"}], "a": str(n), "i": [f"{n}.png", "0.png"]})
     source = jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
     held, left = kept(tmp_path / "out", "test"), kept(tmp_path / "out")
