@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 
-from adora_vl.data.dataset import stored_rows
+from adora_vl.data.dataset import Row, stored_rows
 from data_prep.cli import main
 from tests.unit.data_prep.data_prep_support import drawing, encoded
 
@@ -120,6 +120,10 @@ FORMATS = {
 
 def convert(source: Path | str, output: Path, *options: str, columns: tuple[str, ...] = COLUMNS) -> int:
     return main(["convert", "--input", str(source), "--output", str(output), "--columns", *columns, *options])
+
+
+def kept(output: Path, split: str = "train") -> list[Row]:
+    return list(stored_rows(output, split))
 
 
 def found(output: Path, split: str = "train") -> dict[str, tuple[Any, ...]]:

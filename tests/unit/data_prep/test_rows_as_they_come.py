@@ -11,22 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from adora_vl.data.dataset import Row, read_manifest, stored_rows
+from adora_vl.data.dataset import read_manifest
 from data_prep.chat import without_instruction
 from data_prep.cli import main
 from data_prep.convert import ensure_converted
 from data_prep.placeholders import Placed, place_images
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused
-from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, table
+from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, kept, table
 
 COLUMNS = ("problem=q", "answer=a", "images=i", "choices=c")
 HOW_LONG = {"type": "text", "text": "How long is AB?", "image": None, "image_url": None}
 ONE = {"q": "Find x.", "a": "5", "i": "pics/0.png"}
-
-
-def kept(output: Path, split: str = "train") -> list[Row]:
-    return list(stored_rows(output, split))
 
 
 def noted(output: Path) -> dict[str, int]:

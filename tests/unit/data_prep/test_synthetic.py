@@ -127,7 +127,7 @@ def test_wrong_arguments_end_with_code_2_one_line_and_no_output(capsys: pytest.C
             assert not list(folder.iterdir())
 
 
-def test_ensure_synthetic_makes_a_folder_only_where_something_is_missing_or_another(
+def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "parent" / "data"
@@ -177,7 +177,7 @@ def _digest(rows: list[Any]) -> str:
     return seen.hexdigest()
 
 
-def test_ensure_synthetic_never_replaces_another_dataset(tmp_path: Path) -> None:
+def test_what_is_drawn_never_replaces_another_dataset(tmp_path: Path) -> None:
     prepare_drawn(tmp_path / "data", synthetic(rows=2, test_rows=0))
     manifest = tmp_path / "data" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"source": "synthetic"', '"source": "geometry3k/hub"'))

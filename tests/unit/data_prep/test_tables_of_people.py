@@ -16,20 +16,15 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from PIL import Image
 
-from adora_vl.data.dataset import Row, stored_rows
 from data_prep.cli import main
 from data_prep.convert import ensure_converted
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused, stored_image
-from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl
+from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, kept
 
 COLUMNS = ("problem=Frage", "answer=Lösung", "images=Bild")
 HEADER = ["Frage", "Lösung", "Bild"]
 GERMAN = [["Wie groß ist der Winkel?", "48,5°", "pics/0.png"], ["Fläche in cm²?", "1.234,5", "pics/1.png, pics/2.png"]]
-
-
-def kept(output: Path, split: str = "train") -> list[Row]:
-    return list(stored_rows(output, split))
 
 
 def pictures(folder: Path) -> Path:
