@@ -81,9 +81,9 @@ METHODS = {
     "ssb": method("ssb"),
     "rrb": method("rrb"),
     "replay": grpo("--adora_rollouts.replay", "64"),
-    "vppo": grpo("--adora_visual_tokens", "0.4", "--adora_visual_scale_min", "0.9"),
+    "vppo": grpo("--adora_extensions", "{visual_tokens: {share: 0.4, scale_min: 0.9}}"),
     # as published without a KL term: to the clean image the answers to distorted ones can be very unlikely
-    "noisy": grpo("--adora_noisy_rollouts", "0.5", "--beta", "0"),
+    "noisy": grpo("--adora_extensions.noisy_rollouts.share", "0.5", "--beta", "0"),
     "large_images": grpo("--min_pixels", "12544"),  # twice as high and wide as they are drawn
     "grpo_x4": grpo(updates=4),
     "clip_higher_x4": grpo("--epsilon_high", "0.28", updates=4),

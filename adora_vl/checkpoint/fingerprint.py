@@ -38,6 +38,7 @@ _FREE_KEYS = {
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
 _BUDGET_KEYS = {"adora_rollouts.budget", "adora_rollouts.staleness"}  # these matter only if there is a budget
+_NOISY = "adora_extensions.noisy_rollouts"
 _LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # these matter only if learning rate or noise depend on the last step
 Fingerprint = dict[str, str]
 
@@ -57,7 +58,7 @@ def fingerprint(
         for field in dataclasses.fields(each):
             values |= dotted(field.name, masked(plain(getattr(each, field.name))))
     constant = spelled(values.get("lr_scheduler_type")) == "constant"
-    annealed = bool(values.get("adora_noisy_rollouts")) and values.get("adora_noise_schedule") != "constant"
+    annealed = bool(values.get(f"{_NOISY}.share")) and values.get(f"{_NOISY}.schedule") != "constant"
     free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
     free |= {"adora_rollouts.ahead"} if not values.get("adora_rollouts.ahead") else set()
     free |= _BUDGET_KEYS if values.get("adora_rollouts.budget") is None else set()

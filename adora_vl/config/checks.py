@@ -149,6 +149,7 @@ def check_budget(config: Any) -> None:
     key, cycle = f"adora_rollouts.budget: {budget}", config.steps_per_generation * config.num_iterations
     parameters = sorted({*(config.generation_kwargs or {})} - _KNOW_NO_BEGINNING)
     obstacle = regroup_obstacle(config)
+    noisy = config.adora_extensions.noisy_rollouts.share
     not_regrouped = obstacle or ("" if regroups(config) else "the keys of micro-batches of whole groups all false")
     _refuse_beside(
         key,
@@ -156,7 +157,7 @@ def check_budget(config: Any) -> None:
         (config.vllm_mode != "colocate", f"vllm_mode: {config.vllm_mode}"),
         (config.vllm_tensor_parallel_size > 1, f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}"),
         (config.adora_rollouts.refill, f"adora_rollouts.refill: {config.adora_rollouts.refill}"),
-        (config.adora_noisy_rollouts, f"adora_noisy_rollouts: {config.adora_noisy_rollouts}"),
+        (noisy, f"adora_extensions.noisy_rollouts.share: {noisy}"),
         (not config.own("cache_images"), "adora_stock_step: cache_images"),
         (not config.vllm_importance_sampling_correction, "vllm_importance_sampling_correction: false"),
         (config.vllm_structured_outputs_regex, "vllm_structured_outputs_regex"),

@@ -24,7 +24,6 @@ StepPart = Literal[
     "skip_zero_signal", "spread_signal", "seeded_rollouts",
 ]  # fmt: skip
 NOISE_KINDS = {"gaussian": 500.0, "rotate": 15.0}  # kind -> NoisyRollout's strength: diffusion steps, degrees
-NOISE_SCHEDULES = ("sigmoid", "constant")
 _ROUNDING = 1e-3  # of shares such as 0.333
 _LARGEST_PROMPT = 1_000_000  # bytes of the file of a system prompt
 
@@ -139,56 +138,62 @@ class RolloutOptions:
     )
 
 
+@dataclass(frozen=True)
+class NoiseOptions:
+    """NoisyRollout (arXiv 2504.13055)."""
+
+    share: Annotated[float, Field(ge=0, lt=1)] = key(
+        0.0,
+        "This share of each group's rollouts sees a distorted image, all are learned from on the clean one. The "
+        "authors use 0.5; 0 is off.",
+    )
+    kind: str = key("gaussian", "gaussian (the authors' choice) or rotate.", choices=[*NOISE_KINDS])
+    strength: Annotated[float, Field(ge=0)] | None = key(
+        None,
+        "At the beginning: diffusion steps of 1,000 for gaussian (the authors use 400 to 500), degrees for rotate; "
+        "null: 500 or 15.",
+    )
+    schedule: str = key("sigmoid", "sigmoid (falls to 0 along a sigmoid) or constant.", choices=["sigmoid", "constant"])
+    middle: Annotated[float, Field(ge=0, le=1)] = key(
+        0.667, "Share of the run after which the sigmoid is at half; the authors' 40 of 60."
+    )
+    steepness: Annotated[float, Field(gt=0)] = key(
+        30.0, "Steepness of the sigmoid over the whole run; the authors use 30."
+    )
+
+
+@dataclass(frozen=True)
+class VisualOptions:
+    """VPPO (arXiv 2510.09285)."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = key(
+        1.0,
+        "The share of each rollout's tokens that the loss learns from, those that depend most on the image. The "
+        "authors use 0.4; 1 learns from all.",
+    )
+    scale_min: Annotated[float, Field(ge=0, le=1)] = key(
+        1.0,
+        "The factor of the advantage of the rollout that depends least on its image; the factors of all have a mean "
+        "of 1. The authors use 0.9; 1 leaves all alike.",
+    )
+
+    @property
+    def on(self) -> bool:
+        return self.share < 1 or self.scale_min < 1
+
+
+@dataclass(frozen=True)
+class ExtensionOptions:
+    """Methods that nobody has reproduced here; all are off by default."""
+
+    noisy_rollouts: NoiseOptions = key(
+        NoiseOptions, "NoisyRollout: share, kind, strength, schedule, middle, steepness."
+    )
+    visual_tokens: VisualOptions = key(VisualOptions, "VPPO: share, scale_min.")
+
+
 @dataclass
-class ExperimentalOptions:
-    """NoisyRollout (arXiv 2504.13055), VPPO (arXiv 2510.09285)."""
-
-    adora_noisy_rollouts: Annotated[float, Field(ge=0, lt=1)] = field(
-        default=0.0,
-        metadata={
-            "help": "NoisyRollout: this share of each group's rollouts sees a distorted image, all are learned from on "
-            "the clean one. The authors use 0.5; 0 is off."
-        },
-    )
-    adora_noise_kind: str = field(
-        default="gaussian",
-        metadata={"help": "gaussian (the authors' choice) or rotate.", "choices": list(NOISE_KINDS)},
-    )
-    adora_noise_strength: Annotated[float, Field(ge=0)] | None = field(
-        default=None,
-        metadata={
-            "help": "At the beginning: diffusion steps of 1,000 for gaussian (the authors use 400 to 500), degrees for "
-            "rotate; null: 500 or 15."
-        },
-    )
-    adora_noise_schedule: str = field(
-        default="sigmoid",
-        metadata={"help": "sigmoid (falls to 0 along a sigmoid) or constant.", "choices": list(NOISE_SCHEDULES)},
-    )
-    adora_noise_middle: Annotated[float, Field(ge=0, le=1)] = field(
-        default=0.667, metadata={"help": "Share of the run after which the sigmoid is at half; the authors' 40 of 60."}
-    )
-    adora_noise_steepness: Annotated[float, Field(gt=0)] = field(
-        default=30.0, metadata={"help": "Steepness of the sigmoid over the whole run; the authors use 30."}
-    )
-    adora_visual_tokens: Annotated[float, Field(gt=0, le=1)] = field(
-        default=1.0,
-        metadata={
-            "help": "VPPO: the share of each rollout's tokens that the loss learns from, those that depend most on the "
-            "image. The authors use 0.4; 1 learns from all."
-        },
-    )
-    adora_visual_scale_min: Annotated[float, Field(ge=0, le=1)] = field(
-        default=1.0,
-        metadata={
-            "help": "VPPO: the factor of the advantage of the rollout that depends least on its image; the factors of "
-            "all have a mean of 1. The authors use 0.9; 1 leaves all alike."
-        },
-    )
-
-
-@dataclass
-class AdoraKeys(ExperimentalOptions):
+class AdoraKeys:
     """ADORA's weights, the rollout guards, the engine, evaluation, freezing and pixel limits."""
 
     adora_method: dict[str, Any] | Name = key(
@@ -208,6 +213,9 @@ class AdoraKeys(ExperimentalOptions):
     )
     adora_rollouts: RolloutOptions = key(
         RolloutOptions, "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha."
+    )
+    adora_extensions: ExtensionOptions = key(
+        ExtensionOptions, "Methods that nobody has reproduced here: noisy_rollouts, visual_tokens."
     )
     adora_correct_above: float = key(0.5, "A rollout is correct above this reward.")
     adora_truncated: Annotated[int, Field(ge=1)] | _Eos | None = key(

@@ -38,6 +38,13 @@ def _listed(word: str, when: bool) -> Callable[[Any], Any]:
 
 # Old key -> the new one, and what its value is there; None: the same value.
 MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
+    **{
+        f"adora_noise_{name}": (f"adora_extensions.noisy_rollouts.{name}", None)
+        for name in ("kind", "strength", "schedule", "middle", "steepness")
+    },
+    "adora_noisy_rollouts": ("adora_extensions.noisy_rollouts.share", None),
+    "adora_visual_tokens": ("adora_extensions.visual_tokens.share", None),
+    "adora_visual_scale_min": ("adora_extensions.visual_tokens.scale_min", None),
     "adora_dynamic_sampling": ("adora_rollouts.refill", None),
     "adora_rollout_budget": ("adora_rollouts.budget", None),
     "adora_async_rollouts": ("adora_rollouts.ahead", None),

@@ -22,15 +22,15 @@ def extensions(context: StepContext, images: DistinctImages, *, has_dropout: boo
 
     Raises `UserError` where one does not go with the model.
     """
-    from adora_vl.config.experimental import weighs_visually
     from adora_vl.experimental.noisy_rollouts import NoisyRollouts
     from adora_vl.experimental.replay import SampleReplay
     from adora_vl.experimental.visual_tokens import VisualDependency
 
     found: list[Extension] = []
-    if context.config.adora_noisy_rollouts:
+    asked = context.config.adora_extensions
+    if asked.noisy_rollouts.share:
         found.append(NoisyRollouts(context))
-    if weighs_visually(context.config):
+    if asked.visual_tokens.on:
         found.append(VisualDependency(context, images, has_dropout=has_dropout))
     if context.config.adora_rollouts.replay:
         found.append(SampleReplay(context, images))

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from adora_vl.config.experimental import noise_settings
+from adora_vl.config.experimental import noise_strength, noisy_count
 from adora_vl.dedup.image_store import PASSING, can_cache
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import StepContext
@@ -128,24 +128,26 @@ class NoisyRollouts(Extension):
     """Chooses the distortion of each generation of a run."""
 
     def __init__(self, context: StepContext) -> None:
-        self.settings, self.seed = noise_settings(context.config), context.config.seed
+        config = context.config
+        self.options, self.count, self.seed = config.adora_extensions.noisy_rollouts, noisy_count(config), config.seed
+        self.clean = config.num_generations - self.count
         self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
 
     def level(self) -> float:
         """The strength at this share of the run; for `gaussian` rounded down to whole steps, as in the repository."""
-        settings, state, share = self.settings, self.state(), 1.0
-        if settings.schedule == "sigmoid":
+        options, state, share = self.options, self.state(), 1.0
+        if options.schedule == "sigmoid":
             done = state.global_step / max(state.max_steps, 1)
-            share = sigmoid_annealing(done, middle=settings.middle, steepness=settings.steepness)
-        level = settings.strength * share
-        return float(int(level)) if settings.kind == "gaussian" else level
+            share = sigmoid_annealing(done, middle=options.middle, steepness=options.steepness)
+        level = noise_strength(options) * share
+        return float(int(level)) if options.kind == "gaussian" else level
 
     def now(self, key: str) -> Noise | None:
         """The distortion of the present generation, None where nothing is distorted. `key` as in `Noise`."""
-        settings, level = self.settings, self.level()
-        if settings.count == 0 or level <= 0:
+        level = self.level()
+        if self.count == 0 or level <= 0:
             return None
-        return Noise(settings.kind, level, key, clean=settings.generations - settings.count)
+        return Noise(self.options.kind, level, key, clean=self.clean)
 
     def before_sampling(self, generation: Generation) -> None:
         """The engine sees distorted images for some rollouts; an evaluation does not."""

@@ -73,8 +73,8 @@ def black_patch(image_processor: Any, values: int) -> Tensor:
     """What the processor makes of a black patch, (values,). Raises `UserError` for a processor of another kind."""
     if not can_cache(image_processor):
         raise UserError(
-            f"adora_visual_tokens: {type(image_processor).__name__} does not cut images into patches of its own, which "
-            "could be blackened; set adora_visual_tokens and adora_visual_scale_min to 1"
+            f"adora_extensions.visual_tokens: {type(image_processor).__name__} does not cut images into patches of its "
+            "own, which could be blackened; leave it out"
         )
     return normalized(image_processor, torch.zeros(1, values), effective_settings(image_processor, {}))[0]
 
@@ -136,10 +136,11 @@ class VisualDependency(Extension):
         """
         if images.shown and not images.knows_patches:
             raise UserError(
-                "adora_visual_tokens: the image processor of this model cuts images in a way that is not known here; "
-                "set adora_visual_tokens and adora_visual_scale_min to 1"
+                "adora_extensions.visual_tokens: the image processor of this model cuts images in a way that is not "
+                "known here; leave it out"
             )
         self.accelerator, self.log, self.config = context.accelerator, context.log, context.config
+        self.options = context.config.adora_extensions.visual_tokens
         self.policy_logps, self.images, self.has_dropout = context.policy_logps, images, has_dropout
 
     def after_weighing(self, generation: Generation) -> None:
@@ -166,9 +167,9 @@ class VisualDependency(Extension):
         dependency_BC = visual_dependency(seen_BC, blind_BC, mask_BC)
         tokens_B, shown_B = mask_BC.sum(dim=1), self._shown(batch)
         own_B = torch.where(shown_B & (tokens_B > 0), dependency_BC.sum(dim=1) / tokens_B, torch.nan)
-        learned_BC = most_dependent(dependency_BC, mask_BC, self.config.adora_visual_tokens) | ~shown_B[:, None]
+        learned_BC = most_dependent(dependency_BC, mask_BC, self.options.share) | ~shown_B[:, None]
         compared_B = own_B.masked_fill(~live_B.to(own_B.device), torch.nan)
-        scale_B = rollout_scale(compared_B, self.accelerator.gather(compared_B), self.config.adora_visual_scale_min)
+        scale_B = rollout_scale(compared_B, self.accelerator.gather(compared_B), self.options.scale_min)
         batch["advantages"] = batch["advantages"][:, None] * (learned_BC * mask_BC * scale_B[:, None])
         batch["visual_dependency"], batch["visual_scale"] = own_B, scale_B
         self._log(own_B, (learned_BC * mask_BC).sum(dim=1), tokens_B)

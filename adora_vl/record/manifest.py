@@ -121,8 +121,9 @@ def _adora(config: Mapping[str, Any]) -> str:
 
 def _additions(config: Mapping[str, Any]) -> list[str]:
     """What can be combined with any method."""
-    noisy, replayed = config.get("adora_noisy_rollouts") or 0, (config.get("adora_rollouts") or {}).get("replay")
-    tokens, scale = config.get("adora_visual_tokens", 1), config.get("adora_visual_scale_min", 1)
+    asked, replayed = config.get("adora_extensions") or {}, (config.get("adora_rollouts") or {}).get("replay")
+    noisy, visual = asked.get("noisy_rollouts", {}).get("share"), asked.get("visual_tokens", {})
+    tokens, scale = visual.get("share", 1), visual.get("scale_min", 1)
     loss = str(config.get("loss_type") or "grpo")
     found = {
         f"{loss.upper()} loss": loss not in _GRPO_LOSSES,

@@ -113,7 +113,7 @@ class UnfinishedGeneration:
         if any("token_weights" in micro for micro in own["micro_batches"]):
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} was saved by an earlier version in the middle of a "
-                "generation with adora_visual_tokens; name a checkpoint between two generations"
+                "generation with visual_tokens; name a checkpoint between two generations"
             )
         micro_batches: list[Batch] = send_to_device(own["micro_batches"], device)
         for micro in micro_batches:

@@ -43,8 +43,8 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     done = run(
         [
             *KILLS, "--kills", "backward:5", "--output", str(tmp_path), "--", "--adora_method", "daro+adora",
-            "--adora_noisy_rollouts", "0.5", "--adora_visual_tokens", "0.5", "--dataset_name", "synthetic",
-            str(tmp_path / "own"), "--adora_mixture", "0.6", "0.4", *MOVED,
+            "--adora_extensions", "{noisy_rollouts: {share: 0.5}, visual_tokens: {share: 0.5}}",
+            "--dataset_name", "synthetic", str(tmp_path / "own"), "--adora_mixture", "0.6", "0.4", *MOVED,
         ]
     )  # fmt: skip
     assert "checkpoint-3" in done.stdout

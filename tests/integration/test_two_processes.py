@@ -30,7 +30,8 @@ from tests.support.endpoint_server import Answer, Reply, Server, completion
 pytestmark = pytest.mark.slow
 RUN = [
     "--config", "configs/train/smoke_cpu.yaml", "--adora_synthetic_rows", "64", "--num_generations", "4",
-    "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "4", "--adora_visual_scale_min", "0.5",
+    "--logging_steps", "1", "--save_steps", "1", "--save_total_limit", "4",
+    "--adora_extensions.visual_tokens.scale_min", "0.5",
     "--beta", "0.1", "--sync_ref_model", "true", "--ref_model_sync_steps", "1",
 ]  # fmt: skip
 TWO = ["--per_device_train_batch_size", "8"]

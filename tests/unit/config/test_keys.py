@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.keys import RolloutOptions
+from adora_vl.config.keys import NoiseOptions, RolloutOptions, VisualOptions
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.config.values import RANGES, convert, declared
@@ -25,7 +25,9 @@ from adora_vl.utils.errors import UserError
 ROOT = Path(__file__).parents[3]
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
 KEYS: dict[str, Any] = {key: hint for dataclass in DATACLASSES for key, hint in declared(dataclass).items()}
-KEYS |= {f"adora_rollouts.{name}": hint for name, hint in declared(RolloutOptions).items()}
+BLOCKS = {"adora_rollouts": RolloutOptions, "adora_extensions.noisy_rollouts": NoiseOptions,
+          "adora_extensions.visual_tokens": VisualOptions}  # fmt: skip
+KEYS |= {f"{block}.{name}": hint for block, kind in BLOCKS.items() for name, hint in declared(kind).items()}
 OURS = (
     {key for key in KEYS if "." in key}
     | set(declared(AdoraScriptArguments))
@@ -45,14 +47,14 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_record_gb": ([0, -1], [0.5], "a number above 0"),
     "adora_max_ratio": ([0, 0.9, -1], [1, None], "a number of at least 1 or null"),
     "adora_reward_timeout": ([0, -1], [0.1, None], "a number above 0 or null"),
-    "adora_noisy_rollouts": ([-0.1, 1], [0, 0.5], "a number of at least 0 and below 1"),
-    "adora_noise_strength": ([-1], [0, 400, None], "a number of at least 0 or null"),
-    "adora_noise_middle": ([-0.1, 1.1], [0, 1], "a number of at least 0 and at most 1"),
-    "adora_noise_steepness": ([0, -1], [30], "a number above 0"),
+    "adora_extensions.noisy_rollouts.share": ([-0.1, 1], [0, 0.5], "a number of at least 0 and below 1"),
+    "adora_extensions.noisy_rollouts.strength": ([-1], [0, 400, None], "a number of at least 0 or null"),
+    "adora_extensions.noisy_rollouts.middle": ([-0.1, 1.1], [0, 1], "a number of at least 0 and at most 1"),
+    "adora_extensions.noisy_rollouts.steepness": ([0, -1], [30], "a number above 0"),
     "adora_rollouts.replay": ([-1, 0.5], [0, 8], "a whole number of at least 0"),
     "adora_rollouts.replay_alpha": ([-1], [0, 2], "a number of at least 0"),
-    "adora_visual_tokens": ([0, 1.1], [0.4, 1], "a number above 0 and at most 1"),
-    "adora_visual_scale_min": ([-0.1, 1.1], [0, 1], "a number of at least 0 and at most 1"),
+    "adora_extensions.visual_tokens.share": ([0, 1.1], [0.4, 1], "a number above 0 and at most 1"),
+    "adora_extensions.visual_tokens.scale_min": ([-0.1, 1.1], [0, 1], "a number of at least 0 and at most 1"),
     "adora_correct_above": ([], [-3, 0, 0.5], "a number"),
     "adora_truncated": ([0, 1.5], [1, None], "a whole number of at least 1 or eos or null"),
     "adora_max_drift": ([0, -1], [0.3, None], "a number above 0 or null"),
@@ -235,7 +237,7 @@ def test_what_trl_refuses_is_told_in_its_own_sentence_in_one_line():
 def test_file_command_line_and_python_say_the_same(tmp_path):
     """A value of each kind, by each of the three ways."""
     path, wrong = tmp_path / "c.yaml", {}
-    rows: dict[str, Any] = {"adora_noise_middle": 2, "adora_max_ratio": float("nan"), "beta": -1}
+    rows: dict[str, Any] = {"adora_max_drift": -2, "adora_max_ratio": float("nan"), "beta": -1}
     rows |= {"loss_type": "gpro", "adora_vllm_dtype": "boost", "adora_self_check": "maybe", "adora_record_every": None}
     for key, value in {**rows, "epsilon": float("inf")}.items():
         path.write_text(yaml.safe_dump({key: value}))
@@ -273,7 +275,9 @@ def defaults() -> dict[str, object]:
         for field in fields(dataclass):
             made = field.default_factory() if field.default_factory is not MISSING else field.default
             found.setdefault(field.name, made)
-    return found | {"adora_rollouts": {}, **dotted("adora_rollouts", plain(found["adora_rollouts"]))}
+    for block in ("adora_rollouts", "adora_extensions"):
+        found |= {block: {}, **dotted(block, plain(found[block]))}
+    return found
 
 
 def test_the_documentation_has_every_key_of_ours_with_its_default():

@@ -172,7 +172,7 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
 
 
 def test_a_file_is_read_once_and_each_value_converted_once(tmp_path, monkeypatch):
-    (tmp_path / "c.yaml").write_text("adora_noise_middle: 0.4\noptim: adamw_torch\nmodel_name_or_path: tiny\n")
+    (tmp_path / "c.yaml").write_text("adora_max_drift: 0.4\noptim: adamw_torch\nmodel_name_or_path: tiny\n")
     asked: list[str] = []
 
     def counted(function):
@@ -188,7 +188,7 @@ def test_a_file_is_read_once_and_each_value_converted_once(tmp_path, monkeypatch
 def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
     path, read_so = tmp_path / "c.yaml", set()
     for key in MOVED:
-        for value in ("1", "false", "true", "eos", "think", "a.txt", "null"):
+        for value in ("1", "false", "true", "eos", "think", "a.txt", "null", "0.5", "rotate", "constant"):
             path.write_text(f"{key}: {value}\n")
             ways = (lambda: read([f"--{key}", value]), lambda: read(["--config", str(path)]),  # noqa: B023
                     lambda: AdoraGRPOConfig("x", **{key: yaml_value(value)}))  # noqa: B023  # fmt: skip
@@ -239,7 +239,8 @@ EARLY = {
     "hub id or 'tiny' (`python -m adora_vl.train --help`)",
     "--betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
     "--dry-run --betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
-    "--adora_noise_middle 2": "adora_noise_middle: 2 is not a number of at least 0 and at most 1",
+    "--adora_extensions.noisy_rollouts.middle 2": "adora_extensions.noisy_rollouts.middle: 2 is not a number of at "
+    "least 0 and at most 1",
     "--num_generations=1": "num_generations: 1 is not a whole number of at least 2",
     "--adora_vllm_dtype flaot32": "adora_vllm_dtype: 'flaot32' is not one of auto, float32, bfloat16, float16; did you "
     "mean 'float32'?",

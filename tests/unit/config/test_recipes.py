@@ -17,7 +17,7 @@ from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
 from adora_vl.config.checks import check_config
-from adora_vl.config.experimental import noise_settings
+from adora_vl.config.experimental import noisy_count
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import parse
 from adora_vl.experimental.noisy_rollouts import NoisyRollouts
@@ -102,10 +102,9 @@ def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
 
 
 def level(config: AdoraGRPOConfig, progress: float) -> float:
-    keys = {name: getattr(config, name) for name in vars(config) if name.startswith("adora_noise_")}
-    shares = {"adora_noisy_rollouts": config.adora_noisy_rollouts, "num_generations": config.num_generations}
+    keys = {"adora_extensions": config.adora_extensions, "num_generations": config.num_generations}
     state = TrainerState(global_step=round(60 * progress), max_steps=60)
-    return NoisyRollouts(step_context(state=state, **keys, **shares)).level()
+    return NoisyRollouts(step_context(state=state, **keys)).level()
 
 
 def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_steps():
@@ -114,7 +113,7 @@ def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_s
     plan = batch_plan(config, 8)
     assert (plan.prompts_per_generation, plan.optimizer_batch, plan.updates_per_generation) == (512, 128 * 12, 4)
     assert config.save_steps == 2101 // 512 * 4, "once per epoch"
-    assert noise_settings(config).count == 6
+    assert noisy_count(config) == 6
     for number in (1, 20, 35, 39, 41, 45, 60):  # a generation as it is counted there
         there = int(500 * (1 - 1 / (1 + math.exp(-30 * (number / 60 - 40 / 60)))))
         assert level(config, (number - 1) / 60) == there, number

@@ -217,7 +217,7 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
         ({"vllm_mode": "server"}, "vllm_mode: server"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size: 2"),
         ({"adora_rollouts": {"budget": 100, "refill": 2}}, "adora_rollouts.refill: 2"),
-        ({"adora_noisy_rollouts": 0.5}, "adora_noisy_rollouts: 0.5"),
+        ({"adora_extensions": {"noisy_rollouts": {"share": 0.5}}}, "adora_extensions.noisy_rollouts.share: 0.5"),
         ({"adora_stock_step": ["cache_images"]}, "adora_stock_step: cache_images"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction: false"),
         ({"generation_kwargs": {"min_tokens": 5, "stop": ["."]}}, "generation_kwargs: min_tokens, stop"),

@@ -16,7 +16,8 @@ from transformers import TrainerState
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.experimental import NoiseSettings, check_noise, noise_settings
+from adora_vl.config.experimental import check_noise, noise_strength, noisy_count
+from adora_vl.config.keys import ExtensionOptions, NoiseOptions
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageCache, effective_settings
 from adora_vl.experimental.noisy_rollouts import (
@@ -39,7 +40,7 @@ from tests.support.step_context import step_context
 
 NAN = float("nan")
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
-HALF = {"adora_noisy_rollouts": 0.5, "num_generations": 8, "adora_noise_middle": 2 / 3}  # else the authors' choices
+HALF = {"share": 0.5, "middle": 2 / 3}  # else the authors' choices
 
 
 def drawing(seed: int = 0, size: tuple[int, int] = (56, 28)) -> Image.Image:
@@ -51,10 +52,11 @@ def config(*arguments):
     return parse([*CPU, *arguments])[1]
 
 
-def noisy_at(progress: float, log: dict[str, float] | None = None, **keys: Any) -> NoisyRollouts:
+def noisy_at(progress: float, log: dict[str, float] | None = None, **options: Any) -> NoisyRollouts:
     """At this share of the run."""
     state = TrainerState(global_step=round(progress * 600), max_steps=600)
-    return NoisyRollouts(step_context(log, state=state, **{**HALF, **keys}))
+    asked = ExtensionOptions(noisy_rollouts=NoiseOptions(**{**HALF, **options}))
+    return NoisyRollouts(step_context(log, state=state, num_generations=8, adora_extensions=asked))
 
 
 def test_the_annealing_of_the_repository_by_hand():
@@ -65,7 +67,7 @@ def test_the_annealing_of_the_repository_by_hand():
     levels = [noisy_at(step / 60).level() for step in range(61)]
     assert levels[0] == 499 and levels[40] == 250 and levels[-1] == 0  # whole diffusion steps, rounded down
     assert levels == sorted(levels, reverse=True)
-    assert noisy_at(1.0, adora_noise_schedule="constant").level() == 500
+    assert noisy_at(1.0, schedule="constant").level() == 500
 
 
 def test_however_steep_it_is_nothing_overflows(subtests):
@@ -143,12 +145,12 @@ def test_two_ranks_distort_what_one_does_and_another_step_distorts_otherwise():
 
 
 def test_the_neutral_settings_distort_nothing():
-    for noisy in (noisy_at(0, adora_noisy_rollouts=0.0), noisy_at(0, adora_noise_strength=0.0), noisy_at(1)):
+    for noisy in (noisy_at(0, share=0.0), noisy_at(0, strength=0.0), noisy_at(1)):
         assert noisy.now("x") is None
     assert noisy_at(0).now("x") is not None
     images: list[Any] = [[drawing()], None]
     assert unaltered(images, 0, 2) == (images, [False, False])
-    assert noise_settings(config()).count == 0
+    assert noisy_count(config()) == 0
 
 
 def test_the_noise_follows_the_progress_of_the_run():
@@ -257,26 +259,27 @@ def test_the_cache_of_images_does_not_keep_what_is_seen_once():
     assert cache.bytes_held == held and cache.get(processor, image, settings) is clean
 
 
-ENGINE = ["--use_vllm", "true", "--vllm_mode", "colocate", "--adora_noisy_rollouts", "0.5"]
+NOISE = "--adora_extensions.noisy_rollouts"
+ENGINE = ["--use_vllm", "true", "--vllm_mode", "colocate", f"{NOISE}.share", "0.5"]
 
 
 def test_keys_become_settings():
-    ours = config(*ENGINE, "--adora_noise_kind", "rotate")
+    ours = config(*ENGINE, f"{NOISE}.kind", "rotate")
     check_noise(ours)
-    assert noise_settings(ours) == NoiseSettings(4, 8, "rotate", 15.0, "sigmoid", 0.667, 30.0)
-    assert noise_settings(config(*ENGINE, "--adora_noise_strength", "450")).strength == 450
+    options = ours.adora_extensions.noisy_rollouts
+    assert noisy_count(ours) == 4 and options == NoiseOptions(0.5, "rotate") and noise_strength(options) == 15.0
 
 
 def test_what_does_not_fit_is_named(subtests):
     cases = [
-        (["--adora_noisy_rollouts", "0.3", *ENGINE[:4]], "0.3 of num_generations: 8 is 2.4 rollouts.*such as 0.5"),
-        (["--adora_noisy_rollouts", "0.5"], "needs use_vllm: true and vllm_mode: colocate"),
+        ([f"{NOISE}.share", "0.3", *ENGINE[:4]], "0.3 of num_generations: 8 is 2.4 rollouts.*such as 0.5"),
+        ([f"{NOISE}.share", "0.5"], "needs use_vllm: true and vllm_mode: colocate"),
         ([*ENGINE, "--vllm_mode", "server"], "needs use_vllm: true and vllm_mode: colocate"),
-        ([*ENGINE, "--adora_noise_strength", "1000"], "at most 999 diffusion steps"),
-        ([*ENGINE, "--adora_noise_kind", "rotate", "--adora_noise_strength", "200"], "at most 180 degrees"),
+        ([*ENGINE, f"{NOISE}.strength", "1000"], "at most 999 diffusion steps"),
+        ([*ENGINE, f"{NOISE}.kind", "rotate", f"{NOISE}.strength", "200"], "at most 180 degrees"),
         ([*ENGINE, "--adora_method", "canon"], "canon's measure: entropy"),
-        (["--adora_noisy_rollouts", "1"], "adora_noisy_rollouts: .*below 1"),
-        ([*ENGINE, "--adora_noise_kind", "blur"], "adora_noise_kind: .*'blur'"),
+        ([f"{NOISE}.share", "1"], "noisy_rollouts.share: .*below 1"),
+        ([*ENGINE, f"{NOISE}.kind", "blur"], "noisy_rollouts.kind: .*'blur'"),
     ]
     for arguments, message in cases:
         with subtests.test(f"{arguments!r:.80}"), pytest.raises(UserError, match=message):

@@ -23,6 +23,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from trl import GRPOTrainer
 
 from adora_vl.config.experimental import check_visual, visual_needs
+from adora_vl.config.keys import ExtensionOptions, VisualOptions
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.dedup.policy_pass import _INPUTS, evaluating
@@ -45,6 +46,7 @@ from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
 NAN = math.nan
+VISUAL = "--adora_extensions.visual_tokens"
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 
 
@@ -192,7 +194,7 @@ def test_a_rank_without_images_passes_what_it_has(subtests):
 
 
 def test_a_processor_of_another_kind_is_refused_in_one_line():
-    with pytest.raises(UserError, match="adora_visual_tokens: SimpleNamespace does not cut"):
+    with pytest.raises(UserError, match="adora_extensions.visual_tokens: SimpleNamespace does not cut"):
         black_patch(SimpleNamespace(), 10)
 
 
@@ -206,7 +208,7 @@ def weigher(
     images: Any = SimpleNamespace(banks=ImageBanks(), image_processor=processor(), shown=True, knows_patches=True)
     context = step_context(
         log, accelerator=SimpleNamespace(gather=gather), policy_logps=policy_logps,
-        adora_visual_tokens=share, adora_visual_scale_min=smallest,
+        adora_extensions=ExtensionOptions(visual_tokens=VisualOptions(share, smallest)),
     )  # fmt: skip
     return VisualDependency(context, images, has_dropout=has_dropout)
 
@@ -313,12 +315,12 @@ def test_tokens_of_tools_and_padding_are_neither_weighed_nor_counted():
 
 
 def test_losses_that_take_one_advantage_per_rollout_are_refused(subtests):
-    tokens, scale = ["--adora_visual_tokens", "0.4"], ["--adora_visual_scale_min", "0.9"]
+    tokens, scale = [f"{VISUAL}.share", "0.4"], [f"{VISUAL}.scale_min", "0.9"]
     cases = [
-        ([*tokens, "--loss_type", "vespo"], "adora_visual_tokens: 0.4 .* loss_type: vespo"),
+        ([*tokens, "--loss_type", "vespo"], "visual_tokens.share: 0.4 .* loss_type: vespo"),
         (
             [*scale, "--off_policy_mask_threshold", "0.5"],
-            "adora_visual_scale_min: 0.9 .* off_policy_mask_threshold: 0.5",
+            "visual_tokens.scale_min: 0.9 .* off_policy_mask_threshold: 0.5",
         ),
     ]
     for arguments, said in cases:
@@ -326,28 +328,28 @@ def test_losses_that_take_one_advantage_per_rollout_are_refused(subtests):
             config = parse([*CPU, *arguments])[1]
             with pytest.raises(UserError, match=said):
                 check_visual(config, AutoConfig.from_pretrained(PRETRAINED))
-            config.adora_visual_tokens = config.adora_visual_scale_min = 1.0
+            config.adora_extensions = ExtensionOptions()
             check_visual(config, AutoConfig.from_pretrained(PRETRAINED))
             assert not visual_needs(config)
 
 
 def test_a_model_without_eyes_is_refused():
-    config = parse([*CPU, "--adora_visual_tokens", "0.4"])[1]
-    with pytest.raises(UserError, match="adora_visual_tokens: 0.4 needs a model that sees images"):
+    config = parse([*CPU, f"{VISUAL}.share", "0.4"])[1]
+    with pytest.raises(UserError, match="visual_tokens.share: 0.4 needs a model that sees images"):
         check_visual(config, AutoConfig.from_pretrained(PRETRAINED).text_config)
     assert "half of every image black" in visual_needs(config)[0]
 
 
 def test_a_family_whose_patches_are_not_known_is_refused():
-    config = parse([*CPU, "--adora_visual_scale_min", "0.9"])[1]
-    with pytest.raises(UserError, match="adora_visual_scale_min: 0.9 .* and gemma3 is none"):
+    config = parse([*CPU, f"{VISUAL}.scale_min", "0.9"])[1]
+    with pytest.raises(UserError, match="visual_tokens.scale_min: 0.9 .* and gemma3 is none"):
         check_visual(config, Gemma3Config())
 
 
 def test_an_image_processor_that_is_not_known_is_refused_before_a_rollout():
     images: Any = SimpleNamespace(shown=True, knows_patches=False)
-    with pytest.raises(UserError, match="adora_visual_tokens: the image processor"):
-        VisualDependency(step_context(adora_visual_tokens=0.4), images, has_dropout=False)
+    with pytest.raises(UserError, match="adora_extensions.visual_tokens: the image processor"):
+        VisualDependency(step_context(), images, has_dropout=False)
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +367,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[pd.DataFrame
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(GRPOTrainer, "_compute_loss", noted)
-        settings = {"adora_visual_tokens": 0.4, "adora_visual_scale_min": 0.8, "save_strategy": "no"}
+        settings = {"adora_extensions": "{visual_tokens: {share: 0.4, scale_min: 0.8}}", "save_strategy": "no"}
         folder = train(tmp_path_factory.mktemp("visual") / "run", **settings)
     rollouts = pd.read_parquet(folder / "rollouts").sort_values(["step", "group", "rollout"])
     yield rollouts.reset_index(drop=True), of_the_loss, folder
@@ -407,6 +409,6 @@ def test_a_run_says_how_much_its_rollouts_depend_on_their_images(run):
 def test_without_the_black_patches_nothing_depends_on_the_image(tmp_path, monkeypatch):
     """What is measured is the image, not a difference between two passes."""
     monkeypatch.setattr(module, "BLACK_SHARE", 0.0)
-    folder = train(tmp_path / "run", max_steps=1, adora_visual_tokens=0.4, save_strategy="no")
+    folder = train(tmp_path / "run", max_steps=1, save_strategy="no", adora_extensions="{visual_tokens: {share: 0.4}}")
     rollouts = pd.read_parquet(folder / "rollouts")
     assert rollouts["visual_dependency"].abs().max() < 1e-9  # (1e-5)^2 / 2, for log-probabilities in float32
