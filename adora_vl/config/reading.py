@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args
 
 from adora_vl.config.key_list import Key, read_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments, StepPart
-from adora_vl.config.values import RANGES, Read, convert, declared, takes, takes_list
+from adora_vl.config.values import RANGES, Read, convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, truth, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest
 
@@ -321,7 +321,7 @@ def _of_words(key: str, words: Words, hint: Any) -> Any:
         return True
     if not words:
         raise UserError(f"{key}: its value is missing; write --{key} VALUE")
-    if takes_list(hint):
+    if takes(hint, list):
         return list(words)
     refuse_stray(words[1:])
     return words[0]

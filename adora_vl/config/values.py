@@ -191,12 +191,8 @@ def _hints(dataclass: Any) -> dict[str, Any]:
 @cache
 def declared(dataclass: Any) -> dict[str, Any]:
     """What every key of a dataclass takes, as an annotation."""
-    hints = get_type_hints(dataclass, include_extras=True)
-    return {
-        key.name: _range_of(key.name) or _with_names(hints[key.name], key.metadata.get("choices"))
-        for key in fields(dataclass)
-        if key.init
-    }
+    taken = {key.name for key in fields(dataclass) if key.init}
+    return {key: _range_of(key) or hint for key, hint in _hints(dataclass).items() if key in taken}
 
 
 @cache
@@ -250,11 +246,6 @@ def _arms(hint: Any) -> tuple[Any, ...]:
 def takes(hint: Any, kind: type) -> bool:
     """Whether a key takes values of this kind."""
     return any(_kind(arm) is kind for arm in _arms(hint))
-
-
-def takes_list(hint: Any) -> bool:
-    """Whether a key takes several words on the command line."""
-    return takes(hint, list)
 
 
 def _kind(arm: Any) -> Any:

@@ -160,6 +160,7 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--report_to wandb", "report_to: 'wandb' is not installed"),
     ("--use_liger_kernel true", "use_liger_kernel: true is not installed"),
     ("--use_cpu false --bf16 true", "bf16: true needs a GPU, and there is none here", "CKP"),
+    ("--use_cpu false --bf16 false --fp16 true", "fp16: true needs a GPU, and there is none here", "CKP"),
     ("--per_device_train_batch_size 6 --num_generations 4", "per_device_train_batch_size: 6 x gradient_accumulation"),
     ("--per_device_train_batch_size 168", "dataset: 20 rows cannot fill one generation of 21"),
     ("--model_name_or_path HERE/nowhere", "model_name_or_path: 'HERE/nowhere' is neither a model folder here"),
@@ -237,6 +238,8 @@ def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, here, tmp_path)
 
 OBJECTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [print]}, "tools: rollouts of several turns"),
+    ({"rollout_func": print}, "rollout_func: rollouts of several turns"),
+    ({"environment_factory": print}, "environment_factory: rollouts of several turns"),
     ({"quantization_config": object()}, "quantization_config: quantised training is not supported"),
     ({"args": trl.GRPOConfig("x", use_cpu=True, bf16=False)}, "args: a trl.GRPOConfig has other defaults"),
     ({"reward_funcs": None}, "reward_funcs: None would train on nothing"),

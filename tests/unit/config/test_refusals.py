@@ -19,7 +19,6 @@ from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.checks import (
     check_async,
     check_budget,
-    check_filling,
     check_optimizer,
     check_schedule,
     check_servers,
@@ -33,7 +32,6 @@ from adora_vl.models.check import check_parts, lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.manifest import run_manifest
 from adora_vl.train import main
-from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError, in_one_line
 from benchmarks.gpu.setting import Setting
 from tests.support.tiny_run import arguments
@@ -67,16 +65,6 @@ def last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         return capsys.readouterr().err.splitlines()[-1]
 
     return run
-
-
-def test_a_gpu_recipe_on_a_cpu_names_the_key_and_the_recipe_for_a_cpu(
-    last_line: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("is_torch_bf16_gpu_available", "is_torch_cuda_available", "is_torch_xla_available"):
-        monkeypatch.setattr(f"adora_vl.config.schema.{name}", lambda: False)
-    for key in ("bf16", "fp16"):
-        line = last_line(**{"use_cpu": "false", "bf16": "false", key: "true"})
-        assert line.startswith(f"error: {key}: true needs a GPU") and "smoke_cpu.yaml" in line
 
 
 def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_into_a_run(
@@ -118,14 +106,6 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
     for keys in ({**sequence, "temperature": 1.0, "top_p": 0.9}, sequence, {**vllm, "temperature": 0.8, "top_k": 5}):
         assert bool(sampling_needs(config(**keys))) is ("top_k" in keys), "said where it is not refused"
     assert "the key temperature says" in last_line(generation_kwargs='{"temperature": 0.3}')
-
-
-def test_what_would_sample_several_turns_is_one_line_before_the_model_is_looked_for() -> None:
-    for key in ("tools", "environment_factory", "rollout_func"):
-        with pytest.raises(UserError, match=f"^{key}: rollouts of several turns are not supported") as error:
-            given: dict[str, Any] = {key: [print]}
-            AdoraGRPOTrainer("nowhere", args=config(), **given)
-        assert "\n" not in str(error.value)
 
 
 def test_an_option_of_a_dry_run_alone_says_where_it_belongs(last_line: Any) -> None:
@@ -190,18 +170,6 @@ def test_an_optimizer_is_made_before_the_run_or_refused() -> None:
     assert [given for given, line in lines.items() if f"optim_args: {given!r} is not NAME=VALUE" not in line] == []
     check_optimizer(config(optim_args="beta1=0.9, eps=1e-8"))
     assert refusal(check_optimizer, config(optim="adamw_bnb_8bit")).endswith("use adamw_torch")
-
-
-def test_dynamic_sampling_needs_whole_groups_and_a_loss_that_can_be_regrouped() -> None:
-    ours = {"per_device_train_batch_size": 8, "adora_rollouts": {"refill": 2}}
-    assert "does not go with loss_type: bnpo" in refusal(check_filling, config(loss_type="bnpo", **ours))
-    line = refusal(check_filling, config(top_entropy_quantile=0.2, **ours))
-    assert "does not go with top_entropy_quantile: 0.2, which depends on the rows" in line
-    two_processes = config(**ours)
-    check_filling(two_processes)
-    two_processes.per_device_train_batch_size = 4  # half a group each, which TRL allows
-    line = refusal(check_filling, two_processes)
-    assert "needs whole groups" in line and "samples 4 rollouts" in line and "num_generations is 8" in line
 
 
 def test_partial_rollouts_name_what_they_do_not_go_with() -> None:

@@ -224,6 +224,7 @@ def test_what_it_does_not_go_with_is_said_in_one_line(subtests):
     cases = [
         (["--per_device_train_batch_size", "4"], "adora_rollouts.replay: 4 needs whole groups"),
         (["--loss_type", "bnpo"], "adora_rollouts.replay: 4 does not go with loss_type: bnpo"),
+        (["--top_entropy_quantile", "0.2"], "adora_rollouts.replay: 4 does not go with top_entropy_quantile: 0.2"),
         (["--adora_stock_step", "cache_images"], "adora_rollouts.replay: 4 does not go with adora_stock_step"),
         (["--sync_ref_model", "true"], "adora_rollouts.replay: 4 does not go with sync_ref_model"),
     ]
