@@ -87,7 +87,7 @@ def sharing_lines(plan: Plan) -> list[str]:
 def _honesty(accelerator: bool) -> str:
     if accelerator:
         return (
-            "These are formulas, checked against torch's accounting on a CPU; no GPU has confirmed them yet. CUDA's "
+            "Formulas, checked on a pretended card (python -m benchmarks.fake_card CONFIG) and by no GPU yet. CUDA's "
             "context, fragmentation and the engine's workspace are assumptions: docs/hardware.md."
         )
     return "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."

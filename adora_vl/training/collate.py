@@ -66,7 +66,8 @@ def collated(
     moved: Batch = to_device(batch)
     if logps is not None:
         scored = [[torch.nan if logp is None else logp for logp in row] for row in logps]
-        moved["sampling_per_token_logps"] = wide(scored, 0.0, "right", torch.float32).to(moved["prompt_ids"].device)
+        seen = wide(scored, 0.0, "right", torch.float32)
+        moved["sampling_per_token_logps"] = seen.to(moved["prompt_ids"].device, non_blocking=True)
     if prompts.images is not None:
         moved["num_images"] = prompts.num_images
     return moved

@@ -22,6 +22,7 @@ from typing import Any
 import benchmarks.fake_card.device  # noqa: F401  # before torch
 from benchmarks.fake_card.card import Place
 from benchmarks.fake_card.run import PHASES, CardRun, Ran, run
+from benchmarks.fake_card.tables import HEADS, head_of, row_of, runs
 
 GIB, TERA = 2**30, 1e12
 EMULATED = """\
@@ -33,14 +34,19 @@ autograd and its lifetimes, checkpointed layers, ids, masks, rewards, advantages
 
 def main() -> int:
     given = _arguments()
-    done = []
-    for config in given.configs:
-        asked = CardRun(
-            config, **{each.name: getattr(given, each.name) for each in fields(CardRun) if each.name != "config"}
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            done.append(run(asked, Path(folder)))
-        print("\n".join(report(done[-1], given.most)), flush=True)
+    done: list[Ran] = []
+    like = CardRun(**{each.name: getattr(given, each.name) for each in fields(CardRun)})
+    if given.table:
+        print("\n".join(head_of(given.table)), flush=True)
+    for row in runs(given.table, given.configs, like):
+        for asked in row:
+            with tempfile.TemporaryDirectory() as folder:
+                done.append(run(asked, Path(folder)))
+        faults = [ran for ran in done[-len(row) :] if ran.fault]
+        for ran in faults if given.table else done[-1:]:
+            print("\n".join(report(ran, given.most)), flush=True)
+        if given.table and not faults:
+            print(f"| {' | '.join(row_of(done[-len(row) :]))} |", flush=True)
     print(f"\n{EMULATED}")
     if given.json:
         given.json.write_text(json.dumps([facts(ran) for ran in done], indent=1), encoding="utf-8")
@@ -54,6 +60,9 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks.fake_card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="files of configs/train")
+    parser.add_argument(
+        "--table", choices=list(HEADS), help="of a page, in place of reports (benchmarks.fake_card.tables)"
+    )
     parser.add_argument("--way", choices=["ours", "stock"], default="ours")
     parser.add_argument("--layers", type=int, help="of the language model (default: all)")
     parser.add_argument("--blocks", type=int, help="of the vision tower (default: all)")
@@ -64,7 +73,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--text-tokens", type=int, default=450)
     parser.add_argument("--most", type=int, default=25, help="lines with waits that are shown (default: 25)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    return parser.parse_args(own, argparse.Namespace(words=rest))
+    return parser.parse_args(own, argparse.Namespace(config="", words=rest))
 
 
 def facts(ran: Ran) -> dict[str, Any]:

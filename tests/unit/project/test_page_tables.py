@@ -65,6 +65,18 @@ def policy_step(folder, rows):
             assert ratio == pytest.approx(ours / stock, abs=0.011)
 
 
+def pretended_card(folder, flops, memory):
+    """The command takes minutes for each row; the last columns follow from the others."""
+    lengths = step.answer_lengths(400, 1024, 8, equal=False)
+    for prompt, _, stock, ours, ratio, tokens, _ in flops:
+        wide = int(prompt.replace(",", ""))
+        assert tokens == f"{(wide + sum(lengths)) / 8 / (wide + max(lengths)):.2f}"
+        assert float(ratio) == pytest.approx(float(ours) / float(stock), abs=0.006)
+    for *_, peak, predicted, share in memory:
+        assert float(share) == pytest.approx(float(predicted) / float(peak), abs=0.002)
+        assert float(share) == pytest.approx(1, abs=0.03)
+
+
 def graders(folder, rows):
     right = [grading.ours(case) == (case.label == "correct") for case in cases()]
     counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
@@ -97,6 +109,7 @@ def before_training(folder, plain, demo, budget):
 CHECKS = {
     predictions: ["GPUs", "model", "two CPU cores, 24 GiB"],
     policy_step: ["prompt, tokens"],
+    pretended_card: ["prompt", "recipe, on a pretended card"],
     graders: ["grader"],
     before_training: ["accuracy", "after 50 steps, in percent", "task"],
     stored_runs: ["accuracy, end (seeds)", "accuracy, mean over steps (seeds)", "R2, recipe and arm", "arm",
