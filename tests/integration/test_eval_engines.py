@@ -24,7 +24,7 @@ from eval.inference.chat import ChatProcessor
 from eval.inference.predictions import read_predictions
 from eval.records import Prediction
 
-pytestmark = [pytest.mark.slow, pytest.mark.core]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 # The images are 112 x 112, which is 16 image tokens without a limit and 4 with this one. The lower limit is left out on

@@ -13,7 +13,7 @@ import yaml
 
 from adora_vl.models.shape import SHAPES
 
-pytestmark = [pytest.mark.slow, pytest.mark.core]
+pytestmark = pytest.mark.slow
 CONFIGS = Path("configs/train")
 SMALL = ["--layers", "2", "--blocks", "2", "--lengths", "384", "384", "384", "384"]
 

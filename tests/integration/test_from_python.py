@@ -40,6 +40,7 @@ def test_the_package_shows_its_classes_and_stays_light_until_they_are_asked_for(
     assert done.stdout == "module 'adora_vl' has no attribute 'AdoraTrainer'\n"
 
 
+@pytest.mark.slow
 def test_the_documented_lines_train_and_record(tmp_path):
     """Own column, two images, three turns, own reward: trained for two steps, and recorded with all of it."""
     lines = documented()
@@ -109,6 +110,7 @@ def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     assert not (folder / "checkpoint-2").exists(), "the run of before has gone"
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(tmp_path):
     keys = {"max_steps": 3, "learning_rate": 1e-3, "save_only_model": False}
     whole = trainer(tmp_path / "whole", **keys)
