@@ -26,7 +26,7 @@ from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError
 from data_prep.duplicates import Answered, SeenRows, leave_out
 from data_prep.leakage import Fingerprint, LeakIndex, fingerprint
-from data_prep.output import complete_or_absent, refuse_another, refuse_foreign, remove_report
+from data_prep.output import complete_or_absent, refuse_foreign, remove_report
 from data_prep.problem import PixelLimits, RawProblem, Reads, RowError, to_row
 from data_prep.quarantine import LEAK, MAX_SHARE, Notes, Quarantine
 
@@ -259,14 +259,6 @@ class Cleaning:
         return PixelLimits(self.min_pixels, self.max_pixels, unit)
 
 
-def _check_target(output: Path, description: Mapping[str, Any] | None, *, overwrite: bool) -> None:
-    """Raise `UserError` where the result cannot be put. `description`: None while it is not known."""
-    for folder in (output, _report(output)):
-        refuse_foreign(folder)
-    if description is not None and not overwrite:
-        refuse_another(output, description)
-
-
 _UNSAID = {"family": DEFAULT_FAMILY, "split_name": None, "drop_instruction": False}
 
 
@@ -294,9 +286,9 @@ def prepare(
     """
     require("workers", workers, 1, MAX_WORKERS)
     limits = options.check()
-    _check_target(output, None, overwrite=overwrite)
+    for folder in (output, _report(output)):
+        refuse_foreign(folder)
     description, splits = begin()
-    _check_target(output, description, overwrite=overwrite)
     work = partial(clean_one, limits=limits, near=len(splits) > 1)
     with (
         complete_or_absent(output, description, overwrite=overwrite) as folder,
