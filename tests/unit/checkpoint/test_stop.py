@@ -229,6 +229,7 @@ def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys):
 AT_FIRST = ("numpy", "torch", "transformers", "datasets", "pyarrow", "yaml", "PIL", "safetensors", "a.json")
 WORDS = {
     "adora_vl.export": ["RUN", "OUT"],
+    "adora_vl.migrate": ["easyr1", "a.json"],
     "adora_vl.report": ["."],
     "adora_vl.report.compare": ["a.json", "b.json"],
     "eval.compare": ["a.json", "b.json"],
