@@ -1,7 +1,6 @@
 """Reward functions of your own: copy this file, change it, and name its functions in a training config.
 
     adora_reward: [accuracy, my_rewards.py:brevity]
-    adora_reward_options: {brevity: {target: 50}}
     reward_weights: [1.0, 0.1]
 
 Try one without a model:

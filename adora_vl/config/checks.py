@@ -316,7 +316,7 @@ def refuse_turns(given: Mapping[str, Any]) -> None:
 def rewards_of(folders: Sequence[Path], script: AdoraScriptArguments, config: AdoraGRPOConfig) -> ChosenRewards:
     """The reward functions of a run, their files in the first of `folders` that has them. Raises `UserError`."""
     return choose_rewards(
-        script.adora_reward, script.adora_reward_options, rounding=script.adora_rounding,
+        script.adora_reward,
         answer_tags=asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt), folders=folders,
         output_dir=Path(config.output_dir),
     )  # fmt: skip

@@ -69,6 +69,8 @@ MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
         for name in ("factor", "criteria", "combine", "tau", "empty_wrong", "ties", "no_correct")
     },
     "adora_difficulty_needs_correct": ("adora_method.adora.needs_correct", None),
+    "adora_reward_options": ("adora_reward", lambda options: _listed_options(options)),
+    "adora_rounding": ("adora_reward", lambda rounds: [{"adora": {"rounding": True}}] if truth(rounds) else LEAVE_OUT),
     "adora_mode": ("adora_method", lambda mode: _mode(mode)),
     "adora_method_options": ("adora_method", lambda options: _with_owner(options)),
 }
@@ -81,6 +83,10 @@ def _mode(mode: Any) -> Any:
     if mode in (False, "off"):
         return "grpo"
     return LEAVE_OUT if mode == "attenuation" else {"adora": {"mode": mode}}
+
+
+def _listed_options(options: Any) -> Any:
+    return [{name: given} for name, given in options.items()] if isinstance(options, Mapping) else [str(options)]
 
 
 def _with_owner(options: Any) -> Any:
@@ -223,8 +229,8 @@ def refuse_old(key: str, value: Any, where: str) -> None:
     if new is LEAVE_OUT:
         raise UserError(f"{where}: {key} is now part of {path}, which does this by itself; leave {key} out")
     if where == "command line":
-        spelled = " ".join(map(str, new)) if isinstance(new, list) else shlex.quote(yaml_line(new))
-        line = f"--{path} {spelled}"
+        entries = new if isinstance(new, list) else [yaml_line(new)]
+        line = f"--{path} {shlex.join(one if isinstance(one, str) else yaml_line(one) for one in entries)}"
     else:
         root, *names = path.split(".")
         for name in reversed(names):

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from adora_vl.utils.cli import GivenTwiceError, flow_mapping, is_null, read_json, shown, split_list, truth
+from adora_vl.utils.cli import GivenTwiceError, flow_mapping, is_null, read_json, shown, split_list, truth, yaml_value
 from adora_vl.utils.errors import UserError, did_you_mean
 
 Name = Annotated[str, Field(pattern=r"\S", description="a name")]
@@ -79,7 +79,7 @@ RANGES: dict[str, Any] = {
     "resume_from_checkpoint": Literal[True, False] | str | None,
 }  # fmt: skip
 _OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})  # a mapping, or the path of one
-_OR_WORD = frozenset({"adora_method"})  # a mapping, or a word
+_OR_WORD = frozenset({"adora_method", "adora_reward"})  # a mapping, or a word
 _NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})  # null means to resume if there is a checkpoint
 _NULL_IS = {"report_to": ["none"]}  # Transformers fails on null for this key
 _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
@@ -300,12 +300,26 @@ def _number(value: int | float | str, *, whole: bool) -> Any:
 def _entries(key: str, value: Any) -> list[Any]:
     words = value if isinstance(value, list | tuple) else [value]
     try:
+        if key in _OR_WORD:
+            return [each for word in words for each in _or_mapping(key, word)]
         entries = split_list(words) if all(isinstance(word, str) for word in words) else list(words)
     except ValueError as error:
         raise UserError(f"{key}: {_in_words(value)} {error}; write a,b or [a,b]") from None
     if any(isinstance(entry, dict | list) or entry is None or entry == "" for entry in entries):
         raise UserError(f"{key}: {_in_words(value)} is not a list of words, such as [a,b]")
     return entries
+
+
+def _or_mapping(key: str, word: Any) -> list[Any]:
+    """The entries that a word stands for, some of which may be mappings with one name each."""
+    if isinstance(word, str):
+        start = word.lstrip()[:1]
+        read = _mapping(key, word, or_text=False) if start == "{" else yaml_value(word) if start == "[" else word
+        word = split_list([read]) if isinstance(read, str) else read
+    if isinstance(word, Mapping):
+        return [{name: inside} for name, inside in word.items()]
+    found = word if isinstance(word, list) else [word]
+    return [each for one in found for each in (_or_mapping(key, one) if isinstance(one, Mapping) else [one])]
 
 
 def _mapping(key: str, value: Any, *, or_text: bool) -> Any:

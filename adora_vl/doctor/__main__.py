@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.config.reading import read
+from adora_vl.rewards.choose import rounds
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
 from adora_vl.utils.cli import EXIT_INTERRUPTED, Parser, path
 from adora_vl.utils.errors import UserError
@@ -121,7 +122,7 @@ def paper_checks(run: Checked) -> list[Check]:
     assert script is not None, "a doctor examines a command"
     without_images = run.dataset.remove_columns([name for name in ("images",) if name in run.dataset.column_names])
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
-    checks = [check_golds(rows, rounding=script.adora_rounding)]
+    checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
     if is_healthy(checks) and not run.rewards.own:  # those were tried, and may mean something else
         checks.append(check_rewards(rows, run.rewards.functions, config.reward_weights, config.adora_correct_above))
     folder = Path(config.output_dir)

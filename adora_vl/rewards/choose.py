@@ -15,7 +15,6 @@ from adora_vl.rewards.knights import COMPLETE, LOGIC_RL, NOTHING, RIGHT, WRONG_F
 from adora_vl.rewards.other_forms import in_trl_form
 from adora_vl.rewards.presets import OTHERS, PRESETS, reward_functions
 from adora_vl.rewards.safe_call import RewardFailure, is_async, safe_call
-from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own, own_name
 
@@ -40,9 +39,11 @@ def with_options(entry: str, function: Callable[..., Any], options: Mapping[str,
     named = [each.name for each in parameters.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     for option in options:
         if option in GIVEN:
-            raise UserError(f"adora_reward_options: {entry}: {option!r} is given by the trainer; choose another name")
+            raise UserError(f"adora_reward.{own_name(entry)}: {option!r} is given by the trainer; choose another name")
         if option not in named and not takes_any:
-            raise UserError(f"adora_reward_options: {entry}: no argument {option!r} there{did_you_mean(option, named)}")
+            raise UserError(
+                f"adora_reward.{own_name(entry)}: no argument {option!r} there{did_you_mean(option, named)}"
+            )
     filled = partial(function, **options)
     filled.__name__ = own_name(entry)  # type: ignore[attr-defined]  # TRL names the reward in the log by it
     return filled
@@ -53,7 +54,9 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     options = set(function.keywords) if isinstance(function, partial) else set()
     taken = sorted(options & set(columns))
     if taken:
-        raise UserError(f"adora_reward_options: {entry}: {taken[0]!r} is a column of the data set; rename the argument")
+        raise UserError(
+            f"adora_reward.{own_name(entry)}: {taken[0]!r} is a column of the data set; rename the argument"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin may not say what it takes
@@ -68,7 +71,7 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         if needed and parameter.name not in given:
             raise UserError(
                 f"adora_reward: {entry!r} needs {parameter.name!r}, which is no column of the data set (it has "
-                f"{', '.join(sorted(columns))}){did_you_mean(parameter.name, given)}; or set it in adora_reward_options"
+                f"{', '.join(sorted(columns))}){did_you_mean(parameter.name, given)}; or give it as an option"
             )
     if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
         raise UserError(f"adora_reward: {entry!r} must end with **kwargs, which take the columns that it does not name")
@@ -100,40 +103,73 @@ class ChosenRewards:
             check_columns(entry, function, columns)
 
 
+Entry = str | Mapping[str, Any]  # of `adora_reward`: a name, or {name: options}
+
+
+def names_of(asked: Sequence[Entry]) -> list[str]:
+    return [name for name, _ in _asked(asked)]
+
+
+def rounds(asked: Sequence[Entry]) -> bool:
+    """Whether a preset accepts a rounded decimal."""
+    return any(options.get("rounding") is True for name, options in _asked(asked) if name in PRESETS)
+
+
+def _asked(asked: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
+    """The name and the options of each entry. Raises `UserError`."""
+    found = []
+    for entry in asked:
+        pairs = [(entry, {})] if isinstance(entry, str) else [*entry.items()]
+        for name, options in pairs:
+            if not isinstance(options or {}, Mapping):
+                raise UserError(
+                    f"adora_reward.{own_name(name)}: {options!r:.80} is not a mapping, such as {{target: 50}}"
+                )
+            found.append((str(name), {str(option): value for option, value in (options or {}).items()}))
+    return found
+
+
 def choose_rewards(
-    entries: Sequence[str],
-    options: object = None,
-    *,
-    rounding: bool = False,
-    answer_tags: bool = False,
-    folders: Sequence[Path] = (),
-    output_dir: Path | None = None,
+    asked: Sequence[Entry], *, answer_tags: bool = False, folders: Sequence[Path] = (), output_dir: Path | None = None
 ) -> ChosenRewards:
     """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION` with the file in one of `folders`.
 
-    `rounding`, `answer_tags`: what the presets accept, see `grade`. `output_dir`: where the judge keeps its answers.
+    `answer_tags`: what the presets accept, see `grade`. `output_dir`: where the judge keeps its answers.
 
-    Raises `UserError` for an entry that does not exist, a name given twice, and options for no entry.
+    Raises `UserError` for an entry that does not exist, a name given twice, and options that an entry does not take.
     """
-    options_by_entry = _options(options, entries)
-    presets = [entry for entry in entries if not is_own(entry) and entry != judge.NAME]
-    for entry in presets:
-        if entry not in NAMES and ":" in entry:
-            raise UserError(f"adora_reward: {entry!r} is neither a preset nor FILE.py:FUNCTION")
-    functions = reward_functions(presets, rounding, answer_tags) if presets or not entries else []
+    pairs = _asked(asked)
+    entries = [name for name, _ in pairs]
+    presets = {name: options for name, options in pairs if not is_own(name) and name != judge.NAME}
+    for name, options in presets.items():
+        if name not in NAMES and ":" in name:
+            raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
+        _check_preset(name, options)
+    _check_names(entries, [own_name(name) if is_own(name) else name for name in entries])
+    rounded = [name for name, options in presets.items() if options.get("rounding")]
+    functions = reward_functions([*presets], rounded, answer_tags) if presets or not entries else []
     made: dict[str, Callable[..., Any]] = dict(zip(presets, functions, strict=True))
-    if judge.NAME in entries:
-        made[judge.NAME] = judge.JudgeReward(options_by_entry.get(judge.NAME, {}), output_dir or Path.cwd())
     hashes, found = {}, []
-    for entry in entries:
-        if not is_own(entry):
-            found.append(made[entry])
+    for name, options in pairs:
+        if name == judge.NAME:
+            made[name] = judge.JudgeReward(options, output_dir or Path.cwd())
+        if not is_own(name):
+            found.append(made[name])
             continue
-        own = from_file("adora_reward", entry, folders)
+        own = from_file("adora_reward", name, folders)
         hashes[own.file] = own.hash
-        found.append(in_trl_form(with_options(entry, own.value, options_by_entry.get(entry, {}))))
-    _check_names(entries, [own_name(entry) if is_own(entry) else made[entry].__name__ for entry in entries])
+        found.append(in_trl_form(with_options(name, own.value, options)))
+    _check_names(entries, [own_name(name) if is_own(name) else made[name].__name__ for name in entries])
     return ChosenRewards(tuple(entries), tuple(found), hashes)
+
+
+def _check_preset(name: str, options: Mapping[str, Any]) -> None:
+    known = ["rounding"] if name in PRESETS else []
+    for option, value in options.items():
+        if option not in known:
+            raise UserError(f"adora_reward.{name}: unknown option {option!r}, it has {', '.join(known) or 'none'}")
+        if not isinstance(value, bool):
+            raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")
 
 
 def try_rewards(
@@ -183,31 +219,6 @@ def call_once(
         raise UserError(failures[0].reason)
     if failures:
         raise UserError(f"adora_reward: {entry!r}, tried before the run: {failures[0].row}: {failures[0].reason}")
-    return found
-
-
-def _options(options: object, entries: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Options by entry. A key of the mapping is an entry, or the name of its function."""
-    key = "adora_reward_options"
-    if isinstance(options, str):
-        try:
-            options = read_json(options)
-        except ValueError as error:
-            raise UserError(f"{key}: {options!r:.80} is not JSON ({error})") from None
-    if options is None:
-        return {}
-    if not isinstance(options, Mapping):
-        raise UserError(f"{key}: {options!r:.80} is not a mapping of rewards to their arguments")
-    able = {name: entry for entry in entries if is_own(entry) for name in (entry, own_name(entry))}
-    able |= {judge.NAME: judge.NAME} if judge.NAME in entries else {}
-    found: dict[str, dict[str, Any]] = {}
-    for name, arguments in options.items():
-        if name not in able:
-            there = f"rewards with options: {', '.join(dict.fromkeys(able.values()))}" if able else "no reward has any"
-            raise UserError(f"{key}: {name!r} is no entry of adora_reward ({there}){did_you_mean(str(name), able)}")
-        if not isinstance(arguments, Mapping):
-            raise UserError(f"{key}: {name}: {arguments!r:.80} is not a mapping, such as {{target: 50}}")
-        found[able[name]] = {str(argument): value for argument, value in arguments.items()}
     return found
 
 

@@ -13,11 +13,12 @@ from string import ascii_uppercase
 from typing import Any
 
 from adora_vl.rewards.answer import Answer, amount
+from adora_vl.rewards.choose import names_of
 from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.forms import read, working
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
-from adora_vl.utils.cli import Parser
+from adora_vl.utils.cli import Parser, yaml_value
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_own
 
@@ -124,12 +125,12 @@ def _printable(text: str) -> str:
 
 
 def tried(
-    entries: Sequence[str], response: str, columns: Mapping[str, str], options: str | None, answer_tags: bool = False
+    entries: Sequence[str | Mapping[str, Any]], response: str, columns: Mapping[str, str], answer_tags: bool = False
 ) -> list[str]:
     """What each reward of `entries` gives for a response, without a model. Raises `UserError` where one fails."""
     from adora_vl.rewards.choose import call_once, choose_rewards
 
-    chosen = choose_rewards(entries, options, answer_tags=answer_tags)
+    chosen = choose_rewards(entries, answer_tags=answer_tags)
     chosen.check_columns(columns)
     noted: list[str] = []
     arguments: dict[str, Any] = {
@@ -142,12 +143,16 @@ def tried(
         "log_metric": lambda name, value: noted.append(f"logged     {name}: {value:g}"),
     }
     lines = []
-    for entry, function in zip(entries, chosen.functions, strict=True):
+    for entry, function in zip(chosen.entries, chosen.functions, strict=True):
         unscored: dict[int, str] = {}
         (found,) = call_once(entry, function, arguments, TRY_TIMEOUT_S, unscored)
         none = f"None ({unscored.get(0, 'not scored')})"
         lines.append(f"reward     {entry} {none if found is None else format(found, 'g')}")
     return [*lines, *noted]
+
+
+def _entry(word: str) -> Any:
+    return yaml_value(word) if word.startswith("{") else word
 
 
 def _columns(options: argparse.Namespace) -> dict[str, str]:
@@ -171,8 +176,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rounding", action="store_true", help="also accept a decimal that is the reference answer rounded"
     )
     parser.add_argument("--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box")
-    parser.add_argument("--reward", nargs="+", default=[], metavar="FILE.py:FUNCTION", help="as adora_reward")
-    parser.add_argument("--reward-options", metavar="JSON", help="as adora_reward_options")
+    parser.add_argument(
+        "--reward",
+        nargs="+",
+        type=_entry,
+        default=[],
+        metavar="FILE.py:FUNCTION",
+        help="as adora_reward, with options too",
+    )
     parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row")
     try:
         options = parser.parse_args(arguments)
@@ -180,12 +191,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("give --gold to see how the answer is graded, or --reward to try a reward")
         response = sys.stdin.read() if options.response == "-" else options.response
         lines = []
-        if options.gold is not None and not (options.reward and all(map(is_own, options.reward))):
+        if options.gold is not None and not (options.reward and all(map(is_own, names_of(options.reward)))):
             accepted = {"rounding": options.rounding, "answer_tags": options.answer_tags}
             lines = explanation(response, options.gold, options.choices, **accepted)
         if options.reward:
             columns = _columns(options)
-            lines += tried(options.reward, response, columns, options.reward_options, options.answer_tags)
+            lines += tried(options.reward, response, columns, options.answer_tags)
         print("\n".join(lines))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ INSTRUCTION = (
 )
 _FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
 _MAX_CHARS = 16_000  # of a reply: its end has the answer
-# The options in `adora_reward_options: {judge: {...}}` with type and default. One without a default has to be given.
+# The options in `adora_reward: [{judge: {...}}]` with type and default. One without a default has to be given.
 _OPTIONS: dict[str, tuple[type, Any]] = {
     "base_url": (str, None),
     "model": (str, None),
@@ -47,7 +47,7 @@ class JudgeReward:
         """Raises `UserError` for an option that is missing, unknown or of the wrong kind."""
         given = _checked(options)
         endpoint = Endpoint(
-            check_url("adora_reward_options: judge: base_url", given["base_url"]),
+            check_url("adora_reward.judge.base_url", given["base_url"]),
             given["model"],
             KEY_VARIABLE,
             given["timeout"],
@@ -166,7 +166,7 @@ def _checked_score(word: str) -> float:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    where = "adora_reward_options: judge"
+    where = "adora_reward.judge"
     for name in options:
         if name not in _OPTIONS:
             raise UserError(f"{where}: unknown option {name!r}{did_you_mean(str(name), _OPTIONS)}")
@@ -181,7 +181,7 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
         least = 0 if name in ("budget", "wait") else 1 if kind is int else 1e-3
         fits = isinstance(value, str) if kind is str else number and (value == default or value >= least)
         if not fits or (kind is int and value != int(value)) or value == "":
-            raise UserError(f"{where}: {name}: {value!r:.60} is not {_kind(kind, least)}")
+            raise UserError(f"{where}.{name}: {value!r:.60} is not {_kind(kind, least)}")
         found[name] = kind(value)
     return found
 

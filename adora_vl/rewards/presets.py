@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from adora_vl.rewards.completion import completion_text, shows_working, think_answer_format_reward, think_format_reward
@@ -41,10 +41,12 @@ def reward(grade: Grade, preset: str) -> float:
 
 def reward_function(preset: str, rounding: bool = False, answer_tags: bool = False) -> RewardFunction:
     """The TRL reward function of one preset; see `reward_functions`."""
-    return reward_functions([preset], rounding, answer_tags)[0]
+    return reward_functions([preset], [preset] if rounding else [], answer_tags)[0]
 
 
-def reward_functions(presets: Sequence[str], rounding: bool = False, answer_tags: bool = False) -> list[RewardFunction]:
+def reward_functions(
+    presets: Sequence[str], rounded: Collection[str] = (), answer_tags: bool = False
+) -> list[RewardFunction]:
     """The TRL reward functions of some presets, named `<preset>_reward`; TRL's `reward_weights` weigh their sum.
 
     Each takes TRL's keyword arguments and returns one float per completion. It reads the columns `answer` of the data
@@ -52,7 +54,8 @@ def reward_functions(presets: Sequence[str], rounding: bool = False, answer_tags
     `verdict`, `extracted` and `reason` to TRL's completions table. It logs, for its batch, the shares
     `grading/<verdict>` and the milliseconds per completion `grading/ms_median` and `grading/ms_p99`.
 
-    `rounding` and `answer_tags` are those of `grade`; with the latter, an `<answer>` block is as good as a box.
+    `rounded`: the presets with `rounding`. That and `answer_tags` are those of `grade`; with the latter, an `<answer>`
+    block is as good as a box.
 
     Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
     reference answer, since a reward of zero for every answer to a problem would never be noticed.
@@ -66,9 +69,10 @@ def reward_functions(presets: Sequence[str], rounding: bool = False, answer_tags
             raise UserError(f"adora_reward: unknown preset '{preset}', use one of {known}{did_you_mean(preset, names)}")
         if preset in presets[:index]:
             raise UserError(f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead")
-    grader = _Grader(rounding, answer_tags)
+    graders = {rounding: _Grader(rounding, answer_tags) for rounding in (False, True)}
     return [
-        OTHERS.get(preset) or _reward_function(preset, grader, logs=index == 0) for index, preset in enumerate(presets)
+        OTHERS.get(preset) or _reward_function(preset, graders[preset in rounded], logs=index == 0)
+        for index, preset in enumerate(presets)
     ]
 
 

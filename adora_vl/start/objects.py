@@ -90,7 +90,9 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
     functions: list[Any] = []
     hashes: dict[str, str] = {}
     for one in given if isinstance(given, list | tuple) else [given]:
-        if isinstance(one, str) and (is_own(one) or not ("/" in one or Path(one).is_dir())):
+        if isinstance(one, Mapping) or (
+            isinstance(one, str) and (is_own(one) or not ("/" in one or Path(one).is_dir()))
+        ):
             chosen = choose_rewards([one], output_dir=output_dir)
             entries += chosen.entries
             functions += chosen.functions

@@ -190,7 +190,7 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(tmp_path: Path, serve
         "cpu_zero3", "-m", "adora_vl.train", "--config", "configs/train/smoke_cpu.yaml", "--use_vllm", "false",
         "--max_steps", "9", "--logging_steps", "1", "--save_steps", "1", "--per_device_train_batch_size", "8",
         "--num_generations", "4", "--max_completion_length", "32", "--adora_synthetic_rows", "32",
-        "--output_dir", str(tmp_path / "out"), "--adora_reward", "accuracy", "judge", "--adora_reward_options", options,
+        "--output_dir", str(tmp_path / "out"), "--adora_reward", "accuracy", options,
         check=False,
     )  # fmt: skip
     (line,) = re.findall(r"^error.*$", done.stderr, flags=re.MULTILINE)

@@ -120,7 +120,7 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     made = config(
         hub_token=words[0], model_init_kwargs={"token": words[1]}, vllm_server_base_url=address,
     )  # fmt: skip
-    script = AdoraScriptArguments(dataset_name=["d"], adora_reward_options=own)
+    script = AdoraScriptArguments(dataset_name=["d"], adora_reward=[own])
     torch.save(made, tmp_path / "training_args.bin")
     read = torch.load(tmp_path / "training_args.bin", weights_only=False)
     assert (read.hub_token, read.model_init_kwargs) == (None, {"token": None})

@@ -43,8 +43,11 @@ def own(tmp_path):
     def write(body: str, *entries: str, options: Any = None) -> ChosenRewards:
         file = tmp_path / f"own_{next(numbers)}.py"
         file.write_text(textwrap.dedent(body))
+        given = dict(options or {})
         named = [entry.replace("FILE", str(file)) for entry in entries]
-        return choose_rewards(named, options)
+        return choose_rewards(
+            [{name: given[key]} if (key := name.rpartition(":")[2]) in given else name for name in named]
+        )
 
     return write
 
@@ -65,14 +68,14 @@ def call(function: Any, texts: list[str], **columns: Any) -> list[float | None]:
 
 def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(own):
     body = "def size(completions, *, unit, **kwargs):\n    return [len(c[-1]['content']) / unit for c in completions]"
-    chosen = own(body, "format", "FILE:size", "accuracy", options='{"size": {"unit": 2}}')
+    chosen = own(body, "format", "FILE:size", "accuracy", options={"size": {"unit": 2}})
     assert [call(function, ["5555"], answer=["5"]) for function in chosen.functions] == [[0.0], [2.0], [0.0]]
     assert [entry for entry, _ in chosen.own] == [chosen.entries[1]]
 
 
 def test_the_template_does_what_it_says():
     chosen = choose_rewards(
-        [f"{TEMPLATE}:{name}" for name in ("brevity", "whole_number", "shown_work")], {"brevity": {"target": 4}}
+        [{f"{TEMPLATE}:brevity": {"target": 4}}, f"{TEMPLATE}:whole_number", f"{TEMPLATE}:shown_work"]
     )
     chosen.check_columns(["answer", "id", "problem"])
     try_rewards(chosen, ROWS, 5.0, None)
@@ -104,13 +107,12 @@ def test_a_reward_that_does_not_exist_is_one_line(own, subtests):
         (["my.py.txt:brevity"], None, "is neither a preset nor FILE.py:FUNCTION"),
         (["FILE:brevity", "FILE:brevity"], None, "is given twice; weigh it with reward_weights instead"),
         (["adorra"], None, "did you mean 'adora'"),
-        (["FILE:brevity"], {"brevty": {}}, "'brevty' is no entry of adora_reward .*did you mean 'brevity'"),
-        (["accuracy"], {"accuracy": {}}, "no reward has any"),
+        (["accuracy"], {"accuracy": {"round": True}}, "adora_reward.accuracy: unknown option 'round', it has rounding"),
+        (["accuracy"], {"accuracy": {"rounding": 1}}, "adora_reward.accuracy.rounding: 1 is not true or false"),
+        (["knights"], {"knights": {"rounding": True}}, "unknown option 'rounding', it has none"),
         (["FILE:brevity"], {"brevity": 3}, "3 is not a mapping"),
         (["FILE:brevity"], {"brevity": {"completions": 3}}, "'completions' is given by the trainer"),
         (["FILE:closed"], {"closed": {"target": 3}}, "no argument 'target' there"),
-        (["FILE:brevity"], "{brevity", "is not JSON"),
-        (["FILE:brevity"], [1], "is not a mapping"),
     ]
     for entries, options, message in cases:
         with subtests.test(f"{entries!r:.80} {options!r:.80} {message!r:.80}"):
@@ -533,15 +535,14 @@ def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_fail
 def test_explain_tries_a_reward_without_a_model(capsys):
     words = [
         "--reward",
-        f"{TEMPLATE}:brevity",
+        f"{{{TEMPLATE}:brevity: {{target: 3}}}}",
         "accuracy",
         "--gold",
         "5",
         "--response",
         r"\boxed{5}",
-        "--reward-options",
     ]
-    assert explain([*words, '{"brevity": {"target": 3}}']) == 0
+    assert explain(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"reward     {TEMPLATE}:brevity 0.333333" in lines and "reward     accuracy 1" in lines
     words = ["--reward", f"{TEMPLATE}:whole_number", "--response", "5", "--column", "answer=x"]

@@ -344,7 +344,7 @@ ASKED = ["five", "six", "seven"]
 
 def judge(tmp_path: Path, url: str, **options: Any) -> Any:
     given = {"base_url": url, "model": "j", "wait": 0.001, "attempts": 2} | options
-    return choose_rewards(["judge"], {"judge": given}, output_dir=tmp_path).functions[0]
+    return choose_rewards([{"judge": given}], output_dir=tmp_path).functions[0]
 
 
 def rewards(function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None) -> list[float | None]:
@@ -443,7 +443,7 @@ def test_what_is_no_score_is_a_failure():
 def test_the_judge_is_tried_before_the_run(tmp_path, serve):
     server = serve(lambda body, call: (401, b"no key"))
     options = {"judge": {"base_url": server.url, "model": "j"}}
-    chosen = choose_rewards(["accuracy", "judge"], options, output_dir=tmp_path)
+    chosen = choose_rewards(["accuracy", options], output_dir=tmp_path)
     message = f"{re.escape(server.url)} with the model 'j' gave no answer: HTTP 401: no key .*{KEY_VARIABLE}"
     with pytest.raises(UserError, match=message):
         try_rewards(chosen, [], None, None)
@@ -465,4 +465,4 @@ WRONG_JUDGES: list[tuple[Any, str]] = [
 def test_options_of_a_judge_that_do_not_fit_are_one_line():
     for options, message in WRONG_JUDGES:
         with pytest.raises(UserError, match=message):
-            choose_rewards(["judge"], options and {"judge": options})
+            choose_rewards([{"judge": options}])
