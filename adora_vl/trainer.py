@@ -53,15 +53,16 @@ from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.record.recorder import KeepRecord, Recorder
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.agreement import DriftProbe, SelfCheck, drift_probe, measured_drift
-from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
+from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import (
     folder_settings_left_out,
-    mismatch_named,
     never_sample,
     never_sampled_ids,
 )
+from adora_vl.rollout.rollouts import SamplingRequest
+from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
 from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.start.road import Asked, Checked, ModelSource, walk
@@ -164,13 +165,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
         self.extensions = extensions(context, self.images, has_dropout=has_dropout(self.model))
+        self.sampler: Sampler = PolicyNow(self._turn)
+        if self.use_vllm:
+            engine = self.sampler = EngineNow(context, self.images, self.vllm_generation)
         if args.adora_rollouts.budget is not None:
-            partials = PartialRollouts(context, self._sample_alone, lambda: self.vllm_generation, self.train_dataset)
+            partials = PartialRollouts(context, engine.go_on, self.vllm_generation.staying_awake, self.train_dataset)
             self.extensions.insert(0, partials)
         if args.adora_rollouts.ahead:
-            asks = self._sync, self._prompts, lambda now: self._distinct_rows.rows_after(now, self._row_order)
             drift = partial(drift_probe, self), self._check_drift
-            self.extensions.insert(0, RolloutsAhead(context, self.vllm_generation, *asks, *drift))
+            self.extensions.insert(0, RolloutsAhead(context, engine, self._rows_after, *drift))
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
         self.tie_notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         self._generation: Generation | None = None  # the one that is being learned from
@@ -329,7 +332,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             key=self._step_key,
             attempt=attempt,
             group_size=self.num_generations if training else self.num_generations_eval,
-            sampling=SamplingRequest(image_cache=self.images.cache, grouped=self.args.own("group_requests")),
+            sampling=SamplingRequest(),
             first_micro_step=self._step - self._step % self.shape.cycle,
         )
         if self.args.own("seeded_rollouts"):
@@ -346,8 +349,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             trackers.empty(self._logs)
         with self.clock.phase("rollout"), self.server_guard.watching():
             prompts = self.images.prompts(rows, mode, further=generation.attempt > 0)
-            completions, logps = self._sampled(rows, prompts, generation.sampling, generation.group_size)
+            completions, logps = self.sampler.sample(rows, prompts, generation.sampling, generation.group_size)
             answers = said(self.processing_class, prompts, completions)
+        if training and self.use_vllm:
+            self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
         texts = [completion_text(answer) for answer in answers]
         ended = [self.ends.ended(ids, text) for ids, text in zip(completions, texts, strict=True)]
         counted = ended if self.mask_truncated_completions else [True] * len(rows)
@@ -379,18 +384,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 self.recorder.add(generation, self._logs, self.reward_func_names)
         return generation
 
-    def _sampled(
-        self, rows: list[Row], prompts: PromptBatch, request: SamplingRequest, group_size: int
-    ) -> tuple[list[list[int]], list[list[float | None]] | None]:
-        """The rollouts of this rank, and their log-probabilities where the engine says them. Without vLLM, stock TRL
-        samples by settings of the model's folder too, where no key says another. Ours samples by the keys alone.
+    def _turn(self, prompts: PromptBatch, generations: int) -> list[list[int]]:
+        """Rollouts of the policy's own. Stock TRL also samples by settings of the model's folder, where no key says
+        another; ours by the keys alone.
         """
-        how = self.vllm_generation.sampling(request) if self.use_vllm else folder_settings_left_out(self.model)
-        with how, mismatch_named(rows):
-            turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, group_size)
-        if self.use_vllm and self.model.training:
-            self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
-        return cast("tuple[list[list[int]], Any]", turn)
+        with folder_settings_left_out(self.model):
+            turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, generations)
+        return cast("list[list[int]]", turn[0])
 
     def _columns(self, generation: Generation) -> dict[str, Tensor]:
         """What is known of the rollouts from how they were sampled."""
@@ -446,22 +446,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.recorder.weighed(generation, self._logs)
         self.prefetch.start()
 
-    def _sample_alone(self, rows: list[Row], request: SamplingRequest) -> tuple[list[list[int]], Any]:
-        """What the engine samples for these rows. A rank without rows takes part in the weight sync."""
-        with self.clock.phase("rollout"):
-            self._sync()
-            if not rows:
-                return [], []
-            return self._sampled(rows, self._prompts(rows), request, self.num_generations)
-
-    def _sync(self) -> None:
-        """The policy's weights to the engine, unless it has them."""
-        if self.state.global_step != self._last_loaded_step:
-            self.vllm_generation.sync_weights()
-            self._last_loaded_step: int = self.state.global_step
-
-    def _prompts(self, rows: list[Row]) -> PromptBatch:
-        return self.images.prompts(rows, "train", further=False)
+    def _rows_after(self, numbers: list[int]) -> list[Row]:
+        """Of the generation after the one with rows of these numbers."""
+        return cast("list[Row]", self._distinct_rows.rows_after(numbers, self._row_order))
 
     def _check_drift(self, probe: DriftProbe, answers: Any, step: int) -> None:
         """Of the present weights, on short rollouts of some of the rows."""

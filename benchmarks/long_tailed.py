@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,19 @@ def arguments(folder: Path, limit: int, budget: str, staleness: str, generations
 
 def force_lengths(length: Callable[[int], int]) -> None:
     """From here on an answer ends at the length that `length` says of its seed."""
-    from adora_vl.rollout.llm import GroupingLLM
+    from adora_vl.rollout.llm import PolicyLLM
     from adora_vl.training.partial_rollouts import PartialGroup, PartialRollouts
     from adora_vl.utils.seeding import rollout_seed
 
-    grouped = GroupingLLM.grouped
+    sample = PolicyLLM.sample
 
-    def limited(self: Any, groups: Any, seeds: Any, together: bool, **further: Any) -> AbstractContextManager[None]:
-        return grouped(self, groups, seeds, together, **{"limits": [length(seed) for seed in seeds], **further})
+    def limited(self: Any, asks: Any, *further: Any) -> Any:
+        return sample(self, [replace(ask, limit=ask.limit or length(ask.seed)) for ask in asks], *further)
 
     def longest(self: Any, group: PartialGroup, member: int) -> int:
         return length(rollout_seed(SEED, group.where, group.place, member))
 
-    GroupingLLM.grouped, PartialRollouts.longest = limited, longest  # type: ignore[method-assign, assignment]
+    PolicyLLM.sample, PartialRollouts.longest = limited, longest  # type: ignore[method-assign,assignment]
 
 
 def child(median: int, limit: int, budget: str, staleness: str, generations: int) -> list[dict[str, float]]:
@@ -71,17 +71,17 @@ def child(median: int, limit: int, budget: str, staleness: str, generations: int
     prepare_engine_environment()
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from adora_vl.rollout.sources import EngineNow
     from adora_vl.train import main
     from adora_vl.trainer import AdoraGRPOTrainer
 
     found: list[dict[str, float]] = []
     force_lengths(lambda seed: drawn(seed, median, limit))
-    engine_step, begin, sampled = LLMEngine.step, AdoraGRPOTrainer._begin, AdoraGRPOTrainer._sampled
-    beginning: list[Any] = []
+    engine_step, begin, sample = LLMEngine.step, AdoraGRPOTrainer._begin, EngineNow.sample
 
     def timed(method: Any, name: str) -> Any:
         def run(*given: Any) -> Any:
-            if method is begun:
+            if method is begin:
                 found.append(dict.fromkeys(("steps", "decoding", "seconds", "rollouts", "tokens"), 0.0))
             start = time.process_time()
             answer = method(*given)
@@ -92,24 +92,15 @@ def child(median: int, limit: int, budget: str, staleness: str, generations: int
 
         return run
 
-    def begun(*given: Any) -> Any:
-        beginning.append(given)
-        answer = begin(*given)
-        beginning.clear()
-        return answer
-
-    def of_a_generation(*given: Any) -> Any:
-        answer = sampled(*given)
+    def sampled(*given: Any) -> Any:
+        answer = sample(*given)
         found[-1]["rollouts"] += len(answer[0])
         found[-1]["tokens"] += sum(map(len, answer[0]))
         return answer
 
-    def generated(*given: Any) -> Any:  # a budget samples where a generation begins
-        return sampled(*given) if beginning else timed(of_a_generation, "seconds")(*given)
-
     LLMEngine.step = timed(engine_step, "decoding")
-    AdoraGRPOTrainer._begin = timed(begun, "seconds")  # type: ignore[method-assign]
-    AdoraGRPOTrainer._sampled = generated  # type: ignore[method-assign,assignment]
+    AdoraGRPOTrainer._begin = timed(begin, "seconds")  # type: ignore[method-assign]
+    EngineNow.sample = timed(sampled, "seconds")  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         assert main(arguments(Path(folder), limit, budget, staleness, generations)) == 0
     return found

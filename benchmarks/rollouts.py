@@ -25,7 +25,7 @@ from transformers import AutoProcessor  # noqa: E402
 from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.rollout.engine_settings import prefill_options  # noqa: E402
-from adora_vl.rollout.prompt_tokens import collapse_image_runs, never_sampled_ids  # noqa: E402
+from adora_vl.rollout.prompt_tokens import never_sampled_ids  # noqa: E402
 from adora_vl.rollout.weight_sync import reset_caches  # noqa: E402
 from benchmarks.long_tailed import compare  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
@@ -40,8 +40,8 @@ WAYS = {
 }
 
 
-def prompts(side: int, problems: int, generations: int) -> list[dict[str, Any]]:
-    """What TRL hands to vLLM: a row per rollout, the rows of a group with the same image."""
+def prompts(side: int, problems: int, generations: int) -> tuple[list[tuple[list[int], list[Any]]], int]:
+    """Ids and images of each rollout, those of a group with the same image, and the image token."""
     processor: Any = AutoProcessor.from_pretrained(PRETRAINED)
     rows = []
     for row in generate(problems, seed=5):
@@ -49,9 +49,8 @@ def prompts(side: int, problems: int, generations: int) -> list[dict[str, Any]]:
         messages = conversation(row["problem"])
         content = [{"type": "image"}, {"type": "text", "text": messages[-1]["content"]}]
         text = processor.apply_chat_template([*messages[:-1], {"role": "user", "content": content}], tokenize=False)
-        ids = collapse_image_runs(processor.tokenizer(text)["input_ids"], processor.image_token_id)
-        rows += [{"prompt_token_ids": ids, "multi_modal_data": {"image": image}} for _ in range(generations)]
-    return rows
+        rows += [(processor.tokenizer(text)["input_ids"], [image])] * generations
+    return rows, processor.image_token_id
 
 
 def main() -> None:
@@ -66,40 +65,45 @@ def main() -> None:
     if options.lengths:
         compare(options.generations_of_a_run)
         return
-    from vllm import SamplingParams
-
-    from adora_vl.rollout.llm import GroupingLLM
+    from adora_vl.rollout.llm import PolicyLLM
+    from adora_vl.rollout.rollouts import RolloutAsk
 
     longest, start = 512 + options.tokens, time.process_time()
-    llm: Any = GroupingLLM(
+    llm: Any = PolicyLLM(
         model=str(PRETRAINED), dtype="float32", max_model_len=longest, gpu_memory_utilization=0.25, seed=0,
         max_num_seqs=options.problems * options.generations, logprobs_mode="raw_logprobs",
         limit_mm_per_prompt={"video": 0}, mm_processor_kwargs={"min_pixels": 784, "max_pixels": options.side**2},
         enforce_eager=not options.compile, **prefill_options(longest, 4096),
     )  # fmt: skip
     print(f"the engine's start: {time.process_time() - start:.1f} s")
-    rows = prompts(options.side, options.problems, options.generations)
+    rows, image_token = prompts(options.side, options.problems, options.generations)
     groups = [row // options.generations for row in range(len(rows))]
     banned = dict.fromkeys(never_sampled_ids(llm.get_tokenizer()), -100.0)
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     profile = cProfile.Profile()
     for turn in range(options.turns + 1):
         for way, (together, seeded, text) in WAYS.items():
-            parameters = SamplingParams(
-                max_tokens=options.tokens, ignore_eos=True, logprobs=0, logit_bias=banned, detokenize=text
-            )
+            parameters = {
+                "temperature": 1.0,
+                "ignore_eos": True,
+                "logprobs": 0,
+                "logit_bias": banned,
+                "detokenize": text,
+            }
             seeds = [turn + 1000 * group + place % options.generations for place, group in enumerate(groups)]
+            asks = [
+                RolloutAsk(ids, images, group if together else row, seed if seeded else None, options.tokens)
+                for row, ((ids, images), group, seed) in enumerate(zip(rows, groups, seeds, strict=True))
+            ]
             reset_caches(llm)
             if turn and way == options.profile:
                 profile.enable()
             start = time.process_time()
-            with llm.grouped(groups, seeds if seeded else None, together):
-                outputs = llm.generate(rows, sampling_params=parameters, use_tqdm=False)
+            answers = llm.sample(asks, parameters, image_token)
             if turn:  # the first of each is not counted
                 found[way].append(time.process_time() - start)
             profile.disable()
-            assert len(outputs) == len(rows)
-            assert all(len(output.outputs[0].token_ids) == options.tokens for output in outputs)
+            assert [len(answer.tokens) for answer in answers] == [options.tokens] * len(rows)
     stock = statistics.median(found["as stock TRL"])
     for way, seconds in found.items():
         median = statistics.median(seconds)

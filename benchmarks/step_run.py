@@ -12,7 +12,6 @@ import json
 import math
 import os
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +35,7 @@ from adora_vl.data.dataset import schema  # noqa: E402
 from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.models.shape import SHAPES  # noqa: E402
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
 from benchmarks.step import answer_lengths, mrope  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
@@ -84,24 +84,22 @@ class Recorded:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.stop = kwargs["processing_class"].tokenizer.eos_token_id
 
-    def sampling(self, request: Any) -> Any:
-        self.request = request
-        return nullcontext()
+    def take_images_from(self, cache: Any) -> None:
+        pass
 
     def sync_weights(self) -> None:
         pass
 
-    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
-        lengths = self.lengths if Recorded.calls else [SHORT] * num_generations
+    def sample(self, asks: list[RolloutAsk]) -> list[RolloutAnswer]:
         generator = torch.Generator().manual_seed(17)
-        rows = []
-        for place in range(len(prompts)):
-            length = lengths[place % num_generations]
+        answers = []
+        for place in range(len(asks)):
+            length = self.lengths[place % len(self.lengths)] if Recorded.calls else SHORT
             ids = torch.randint(ORDINARY, 600, (length,), generator=generator)
-            rows.append([*ids[:-1].tolist(), self.stop])
+            likely = [-math.log(self.vocabulary)] * length  # what an untrained model gives
+            answers.append(RolloutAnswer([*ids[:-1].tolist(), self.stop], [*likely]))
         Recorded.calls += 1
-        likely = [[[-math.log(self.vocabulary)]] * len(row) for row in rows]  # what an untrained model gives
-        return prompts, rows, likely, None
+        return answers
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -218,10 +218,8 @@ class Examination(EngineProbe):
         banned = never_sampled_ids(self.trainer._tokenizer)
         if not banned:
             return skipped(BANNED, "this tokenizer has none of them")
-        generation = self.trainer.vllm_generation
-        only = {"allowed_token_ids": [*banned, self._least_likely(banned)]}
-        with generation.sampling(replace(generation.request, temperature=0.0, further=only)):
-            rollouts = self.sampled("banned", tokens=1)
+        only = [*banned, self._least_likely(banned)]
+        rollouts = self.sampled("banned", tokens=1, temperature=0.0, allowed_token_ids=only)
         chosen = {token for row in rollouts.completion_ids for token in row}
         caught = sorted(chosen & set(banned))
         names = self.trainer._tokenizer.convert_ids_to_tokens(caught or banned)

@@ -22,10 +22,11 @@ from adora_vl.data.loading import unreadable_rows
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import evaluating
 from adora_vl.models.precision import HasModels, dtype_name
-from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
+from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, asks_of
 from adora_vl.rollout.servers import GroupRequest
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
@@ -110,30 +111,28 @@ def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
     return Prompts(names, read.ids, read.images, moved, read.num_images)
 
 
-def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str) -> Rollouts:
-    """Rollouts of at most `tokens` tokens from the engine as it is, each with a seed of its own.
+def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any) -> Rollouts:
+    """Rollouts of at most `tokens` tokens from the engine as it is, each with a seed of its own. `further`: vLLM's
+    parameters, beside those of the run.
 
     Raises `PromptMismatchError` where the engine reads another prompt.
     """
-    generation = trainer.vllm_generation
-    with kept_random_state(), generation.sampling(_probing(trainer, where, tokens)):
-        read, completions, logps, _ = generation.generate(prompts=prompts.ids, images=prompts.images, num_generations=1)
-    return _rollouts(trainer, read, completions, logps)
+    with kept_random_state():
+        return _rollouts(trainer, trainer.vllm_generation.sample(_asks(trainer, prompts, where, tokens), **further))
 
 
-def _probing(trainer: HasEngine, where: str, tokens: int) -> SamplingRequest:
-    seed = (trainer.args.seed, f"check/{where}")
-    return replace(trainer.vllm_generation.request, seed=seed, max_tokens=tokens)
+def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[RolloutAsk]:
+    seed, first = (trainer.args.seed, f"check/{where}"), trainer.accelerator.process_index * len(prompts.ids)
+    return asks_of(prompts.ids, prompts.images, seed=seed, first=first, generations=1, limit=tokens)
 
 
-def _rollouts(trainer: HasEngine, read: Any, completions: Any, logps: Any) -> Rollouts:
-    """As `VLLMGeneration.generate` returns them."""
-    rows = [torch.tensor([value[0] if value[0] is not None else torch.nan for value in row]) for row in logps]
-    mask = [torch.ones(len(row), dtype=torch.long) for row in completions]
+def _rollouts(trainer: HasEngine, answers: Sequence[RolloutAnswer]) -> Rollouts:
+    rows = [torch.tensor([torch.nan if logp is None else logp for logp in answer.logps]) for answer in answers]
+    mask = [torch.ones(len(answer.tokens), dtype=torch.long) for answer in answers]
     device = trainer.accelerator.device
     return Rollouts(
-        prompt_ids=[list(row) for row in read],
-        completion_ids=[list(row) for row in completions],
+        prompt_ids=[answer.read for answer in answers],
+        completion_ids=[answer.tokens for answer in answers],
         logps_BC=pad(rows, padding_value=0, padding_side="right").to(device),
         mask_BC=pad(mask, padding_value=0, padding_side="right").to(device),
     )
@@ -258,19 +257,21 @@ class DriftProbe:
 def drift_probe(trainer: HasEngine, rows: Sequence[Any], step: int) -> DriftProbe:
     """Of the first of these rows. Draws nothing of the run's."""
     prompts = read_prompts(trainer, rows[:CHECK_ROWS])
-    generation = trainer.vllm_generation
-    with generation.sampling(_probing(trainer, f"drift/{step}", CHECK_TOKENS)):
-        return DriftProbe(prompts, generation.asks(prompts.ids, prompts.images, 1))
+    asks = _asks(trainer, prompts, f"drift/{step}", CHECK_TOKENS)
+    return DriftProbe(prompts, trainer.vllm_generation.requests(asks))
 
 
 def measured_drift(
-    trainer: HasEngine, check: Callable[[Tensor, Tensor, Tensor, int], None], probe: DriftProbe, answers: Any, step: int
+    trainer: HasEngine,
+    check: Callable[[Tensor, Tensor, Tensor, int], None],
+    probe: DriftProbe,
+    answers: Sequence[RolloutAnswer],
+    step: int,
 ) -> None:
     """Score what the servers sampled for this rank's prompts, and `check` it: the policy's log-probabilities, the
     engine's, and the mask, (B, C), at this step.
     """
-    completions, logps = answers
-    rollouts = _rollouts(trainer, probe.prompts.ids, completions, logps)
+    rollouts = _rollouts(trainer, answers)
     with evaluating(trainer.model):
         check(score(trainer, probe.prompts, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
 
@@ -310,14 +311,17 @@ class EngineProbe:
     def bound(self) -> float:
         return agreement_bound(self.trainer)
 
-    def sampled(self, where: str, tokens: int | None = None, prompts: Prompts | None = None) -> Rollouts:
-        """Rollouts of `prompts` (None: the probe's own). If a rank has an error, every rank raises one, so that none
-        waits for another.
+    def sampled(
+        self, where: str, tokens: int | None = None, prompts: Prompts | None = None, **further: Any
+    ) -> Rollouts:
+        """Rollouts of `prompts` (None: the probe's own), as `sample`. If a rank has an error, every rank raises one, so
+        that none waits for another.
         """
         problem: Exception | None = None
         rollouts: Rollouts | None = None
         try:
-            rollouts = sample(self.trainer, prompts or self.prompts, tokens=tokens or self.tokens, where=where)
+            tokens = tokens or self.tokens
+            rollouts = sample(self.trainer, prompts or self.prompts, tokens=tokens, where=where, **further)
         except Exception as error:
             problem = error
         said = "" if problem is None else str(problem) or type(problem).__name__

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate.utils import is_peft_model
-from torch import Tensor
+from torch import Tensor, distributed
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -25,68 +24,19 @@ from adora_vl.rollout.engine_settings import (
     prefill_options,
     refuse_on_cpu,
 )
-from adora_vl.rollout.prompt_tokens import check_prompts, collapse_image_runs, never_sampled_ids
+from adora_vl.rollout.prompt_tokens import check_prompts, never_sampled_ids
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.rollout.served import Served
-from adora_vl.rollout.servers import Client, GroupRequest, Servers, connect, of_sampled
+from adora_vl.rollout.servers import Client, GroupRequest, Servers, connect
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.rollout.weight_sync import merged_parameters, push_weights, reset_caches, runner_version, zero_scratch
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RolloutError, UserError, engine_call
 from adora_vl.utils.launch import segments_expand
-from adora_vl.utils.seeding import rollout_seed
 
 # The context in which something of this name runs, which counts its seconds.
 Timed = Callable[[str], AbstractContextManager[Any]]
 LOOPS = "repetition_detection"  # vLLM's parameter that stops an answer which repeats itself
-
-
-class AlterImages(Protocol):
-    """Gives some rollouts other images than the trainer's."""
-
-    def __call__(
-        self, images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any
-    ) -> tuple[list[list[Any] | None], list[bool]]:
-        """The images on which the rows of this rank are sampled, and for each row whether they are others.
-
-        `images`: those of each row, None or empty for a row without. `first`: the number of the first row, counted over
-        all ranks.
-        """
-
-
-@dataclass
-class Segments:
-    """Where the rollouts of a generation with a budget begin and stop, one entry per row."""
-
-    begun: list[list[int]]  # tokens that the rollout has already
-    limits: list[int]  # how many it may get
-    groups: list[int]  # rows of the same number may share a request
-    seeds: list[int] | None
-    stopped: list[bool] = field(default_factory=list)  # out: by its limit alone, so it can go on
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Rollouts that are sampled already, one entry per row, and what the batch is to know of them."""
-
-    tokens: list[list[int]]
-    logps: list[list[float | None]]  # of the weights that sampled each token
-    columns: dict[str, list[int]]  # of `Batch`, (B,)
-
-
-@dataclass
-class SamplingRequest:
-    """How rollouts are sampled, and in `altered` what became of their images."""
-
-    seed: tuple[int, str] | None = None  # the run's, and where the run stands; None: the engine's own seed
-    image_cache: ImageCache | None = None  # where the engine's processor takes processed images from
-    grouped: bool = True  # a prompt is one request
-    alter_images: AlterImages | None = None
-    altered: list[bool] = field(default_factory=list)  # out: which rows were sampled on other images
-    max_tokens: int | None = None  # None: the run's
-    temperature: float | None = None
-    further: Mapping[str, Any] = field(default_factory=dict)  # vLLM's parameters, beside those of the run
-    segments: Segments | None = None  # None: rollouts are sampled from their beginning to their end
-    answers: Answers | None = None  # returned in the place of new ones
 
 
 def _biases(asked: Any) -> dict[int, float]:
@@ -112,8 +62,6 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
         self.tensors_sent = self.bytes_sent = 0  # by the last sync
-        self.request = SamplingRequest()
-        self._reasons: list[str] = []  # why each row of the last request with segments ended
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._asked = dict(generation_kwargs)
         banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
@@ -165,7 +113,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     def _build_llm(self, **kwargs: Any) -> Any:
         # It imports vLLM, which only a colocated engine needs.
-        from adora_vl.rollout.llm import LATER, GroupingLLM, has_copied_head, own_shared_memory
+        from adora_vl.rollout.llm import LATER, PolicyLLM, has_copied_head, own_shared_memory
 
         settings = self.settings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
@@ -189,7 +137,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
         with own_shared_memory() if divided_on_cpu else nullcontext():
-            return GroupingLLM(**kwargs)
+            return PolicyLLM(**kwargs)
 
     def _logprobs_mode(self) -> str:
         """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the trainer applies only
@@ -315,22 +263,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         finally:
             self.put_to_sleep()
 
-    @contextmanager
-    def sampling(self, request: SamplingRequest) -> Iterator[None]:
-        """Inside, rollouts are sampled as `request` says. Afterwards the run's own settings are back."""
-        asked = {
-            "request": request,
-            "max_completion_length": request.max_tokens,
-            "temperature": request.temperature,
-            "generation_kwargs": {**self.generation_kwargs, **request.further},
-        }
-        present = {name: value for name, value in asked.items() if value is not None}
-        kept = {name: getattr(self, name) for name in present}
-        self.__dict__.update(present)
-        try:
-            yield
-        finally:
-            self.__dict__.update(kept)
+    def take_images_from(self, cache: ImageCache | None) -> None:
+        """Have a colocated engine's image processor ask the trainer's cache first. It is the engine's own object."""
+        if cache is not None and self.image_token_id is not None and self.mode == "colocate":
+            processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
+            compat.IMAGE_PROCESSING.install(cache.preprocess(processor), on=processor)
 
     def _place_features(self, features: dict[str, Any] | None, prompt_ids: list[int]) -> dict[str, Any] | None:
         """Stock TRL moves a server's image features to the trainer's image tokens without comparing their numbers.
@@ -347,59 +284,63 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 )
         return placed
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        images: list[list[Any] | None] | None,
-        num_generations: int,
-        profiler: Any = None,
-    ) -> tuple[Any, ...]:
-        """Stock TRL sends colocated vLLM expanded image tokens beside the image, and vLLM expands them again.
+    def sample(self, asks: Sequence[RolloutAsk], **further: Any) -> list[RolloutAnswer]:
+        """What is sampled now, by the weights of the last sync. The ranks of a divided engine call it together, and so
+        do all ranks of a run with servers; each may ask for a number of its own.
 
-        Ours sends one token per image and checks that the engine arrives at the trainer's own ids. A server is asked
-        in TRL's way, by expanded ids and the features that it has made for them; ours adds seeds, and divides the
-        groups among several servers.
+        A server is asked by expanded ids and the features that it has made for them, a colocated engine by one token
+        per image. `further`: vLLM's parameters, beside those of the run.
 
-        The engine's log-probabilities of a rollout on an altered image do not belong to the trainer's image, so they
-        are replaced by None, which becomes NaN. TRL and ours leave such tokens out of the ratio and of the drift.
-
-        Raises `PromptMismatchError` for the first row that differs, and `EngineError` where the engine fails.
+        Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise, and `EngineError`
+        where the engine fails.
         """
-        request, image_token_id, segments = self.request, self.image_token_id, self.request.segments
-        request.altered = [False] * len(prompts)
-        if request.answers is not None:
-            return prompts, request.answers.tokens, [[[logp] for logp in row] for row in request.answers.logps], None
         if self.mode == "server":
             with engine_call("generate"):
-                asks = self.asks(prompts, images, num_generations)
-                return (prompts, *self.served.sample(asks, len(prompts)), None)
-        if segments is not None:
-            prompts = [[*ids, *begun] for ids, begun in zip(prompts, segments.begun, strict=True)]
-        asked = prompts
-        if image_token_id is not None:
-            asked = [collapse_image_runs(ids, image_token_id) for ids in prompts]
-        if request.alter_images is not None and images is not None:
-            first = self.accelerator.process_index * len(prompts)
-            image_processor = getattr(self.processing_class, "image_processor", None)
-            images, request.altered = request.alter_images(images, first, num_generations, image_processor)
-        with self._asking_once(len(prompts), num_generations), self._images_from_cache(), engine_call("generate"):
-            prompt_ids, completion_ids, *given = super().generate(asked, images, num_generations, profiler)
-        logps = of_sampled(completion_ids, *given)
-        if image_token_id is not None:
-            check_prompts(prompts, prompt_ids, image_token_id)
-        if segments is not None:
-            segments.stopped = self._stopped(segments, prompts, completion_ids)
-        if any(request.altered):
-            logps = [
-                [[None] * len(token) for token in row] if altered else row
-                for row, altered in zip(logps, request.altered, strict=True)
-            ]
-        return prompt_ids, completion_ids, logps, None
+                return self.served.sample(self.requests(asks, **further), len(asks))
+        if self.enable_sleep_mode and self._llm_weights_sleeping:
+            self.sync_weights()  # sleep has discarded them
+        with engine_call("generate"):
+            answers = self._sampled(asks, {**self._settings(), **further})
+        if self.image_token_id is not None:
+            check_prompts([ask.ids for ask in asks], [answer.read for answer in answers], self.image_token_id)
+        return answers
 
-    def asks(
-        self, prompts: list[list[int]], images: list[list[Any] | None] | None, generations: int
-    ) -> list[GroupRequest]:
-        """The rows of all ranks as requests to servers, on the first rank. Stock TRL gives them no seed."""
+    def _sampled(self, asks: Sequence[RolloutAsk], settings: dict[str, Any]) -> list[RolloutAnswer]:
+        everyone, first = list(asks), 0
+        if self.tensor_parallel_size > 1:  # the ranks of an engine ask for the same
+            parts: list[Any] = [None] * self.tensor_parallel_size
+            distributed.all_gather_object(parts, everyone, group=self.tp_group)
+            first = sum(map(len, parts[: distributed.get_rank(group=self.tp_group)]))
+            everyone = [ask for part in parts for ask in part]
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        if is_peft_model(self.model) and self.tensor_parallel_size > 1:
+            # else vLLM's collective calls can meet the end of the adapter's (TRL issue 3671)
+            distributed.barrier(device_ids=[self.accelerator.local_process_index])
+        answers: list[RolloutAnswer] = self.llm.sample(everyone, settings, self.image_token_id)
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+            self._llm_weights_sleeping = not self.llm.stays_awake
+        return answers[first : first + len(asks)]
+
+    def _settings(self) -> dict[str, Any]:
+        """vLLM's parameters of the run, as stock TRL puts them together."""
+        settings = {
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "max_tokens": self.max_completion_length,
+            "logprobs": self.logprobs,
+            **self.generation_kwargs,
+        }
+        if self.structured_outputs_regex is not None:
+            settings["structured_outputs"] = {"regex": self.structured_outputs_regex}
+        return settings
+
+    def requests(self, asks: Sequence[RolloutAsk], **further: Any) -> list[GroupRequest]:
+        """What all ranks ask of servers, on the first rank; nothing elsewhere. `further`: as in `sample`."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
@@ -409,48 +350,6 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
             "structured_outputs_regex": self.structured_outputs_regex,
-            "generation_kwargs": self.generation_kwargs,
+            "generation_kwargs": {**self.generation_kwargs, **further},
         }
-        request = self.request
-        return self.served.gathered(prompts, images, generations, sampling, request.seed, request.grouped)
-
-    @contextmanager
-    def _asking_once(self, rows: int, num_generations: int) -> Iterator[None]:
-        """Inside, the rollouts of a prompt are one request, and each is sampled from a seed of its own. Stock TRL sends
-        one request per rollout and samples from the random state of the process. A checkpoint restores that state
-        too, but a rollout then depends on everything that was drawn before it.
-
-        With tensor parallelism the ranks of one engine ask for the rows of all of them, and so for the same.
-        """
-        request, ranks = self.request, self.tensor_parallel_size
-        first = self.accelerator.process_index // ranks * ranks * rows
-        places = [divmod(first + row, num_generations) for row in range(ranks * rows)]
-        groups, seeds, further = [group for group, _ in places], None, {}
-        if request.seed is not None:
-            seeds = [rollout_seed(*request.seed, group, member) for group, member in places]
-        if request.segments is not None:
-            groups, seeds, self._reasons = request.segments.groups, request.segments.seeds, []
-            further = {"limits": request.segments.limits, "reasons": self._reasons}
-        with self.llm.grouped(groups, seeds, request.grouped, **further):
-            yield
-        if self.llm.stays_awake:
-            self._llm_weights_sleeping = False  # TRL has noted that it put the engine to sleep
-
-    def _stopped(self, segments: Segments, prompts: list[list[int]], answers: list[list[int]]) -> list[bool]:
-        """Which rollouts were stopped by their limit, and have room for more in the engine. `prompts`: with what the
-        rollouts had.
-        """
-        room = self.llm.model_config.max_model_len
-        each = zip(self._reasons, segments.limits, prompts, answers, strict=True)
-        return [
-            reason == "length" and len(answer) == limit and len(ids) + len(answer) < room
-            for reason, limit, ids, answer in each
-        ]
-
-    def _images_from_cache(self) -> Any:
-        """Inside, the engine's image processor asks the trainer's cache first."""
-        cache = self.request.image_cache
-        if cache is None or self.image_token_id is None:
-            return nullcontext()
-        processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
-        return compat.IMAGE_PROCESSING.replaced_by(cache.preprocess(processor), on=processor)
+        return self.served.gathered(asks, sampling)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.multimodal.media import MediaWithBytes
-from vllm.sampling_params import RepetitionDetectionParams
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.transformers_utils.config import checkpoint_has_lm_head
 
 from adora_vl.data.dataloader import KeptImage
+from adora_vl.rollout.prompt_tokens import collapse_image_runs
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -95,82 +96,6 @@ def own_shared_memory() -> Iterator[None]:
             file.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class Request:
-    """One request, and the neighbouring rows that it is for."""
-
-    first: int
-    count: int
-
-
-def plan_requests(prompts: Sequence[Any], groups: Sequence[int], together: bool) -> list[Request]:
-    """Rows of one group with the same token ids and the same image objects become one request.
-
-    `groups`: the group of each row.
-    """
-    requests: list[Request] = []
-    for row in range(len(prompts)):
-        last = requests[-1] if requests else None
-        if together and last and groups[last.first] == groups[row] and _equal(prompts[last.first], prompts[row]):
-            requests[-1] = Request(last.first, last.count + 1)
-        else:
-            requests.append(Request(row, 1))
-    return requests
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return one["prompt_token_ids"] == other["prompt_token_ids"] and _images(one) == _images(other)
-
-
-def _images(prompt: Any) -> list[int]:
-    data = prompt.get("multi_modal_data", {}).get("image", [])
-    return [id(image) for image in (data if isinstance(data, list) else [data])]
-
-
-def asking_once(
-    generate: Callable[..., Any],
-    groups: Sequence[int],
-    seeds: Sequence[int] | None,
-    together: bool,
-    limits: Sequence[int] | None = None,
-    reasons: list[str] | None = None,
-) -> Callable[..., Any]:
-    """As `LLM.generate`, but rows of one prompt are sent as one request. Returns one output per row.
-
-    `seeds`: the seed of each row, or None. vLLM's `ParentRequest` gives the rollouts of one request its seed, the
-    seed + 1, and so on, so the seeds of a group have to be consecutive. `limits`: how many tokens each row may get, the
-    same for the rows of a group; None: as many as the parameters say. `reasons`: gets vLLM's `finish_reason` per row.
-    """
-
-    def generate_rows(prompts: Sequence[Any], sampling_params: Any, **kwargs: Any) -> list[Any]:
-        assert len(prompts) == len(groups), f"{len(prompts)} prompts and {len(groups)} group numbers"
-        requests = plan_requests(prompts, groups, together)
-        each = [sampling_params.clone() for _ in requests]
-        for parameters, request in zip(each, requests, strict=True):
-            parameters.n = request.count
-            if seeds is not None:
-                parameters.seed = seeds[request.first]
-            if limits is not None:
-                parameters.max_tokens = limits[request.first]
-        outputs = generate([prompts[request.first] for request in requests], sampling_params=each, **kwargs)
-        singles = [single for output in outputs for single in _singles(output)]
-        if reasons is not None:
-            reasons[:] = [single.outputs[0].finish_reason for single in singles]
-        return singles
-
-    return generate_rows
-
-
-def _singles(output: Any) -> list[Any]:
-    """A copy of a request's output for each of its rollouts."""
-    singles = []
-    for rollout in sorted(output.outputs, key=lambda one: one.index):
-        single = copy.copy(output)
-        single.outputs = [rollout]
-        singles.append(single)
-    return singles
-
-
 def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     """The prompt as vLLM takes it without copying and hashing its images: each inside vLLM's own wrapper, which its
     parser hands on as it is, with the digest that is known already as its identity (`multi_modal_uuids`).
@@ -188,12 +113,23 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class GroupingLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Like `vllm.LLM`, except inside `grouped` and while it stays awake. Sleeping and waking are timed."""
+def answer_of(rollout: Any, ask: RolloutAsk, read: Sequence[int], room: int) -> RolloutAnswer:
+    """What vLLM has sampled for `ask`. `read`: the prompt's ids as it has read them. `room`: tokens of a sequence."""
+    tokens, given = list(rollout.token_ids), rollout.logprobs
+    logps: list[float | None] = [None] * len(tokens)
+    if given is not None:  # by the token's id: the first of several is the likeliest
+        scored = [one[token].logprob for one, token in zip(given, tokens, strict=True)]
+        logps = [None if math.isnan(logp) else logp for logp in scored]
+    full = len(read) + len(tokens) >= room
+    reason = "stop" if rollout.finish_reason != "length" else "room" if full else "length"
+    return RolloutAnswer(tokens, logps, reason, list(read))  # type: ignore[arg-type]
+
+
+class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """Like `vllm.LLM`. It also takes asks; sleeping and waking are timed, and it can be kept awake."""
 
     stays_awake = False
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    _grouping: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -205,35 +141,41 @@ class GroupingLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             self.stays_awake = False
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """Stock TRL puts the engine to sleep after every call of `generate`."""
+        """Stock vLLM does not say how long it takes."""
         if not self.stays_awake:
             with self.timed("sleep"):
                 super().sleep(*args, **kwargs)
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Stock TRL wakes it in two parts, for the weights and for the caches."""
+        """Stock vLLM does not say how long it takes."""
         with self.timed("wake"):
             super().wake_up(*args, **kwargs)
 
-    @contextmanager
-    def grouped(
-        self, groups: Sequence[int], seeds: Sequence[int] | None, together: bool, **further: Any
-    ) -> Iterator[None]:
-        """Inside, `generate` takes rows of these groups, sends them by `asking_once`, which also gets `further`, and
-        returns an output per row.
+    def sample(
+        self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any], image_token_id: int | None
+    ) -> list[RolloutAnswer]:
+        """Neighbours that ask for the same are one request, whose rollouts get its seed, the seed + 1, and so on.
+
+        `settings`: of `SamplingParams`. `image_token_id`: vLLM makes as many of one as the image has patches.
         """
-        self._grouping = partial(asking_once, groups=groups, seeds=seeds, together=together, **further)
-        try:
-            yield
-        finally:
-            self._grouping = None
-
-    def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Stock vLLM makes a request for each prompt in the list, with the sampling parameters that it is given."""
-        generate = super().generate
-
-        def known(prompts: Sequence[Any], **further: Any) -> Any:
-            return generate([with_known_images(prompt) for prompt in prompts], **further)
-
-        outputs: list[Any] = (generate if self._grouping is None else self._grouping(known))(*args, **kwargs)
-        return outputs
+        given = dict(settings)
+        requests = (
+            plan_requests(asks) if given["temperature"] else [[ask] for ask in asks]
+        )  # vLLM's greedy ones are alone
+        if isinstance(given.get("structured_outputs"), dict):
+            given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+        prompts, parameters = [], []
+        for ask, *more in requests:
+            ids = ask.ids if image_token_id is None else collapse_image_runs(ask.ids, image_token_id)
+            shown = {"multi_modal_data": {"image": ask.images}} if ask.images else {}
+            prompts.append(with_known_images({"prompt_token_ids": ids, **shown}))
+            own = {"seed": ask.seed, "max_tokens": ask.limit}
+            own = {name: value for name, value in own.items() if value is not None}
+            parameters.append(SamplingParams(**{**given, **own, "n": 1 + len(more)}))
+        room = self.model_config.max_model_len
+        outputs = self.generate(prompts, sampling_params=parameters, use_tqdm=False) if prompts else []
+        return [
+            answer_of(rollout, ask, output.prompt_token_ids, room)
+            for output, request in zip(outputs, requests, strict=True)
+            for rollout, ask in zip(sorted(output.outputs, key=lambda one: one.index), request, strict=True)
+        ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
 from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, Servers
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SharedUserError, UserError
-from adora_vl.utils.seeding import rollout_seed
 
 Tensors = Iterator[tuple[str, Tensor]]
 
@@ -68,43 +68,31 @@ class Served:
 
         self.first_rank(write_and_read, others=lambda: _go_through(tensors(everything)))
 
-    def gathered(
-        self,
-        prompts: list[list[int]],
-        images: list[list[Any] | None] | None,
-        generations: int,
-        sampling: dict[str, Any],
-        seed: tuple[int, str] | None,
-        grouped: bool,
-    ) -> list[GroupRequest]:
-        """The rows of all ranks as requests, on the first rank; nothing elsewhere.
-
-        `generations`: rollouts of a prompt, whose rows are neighbours. `sampling`: arguments of `VLLMClient.generate`.
-        `seed`: the run's, and where it stands. `grouped`: a prompt is one request.
+    def gathered(self, asks: Sequence[RolloutAsk], sampling: dict[str, Any]) -> list[GroupRequest]:
+        """What all ranks ask for as requests, on the first rank; nothing elsewhere. `sampling`: arguments of
+        `VLLMClient.generate`.
         """
-        all_prompts = gather_object(prompts)
-        all_images = gather_object(images if images is not None else [None] * len(prompts))
+        everyone = gather_object(list(asks))
         if not self.accelerator.is_main_process:
             return []
-        count = generations if grouped else 1
-        asks = []
-        for row in range(0, len(all_prompts), count):
-            one = {**sampling, "n": count}
-            if seed is not None:
-                number = rollout_seed(*seed, *divmod(row, generations))
-                one["generation_kwargs"] = {**sampling["generation_kwargs"], "seed": number}
-            asks.append(GroupRequest(list(all_prompts[row]), list(all_images[row] or []), one))
-        return asks
+        requests = []
+        for ask, *more in plan_requests(everyone):
+            one = {**sampling, "n": 1 + len(more), "max_tokens": ask.limit or sampling["max_tokens"]}
+            if ask.seed is not None:
+                one["generation_kwargs"] = {**sampling["generation_kwargs"], "seed": ask.seed}
+            requests.append(GroupRequest(ask.ids, ask.images, one))
+        return requests
 
-    def sample(self, asks: list[GroupRequest], rows: int) -> tuple[Any, ...]:
-        """Ask now. Returns what `VLLMGeneration.generate` does of this rank's `rows`, without the prompts."""
-        return self.shared(self.first_rank(lambda servers: servers.sample(asks, self.place)), rows)
+    def sample(self, requests: list[GroupRequest], asks: int) -> list[RolloutAnswer]:
+        """RolloutAsk now. Returns the answers to this rank's `asks`."""
+        return self.shared(self.first_rank(lambda servers: servers.sample(requests, self.place)), asks)
 
-    def shared(self, answers: list[Sampled], rows: int) -> tuple[Any, ...]:
-        """The part of this rank, which has `rows`, in the answers to all."""
-        mine = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
-        names = ("tokens", "logps")
-        return tuple([one for answer in answers for one in getattr(answer, name)][mine] for name in names)
+    def shared(self, answers: list[Sampled], asks: int) -> list[RolloutAnswer]:
+        """The part of this rank, which has `asks`, in the answers to all."""
+        counts = gather_object([asks])
+        first = sum(counts[: self.accelerator.process_index])
+        everyone = [RolloutAnswer(*one) for answer in answers for one in zip(answer.tokens, answer.logps, strict=True)]
+        return everyone[first : first + asks]
 
     def first_rank(self, do: Callable[[Servers], Any], others: Callable[[], None] = lambda: None) -> Any:
         """What `do` returns on the first rank, on all of them. They raise together where it raises; the others do

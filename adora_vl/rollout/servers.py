@@ -61,18 +61,16 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The rollouts of one request, as TRL takes them."""
+    """The rollouts of one request."""
 
     tokens: list[list[int]]  # one list per rollout
-    logps: list[list[list[float | None]]]  # and a list per token, of one entry
+    logps: list[list[float | None]]
 
 
-def of_sampled(tokens: Any, logps: Any, ids: Any) -> Any:
-    """The log-probability of each sampled token, by its id. TRL takes the first of those that come with it, which is
-    the likeliest token's where there are several. None where the engine gave none.
-    """
-    return logps and [
-        [[given[known.index(token)]] for token, given, known in zip(*row, strict=True)]
+def of_sampled(tokens: Any, logps: Any, ids: Any) -> list[list[float | None]]:
+    """The log-probability of each sampled token, by its id: the first of several is the likeliest token's."""
+    return [
+        [given[known.index(token)] for token, given, known in zip(*row, strict=True)]
         for row in zip(tokens, logps, ids, strict=True)
     ]
 

@@ -26,10 +26,10 @@ from adora_vl.config.batch_plan import Shape
 from adora_vl.config.checks import check_async
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.data.loading import unreadable_rows
-from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.agreement import DriftProbe
-from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest
+from adora_vl.rollout.rollouts import Answers, RolloutAnswer
 from adora_vl.rollout.servers import GroupRequest, Sampled
+from adora_vl.rollout.sources import EngineNow
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
@@ -57,21 +57,18 @@ class RolloutsAhead(Extension):
     def __init__(
         self,
         context: StepContext,
-        engine: AdoraVLLMGeneration,
-        sync: Callable[[], None],
-        prompts: Callable[[list[Row]], PromptBatch],
+        sampler: EngineNow,
         next_rows: NextRows,
         probe: Callable[[list[Row], int], DriftProbe],
-        check_drift: Callable[[DriftProbe, Any, int], None],
+        check_drift: Callable[[DriftProbe, list[RolloutAnswer], int], None],
     ) -> None:
-        """`sync`: the policy's weights to the servers. `prompts`: of rows. `next_rows`: of the
-        generation after the one with these numbers. `probe`: what to ask for of some rows, to measure the drift of the
-        weights at this step, and `check_drift`: judges what came of it. Raises `UserError` for keys that do not go with
-        it.
+        """`next_rows`: of the generation after the one with these numbers. `probe`: what to ask for of some rows, to
+        measure the drift of the weights at this step, and `check_drift`: judges what came of it. Raises `UserError` for
+        keys that do not go with it.
         """
         check_async(context.config)
         self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
-        self.engine, self.sync, self.prompts = engine, sync, prompts
+        self.sampler = sampler
         self.next_rows, self.probe, self.check_drift = next_rows, probe, check_drift
         shape = Shape.of(context.config)
         self.steps, self.generations = shape.updates, shape.generations
@@ -97,28 +94,29 @@ class RolloutsAhead(Extension):
         if not all(gather_object([fits])):  # where a run begins, or goes on with other rows
             if asked is not None and asked.found is not None:
                 asked.found.exception()  # servers that still sample cannot take weights
-            self.sync()
-            requests = self._requests(generation.rows, generation.sampling)
+            self.sampler.give_weights()
+            requests = self.sampler.requests(generation.rows, generation.where)
             asked = Pending(generation.where, numbers, generation.step, *self._ask(requests))
         assert asked is not None
         stale = generation.step - asked.step
         following, requests = self._following(generation, numbers)
         probe = self.probe(generation.rows[:: self.generations], generation.step) if stale else None
-        with self.engine.weights_written() if stale else nullcontext():
+        with self.sampler.engine.weights_written() if stale else nullcontext():
             began = time.perf_counter()
             found, idle = self._joined(asked.found)
             waited = time.perf_counter() - began
             self._present, self.pending = asked, None
-            self.sync()
+            self.sampler.give_weights()
         # The probe goes first, since its rollouts would wait for those of a whole generation.
         probed, coming = self._ask(probe.requests if probe else [], requests)
         self.pending = following and replace(following, found=coming)
         if probe is not None:
-            answers, _ = self._joined(probed)
-            self.check_drift(probe, self.engine.served.shared(answers, len(probe.prompts.ids)), generation.step)
-        tokens, logps = self.engine.served.shared(found, len(numbers))
-        columns = {"stale_tokens": [len(row) if stale else 0 for row in tokens]}
-        generation.sampling.answers = Answers(tokens, [[logp[0] for logp in row] for row in logps], columns)
+            short = self.sampler.engine.served.shared(self._joined(probed)[0], len(probe.prompts.ids))
+            self.check_drift(probe, short, generation.step)
+        answers = self.sampler.engine.served.shared(found, len(numbers))
+        columns = {"stale_tokens": [len(answer.tokens) if stale else 0 for answer in answers]}
+        tokens, logps = [answer.tokens for answer in answers], [answer.logps for answer in answers]
+        generation.sampling.answers = Answers(tokens, logps, columns)
         self.log("adora/staleness", stale / self.steps)
         for name, seconds in (("trainer", waited), ("servers", idle)):
             self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
@@ -136,14 +134,7 @@ class RolloutsAhead(Extension):
             return None, []
         following = _without_numbers(rows)
         where = replace(generation, key=f"{step}/0").where
-        seed = generation.sampling.seed
-        request = replace(generation.sampling, seed=None if seed is None else (seed[0], where))
-        return Pending(where, following, generation.step), self._requests(rows, request)
-
-    def _requests(self, rows: list[Row], request: SamplingRequest) -> list[GroupRequest]:
-        with self.engine.sampling(request):
-            prompts = self.prompts(rows)
-            return self.engine.asks(prompts.ids, prompts.images, self.generations)
+        return Pending(where, following, generation.step), self.sampler.requests(rows, where)
 
     def _ask(self, *batches: list[GroupRequest]) -> list[Future[_Found] | None]:
         """Asks for one batch after the other, on a thread of the first rank that does HTTP alone, so that no collective
@@ -151,7 +142,7 @@ class RolloutsAhead(Extension):
         """
         if not self.accelerator.is_main_process:
             return [None for _ in batches]
-        served, futures = self.engine.served, [Future[_Found]() for _ in batches]
+        served, futures = self.sampler.engine.served, [Future[_Found]() for _ in batches]
 
         def work() -> None:
             for requests, future in zip(batches, futures, strict=True):
@@ -166,7 +157,7 @@ class RolloutsAhead(Extension):
 
     def _joined(self, asked: Future[_Found] | None) -> tuple[list[Sampled], float]:
         """The answers, and how long the servers have waited since. Raises what asking raised, on all ranks."""
-        found: _Found = self.engine.served.first_rank(lambda _: asked.result() if asked else None)
+        found: _Found = self.sampler.engine.served.first_rank(lambda _: asked.result() if asked else None)
         return found[0], max(0.0, time.perf_counter() - found[1]) if asked else 0.0
 
     # ------------------------------------------------------------------------------------------ a checkpoint
@@ -197,7 +188,7 @@ class RolloutsAhead(Extension):
         if len(said["numbers"]) != self.accelerator.num_processes:
             return  # asked again
         future = Future[_Found]()
-        answers = [Sampled(one["tokens"], one["logps"]) for one in said["answers"]]  # an older one has ids as well
+        answers = [Sampled(one["tokens"], [[*map(_number, row)] for row in one["logps"]]) for one in said["answers"]]
         future.set_result((answers, time.perf_counter()))
         first = self.accelerator.is_main_process
         numbers: Sequence[int] = said["numbers"][self.accelerator.process_index]
@@ -207,3 +198,9 @@ class RolloutsAhead(Extension):
 def _without_numbers(rows: Sequence[Any]) -> list[int]:
     """Takes the column with the numbers of the rows out of them."""
     return [row.pop(ROW_NUMBER, -1) for row in rows]
+
+
+def _number(logp: Any) -> float | None:
+    """Of a token; an older checkpoint has a list of one."""
+    found: float | None = logp[0] if isinstance(logp, list) else logp
+    return found

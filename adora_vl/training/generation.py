@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from adora_vl.rollout.engine import SamplingRequest
+from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scores import Scores
 from adora_vl.types import Batch, Row

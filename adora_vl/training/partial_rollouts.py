@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from adora_vl.checkpoint.store import load_of_rank, save_of_rank
 from adora_vl.config.batch_plan import Shape
 from adora_vl.config.checks import check_budget
 from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
-from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest, Segments
+from adora_vl.rollout.rollouts import Answers, RolloutAnswer, Segment
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
@@ -35,8 +36,8 @@ from adora_vl.utils.seeding import rollout_seed
 SHARE, REMEMBERED, TAIL = 0.9, 4, 1.5
 FILES = "partial"  # in a checkpoint, one of each rank
 
-# Samples these rows as the request says: tokens and log-probabilities. All ranks call it together, also without rows.
-Sample = Callable[[list[Row], SamplingRequest], tuple[list[list[int]], list[list[float | None]]]]
+# Samples a segment for each row. All ranks call it together, also without rows.
+Sample = Callable[[list[Row], list[Segment]], list[RolloutAnswer]]
 
 
 @dataclass(frozen=True)
@@ -123,15 +124,15 @@ class PartialRollouts(Extension):
     """Samples a generation up to its budget, and gives it the groups that are complete. All ranks call it together."""
 
     def __init__(
-        self, context: StepContext, sample: Sample, engine: Callable[[], AdoraVLLMGeneration], dataset: Any
+        self, context: StepContext, sample: Sample, awake: Callable[[], AbstractContextManager[None]], dataset: Any
     ) -> None:
-        """`engine`: which `sample` uses. `dataset`: whose rows are trained on. Raises `UserError` where the run's other
-        keys do not allow a budget.
+        """`awake`: inside, the engine does not sleep between two calls of `sample`. `dataset`: whose rows are trained
+        on. Raises `UserError` where the run's other keys do not go with a budget.
         """
         check_budget(context.config)
         self.accelerator, self.config = context.accelerator, context.config
         self.log, self.state = context.log, context.state
-        self.sample, self.engine, self.rows = sample, engine, DistinctRows(dataset)
+        self.sample, self.awake, self.rows = sample, awake, DistinctRows(dataset)
         shape = Shape.of(context.config)
         self.places = shape.rows * shape.steps // shape.generations  # groups of one rank
         # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
@@ -155,7 +156,7 @@ class PartialRollouts(Extension):
         groups = [*self.waiting.groups, *begun]
         needed = groups_to_complete(len(groups), self.places, left, self.least)
         budget = self._budget()
-        with self.engine().staying_awake():
+        with self.awake():
             everything = needed == len(groups)
             oldest = present - self.config.adora_rollouts.staleness
             limits = [None if everything or group.began <= oldest else budget for group in groups]
@@ -220,40 +221,34 @@ class PartialRollouts(Extension):
             if not rollout.ended
         ]
         asked = sorted(open_, key=lambda each: not groups[each[0]].rollouts[each[1]].tokens)
-        segments = self._segments(groups, asked, limits, generation)
-        rows = [groups[number].row for number, _ in asked]
-        tokens, logps = self.sample(rows, replace(generation.sampling, segments=segments))
+        segments = [self._segment(groups, limits, each, place, generation) for place, each in enumerate(asked)]
+        answers = self.sample([groups[number].row for number, _ in asked], segments)
         found = {number: list(groups[number].rollouts) for number in limits}
-        for row, (number, member) in enumerate(asked):
+        for (number, member), answer in zip(asked, answers, strict=True):
             rollout = found[number][member]
-            whole = len(rollout.tokens) + len(tokens[row]) >= self.longest(groups[number], member)
-            ended = whole or not segments.stopped[row]
-            found[number][member] = rollout.extended(tokens[row], logps[row], generation.step, ended=ended)
+            whole = len(rollout.tokens) + len(answer.tokens) >= self.longest(groups[number], member)
+            ended = whole or answer.reason != "length"
+            found[number][member] = rollout.extended(answer.tokens, answer.logps, generation.step, ended=ended)
         return [
             replace(group, rollouts=tuple(found[number])) if number in found else group
             for number, group in enumerate(groups)
         ]
 
-    def _segments(
+    def _segment(
         self,
         groups: list[PartialGroup],
-        asked: list[tuple[int, int]],
         limits: dict[int, int | None],
+        asked: tuple[int, int],
+        place: int,
         generation: Generation,
-    ) -> Segments:
-        """What is asked of the engine. `asked`: number of the group and of the rollout in it."""
-        begun = [list(groups[number].rollouts[member].tokens) for number, member in asked]
-        left = [
-            self.longest(groups[number], member) - len(had) for (number, member), had in zip(asked, begun, strict=True)
-        ]
-        budgets = [limits[number] for number, _ in asked]
-        seed = generation.sampling.seed
-        return Segments(
-            begun=begun,
-            limits=[most if budget is None else min(most, budget) for most, budget in zip(left, budgets, strict=True)],
-            groups=[len(groups) + row if had else asked[row][0] for row, had in enumerate(begun)],
-            seeds=None if seed is None else [groups[number].seed(seed[0], member) for number, member in asked],
-        )
+    ) -> Segment:
+        """What is asked of the engine for the rollout `asked`, number of its group and in it, at a place of its own."""
+        number, member = asked
+        group, seed, budget = groups[number], generation.sampling.seed, limits[number]
+        had = list(group.rollouts[member].tokens)
+        left = self.longest(group, member) - len(had)
+        own = seed and group.seed(seed[0], member)
+        return Segment(had, left if budget is None else min(left, budget), len(groups) + place if had else number, own)
 
     def longest(self, group: PartialGroup, member: int) -> int:
         """The tokens at which an answer is cut off: the same for all, unless `benchmarks.long_tailed` sets it."""

@@ -89,7 +89,7 @@ IMAGE_PROCESSING = Patch(
     owner="transformers.models.qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor",
     name="preprocess",
     upstream="Trainer and engine both process every copy of an image; the processor has no cache and no place for one. "
-    "It is replaced during a call alone, since the same object is saved with the model.",
+    "The trainer's is replaced during a call alone, since the same object is saved with the model.",
     until="Transformers and vLLM take images that are processed already, in patches.",
 )
 HUB_OFFLINE = Patch(
@@ -143,13 +143,6 @@ SHARDED_BUILD = Patch(
 
 
 CORRECTIONS = (
-    Correction(
-        where="adora_vl.rollout.engine:AdoraVLLMGeneration.generate",
-        library="trl",
-        upstream="sends image tokens that are expanded already, and vLLM expands them again",
-        until="TRL sends one token per image to a colocated engine",
-        issue="huggingface/trl#6294, huggingface/trl#6401",
-    ),
     Correction(
         where="adora_vl.rollout.weight_sync:reset_caches",
         library="trl",

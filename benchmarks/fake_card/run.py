@@ -36,6 +36,7 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
 from adora_vl.planning.memory import CONTEXT, Prediction, predict
 from adora_vl.planning.plan import make_setup
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.start import road
 from adora_vl.trainer import AdoraGRPOTrainer
 from data_prep.synthetic.generate import generate
@@ -102,9 +103,8 @@ class RecordedAnswers:
         self.stop = getattr(processing, "tokenizer", processing).eos_token_id
         self.longest_prompt = 0
 
-    def sampling(self, request: Any) -> Any:
-        self.request = request
-        return nullcontext()
+    def take_images_from(self, cache: Any) -> None:
+        pass
 
     def staying_awake(self) -> Any:
         return nullcontext()
@@ -112,15 +112,14 @@ class RecordedAnswers:
     def sync_weights(self) -> None:
         pass
 
-    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
-        drawn, rows = torch.Generator().manual_seed(17), []
-        for place in range(len(prompts)):
+    def sample(self, asks: Sequence[RolloutAsk]) -> list[RolloutAnswer]:
+        drawn, answers = torch.Generator().manual_seed(17), []
+        for place in range(len(asks)):
             length = self.lengths[place % len(self.lengths)]
-            rows.append([*torch.randint(20, 600, (length - 1,), generator=drawn).tolist(), self.stop])
-        self.longest_prompt = max(map(len, prompts))
-        if request := getattr(self, "request", None):
-            request.altered = [False] * len(prompts)
-        return prompts, rows, [[[LOGP]] * len(row) for row in rows], None
+            tokens = [*torch.randint(20, 600, (length - 1,), generator=drawn).tolist(), self.stop]
+            answers.append(RolloutAnswer(tokens, [LOGP] * length))
+        self.longest_prompt = max(len(ask.ids) for ask in asks)
+        return answers
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:

@@ -120,7 +120,7 @@ def _turn(setting: Setting, config: PretrainedConfig, way: str, side: int, compl
     turn, clock = Turn(), DeviceClock(setting)
     trainer.add_callback(Steps(setting, turn, clock))
     _note_prompts(trainer, turn)
-    clock.around(trainer, "_generate", "rollout")
+    clock.around(*((trainer, "_generate") if way == "stock" else (trainer.sampler, "sample")), "rollout")
     clock.around(trainer, "_get_per_token_logps_and_entropies", "log-probabilities")
     clock.around(trainer.accelerator, "backward", "backward")
     trainer.train()

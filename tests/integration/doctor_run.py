@@ -30,6 +30,7 @@ from adora_vl.doctor import __main__ as command  # noqa: E402
 from adora_vl.doctor import engine as doctor_engine  # noqa: E402
 from adora_vl.doctor.engine import Examination, check_buffers, examine  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
+from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.rollout.agreement import SelfCheck, read_prompts  # noqa: E402
 from adora_vl.utils.checks import Check, as_json  # noqa: E402
 from adora_vl.utils.errors import RolloutError  # noqa: E402
@@ -39,7 +40,7 @@ from adora_vl.utils.errors import RolloutError  # noqa: E402
 def expanded(examination: Examination) -> Iterator[None]:
     """Stock TRL: the engine gets expanded image tokens, and nobody compares."""
     with (
-        patch.object(engine_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)),
+        patch.object(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)),
         patch.object(engine_module, "check_prompts", lambda *_: None),
     ):
         yield
@@ -127,9 +128,9 @@ def fingerprint(trainer: Any) -> str:
     generation = trainer.vllm_generation
     facts = (
         random.getstate(), np.random.get_state(), torch.get_rng_state().tolist(),
-        trainer._step, trainer._last_loaded_step, str(vars(trainer.state)), dict(trainer._metrics["train"]),
+        trainer._step, trainer.sampler.synced, str(vars(trainer.state)), dict(trainer._metrics["train"]),
         {name: list(values) for name, values in trainer._logs.items() if name in ("prompt", "advantages")},
-        vars(generation.request), generation.max_completion_length, generation.temperature,
+        generation.max_completion_length, generation.temperature,
         generation.generation_kwargs,
         trainer.model.training,
     )  # fmt: skip

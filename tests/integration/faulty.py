@@ -80,10 +80,10 @@ def _generate(patches: Any, due: Callable[[], bool]) -> None:
     from adora_vl.utils.launch import prepare_engine_environment
 
     prepare_engine_environment()  # the next module imports vLLM
-    from adora_vl.rollout import llm
-    from adora_vl.rollout.llm import asking_once
+    from adora_vl.rollout import llm, rollouts
 
-    patches.setattr(llm, "asking_once", lambda *args, **kwargs: broken if due() else asking_once(*args, **kwargs))
+    stock = rollouts.plan_requests
+    patches.setattr(llm, "plan_requests", lambda asks: broken() if due() else stock(asks))
 
 
 def _sync(patches: Any, due: Callable[[], bool]) -> None:
@@ -154,7 +154,7 @@ def several(arguments: list[str], starts: list[str]) -> int:
         trainer = made[0]
         trainer.train_dataset, trainer.run = run.dataset, run
         trainer.bad_steps.in_a_row, trainer.bad_steps.reason = 0, None
-        trainer._step, trainer._generation, trainer._last_loaded_step = 0, None, -1  # as in a new process
+        trainer._step, trainer._generation, trainer.sampler.synced = 0, None, -1  # as in a new process
         trainer.checkpoints.saved_at = trainer.checkpoints.began_at = None
         trainer.callback_handler.callbacks = [  # without those of the command
             each for each in trainer.callback_handler.callbacks if type(each).__name__ not in ("StopOnSignal", "Speak")

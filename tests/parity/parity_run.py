@@ -26,6 +26,7 @@ from adora_vl.data.prompts import SYSTEM_PROMPT  # noqa: E402
 from adora_vl.models.families import component_of  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
+from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
 from tests.parity.looks import AFTER, BEFORE, WITH_ENGINE, data_set  # noqa: E402
@@ -108,7 +109,7 @@ def sabotage(name: str) -> None:
         mock.patch.object(engine_module, what, instead).start()
 
     if name == "expanded":
-        put("collapse_image_runs", lambda ids, image_token_id: list(ids))
+        mock.patch.object(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)).start()
         put("check_prompts", lambda *_: None)
     elif name == "no_sync":
         put("push_weights", lambda llm, tensors, everything=False: sum(1 for _ in tensors))

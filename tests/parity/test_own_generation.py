@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -18,6 +17,8 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.rollout.rollouts import RolloutAnswer
+from adora_vl.rollout.sources import EngineNow
 from adora_vl.trainer import AdoraGRPOTrainer
 from tests.unit.dedup.test_images import picture
 
@@ -139,10 +140,13 @@ def test_a_generation_is_trls(tmp_path, case):
     torch.manual_seed(1)
     others = {"one": [], "two": [of_some_groups], "model": [Qwen2ForSequenceClassification(REWARD_MODEL).eval()]}
     trainer = trainer_of(tmp_path, [by_tokens, *others[rewards]], **settings)
+    completions, logps = sampled(trainer.eos_token_ids[:1])
+    answers = [RolloutAnswer(*each) for each in zip(completions, logps, strict=True)]
     if engine:
         trainer.use_vllm = True
-        trainer.vllm_generation = SimpleNamespace(sampling=lambda _: nullcontext(), bytes_sent=0)
-    completions, logps = sampled(trainer.eos_token_ids[:1])
+        found: Any = SimpleNamespace(sample=lambda _: answers, sync_weights=lambda: None, bytes_sent=0)
+        found.take_images_from = lambda _: None
+        trainer.vllm_generation, trainer.sampler = found, EngineNow(trainer.context, trainer.images, found)
     trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:

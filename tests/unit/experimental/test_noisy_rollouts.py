@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -14,12 +13,12 @@ import torch
 from PIL import Image
 from transformers import TrainerState
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
-from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.config.experimental import check_noise, noise_strength, noisy_count
 from adora_vl.config.keys import ExtensionOptions, NoiseOptions
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageCache, effective_settings
+from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.experimental.noisy_rollouts import (
     Noise,
     NoisyRollouts,
@@ -29,12 +28,12 @@ from adora_vl.experimental.noisy_rollouts import (
     signal_share,
     unaltered,
 )
-from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
 from adora_vl.rollout.importance import ImportanceRatio
-from adora_vl.rollout.llm import plan_requests
+from adora_vl.rollout.rollouts import RolloutAnswer, SamplingRequest, asks_of, plan_requests
+from adora_vl.rollout.sources import EngineNow
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
-from adora_vl.types import Batch, compared_mask
+from adora_vl.types import Batch, Row, compared_mask
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
 
@@ -126,9 +125,8 @@ def test_the_last_rollouts_of_each_group_see_one_distorted_image_and_stay_one_re
     assert sees == [False, False, False, True] * 2 + [False] * 4
     assert all(now is before for now, before, noisy in zip(seen, images, sees, strict=True) if not noisy)
     assert seen[3][0].tobytes() != images[3][0].tobytes() and seen[3][0].tobytes() != seen[7][0].tobytes()
-    prompts = [{"prompt_token_ids": [1], "multi_modal_data": {"image": own}} if own else {"prompt_token_ids": [1]}
-               for own in seen]  # fmt: skip
-    assert [r.count for r in plan_requests(prompts, [row // 4 for row in range(12)], True)] == [3, 1, 3, 1, 4]
+    asks = asks_of([[1]] * 12, seen, seed=None, first=0, generations=4)
+    assert [len(request) for request in plan_requests(asks)] == [3, 1, 3, 1, 4]
 
 
 def test_two_ranks_distort_what_one_does_and_another_step_distorts_otherwise():
@@ -180,41 +178,25 @@ def test_an_evaluation_sees_every_image_as_it_is():
         assert (generation.sampling.alter_images is not None) == altered
 
 
-class StubEngine(AdoraVLLMGeneration):
-    """The engine's own `generate` around a TRL that answers with the images it was given."""
+def test_distorted_rollouts_come_back_without_log_probabilities_and_the_others_as_they_are():
+    images, asked = [[drawing()]] * 4, list[Any]()
 
-    def __init__(self, noise: Noise | None) -> None:
-        self.mode, self.image_token_id = "colocate", 9
-        self.tensor_parallel_size, self.accelerator = 1, SimpleNamespace(process_index=0)
-        self.llm = SimpleNamespace(grouped=lambda *_: nullcontext(), stays_awake=False)
-        self.processing_class = SimpleNamespace()
-        self.request = SamplingRequest(alter_images=noise.applied if noise else None)
+    def sample(asks: Any) -> list[RolloutAnswer]:
+        asked.append([ask.images for ask in asks])
+        return [RolloutAnswer([5, 6], [-0.5, -0.25]) for _ in asks]
 
-
-@pytest.fixture
-def sent(monkeypatch):
-    """What stock TRL gets, and its answer."""
-    calls = []
-
-    def generate(self, prompts, images, num_generations, profiler=None):
-        calls.append(images)
-        rows = len(prompts)
-        return [[1, 9, 9]] * rows, [[5, 6]] * rows, [[[-0.5], [-0.25]]] * rows, [[[5], [6]]] * rows
-
-    monkeypatch.setattr(VLLMGeneration, "generate", generate)
-    return calls
-
-
-def test_distorted_rollouts_come_back_without_log_probabilities_and_the_others_as_they_are(sent):
-    images = [[drawing()]] * 4
-    noisy, plain = StubEngine(Noise("gaussian", 300.0, "x", clean=2)), StubEngine(None)
-    with_noise = noisy.generate([[1, 9, 9]] * 4, images, 4)
-    without = plain.generate([[1, 9, 9]] * 4, images, 4)
-    assert noisy.request.altered == [False, False, True, True] and plain.request.altered == [False] * 4
-    assert with_noise[2] == [[[-0.5], [-0.25]]] * 2 + [[[None], [None]]] * 2
-    assert with_noise[:2] == without[:2] and with_noise[3] == without[3]
-    assert sent[0][:2] == images[:2] and sent[0][2][0] is not images[2][0]
-    assert without[2] == [[[-0.5], [-0.25]]] * 4 and sent[1] is images  # today's call, untouched
+    engine: Any = SimpleNamespace(sample=sample, take_images_from=lambda _: None, sync_weights=lambda: None)
+    shown: Any = SimpleNamespace(image_processor=None, cache=None)
+    sampler, rows = EngineNow(step_context(), shown, engine), [Row()] * 4
+    prompts = PromptBatch([[]] * 4, [[1, 9, 9]] * 4, list(images), {})
+    found = []
+    for noise in (Noise("gaussian", 300.0, "x", clean=2), None):
+        request = SamplingRequest(alter_images=noise.applied if noise else None)
+        found.append(sampler.sample(rows, prompts, request, 4))
+        assert request.altered == [noise is not None and row >= 2 for row in range(4)]
+    assert found[0] == ([[5, 6]] * 4, [[-0.5, -0.25]] * 2 + [[None, None]] * 2)
+    assert found[1] == ([[5, 6]] * 4, [[-0.5, -0.25]] * 4)
+    assert asked[0][:2] == images[:2] and asked[0][2][0] is not images[2][0] and asked[1] == images
 
 
 def measured(distorted_rows):

@@ -23,7 +23,7 @@ from adora_vl.config.keys import RolloutOptions
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageBanks, ImageCache
 from adora_vl.experimental.replay import FILES, Kept, SampleReplay, drawn
-from adora_vl.rollout.engine import SamplingRequest
+from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.training.generation import Generation
 from adora_vl.types import Batch
 from adora_vl.utils.errors import UserError

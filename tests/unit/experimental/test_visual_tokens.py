@@ -38,7 +38,7 @@ from adora_vl.experimental.visual_tokens import (
     visual_dependency,
 )
 from adora_vl.models.load import PRETRAINED
-from adora_vl.rollout.engine import SamplingRequest
+from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.training.generation import Generation
 from adora_vl.types import Batch
 from adora_vl.utils.errors import UserError

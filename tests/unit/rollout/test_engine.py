@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +13,15 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from PIL import Image
-from torch import nn
+from torch import distributed, nn
 from transformers import GenerationConfig
 
 from adora_vl.data.dataloader import kept
 from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
-from adora_vl.rollout.engine import AdoraVLLMGeneration, Answers, SamplingRequest, Segments
+from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, asks_of, plan_requests
 from adora_vl.rollout.servers import of_sampled
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
@@ -37,7 +36,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
 from vllm.v1.core.sched.utils import check_sequence_repetition  # noqa: E402
 
 from adora_vl.rollout import llm as llm_module  # noqa: E402
-from adora_vl.rollout.llm import GroupingLLM, Request, asking_once, plan_requests, with_known_images  # noqa: E402
+from adora_vl.rollout.llm import PolicyLLM, with_known_images  # noqa: E402
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 IMAGE, START, END = 90, 91, 92
@@ -62,7 +61,7 @@ def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(s
 def test_the_log_probability_of_a_token_is_that_of_its_own_id():
     """Beside a likelier one, which stands first."""
     tokens, logps, ids = [[7, 8]], [[[-0.1, -2.0], [-0.5]]], [[[9, 7], [8]]]
-    assert of_sampled(tokens, logps, ids) == [[[-2.0], [-0.5]]]
+    assert of_sampled(tokens, logps, ids) == [[-2.0, -0.5]]
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
@@ -125,7 +124,7 @@ def test_a_bias_from_the_command_line_has_texts_as_its_tokens(monkeypatch):
 
 def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks: int = 1) -> Any:
     """What vLLM's engine is built with."""
-    monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
+    monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
     engine, model = object.__new__(AdoraVLLMGeneration), SimpleNamespace(dtype=torch.float32)
     engine.__dict__.update(NEUTRAL, model=model, image_token_id=None, _asked={}, enable_sleep_mode=False)
     engine.settings, engine.tensor_parallel_size = settings, ranks
@@ -154,154 +153,77 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
             assert found.get("disable_custom_all_reduce") is off
 
 
-def test_the_doctor_samples_with_settings_of_its_own_and_the_run_gets_its_own_back():
-    engine = object.__new__(AdoraVLLMGeneration)
-    settings = {
-        "request": SamplingRequest(seed=(1, "train/0")),
-        "max_completion_length": 64,
-        "temperature": 0.7,
-        "generation_kwargs": {"a": 1},
-    }
-    engine.__dict__.update(settings)
-    with (
-        pytest.raises(RuntimeError),
-        engine.sampling(replace(engine.request, temperature=0.0, further={"allowed_token_ids": [3]})),
-    ):
-        check = replace(engine.request, seed=(2, "check"), max_tokens=1)
-        with engine.sampling(check):
-            inside = {name: getattr(engine, name) for name in settings}
-        assert engine.max_completion_length == 64 and engine.temperature == 0.0
-        raise RuntimeError
-    further = {"a": 1, "allowed_token_ids": [3]}
-    assert list(inside.values()) == [check, 1, 0.0, further]
-    assert {name: getattr(engine, name) for name in settings} == settings
+def engine_of(monkeypatch: Any, seen: list[Any], reasons: list[str], **changed: Any) -> Any:
+    """A colocated engine whose vLLM notes what it is asked for in `seen`, and ends its rollouts for these reasons. The
+    rollouts of a request come in any order; the log-probability of a token is beside that of a likelier one.
+    """
 
-
-@dataclass
-class Parameters:
-    n: int = 1
-    seed: int | None = None
-
-    def clone(self) -> Parameters:
-        return copy.copy(self)
-
-
-@dataclass
-class Rollout:
-    index: int
-    text: str
-
-
-@dataclass
-class Output:
-    outputs: list[Rollout] = field(default_factory=list)
-
-
-def test_a_group_is_one_request_with_seeds_that_count_up():
-    image, other = Image.new("RGB", (8, 6)), Image.new("RGB", (8, 6))
-    rows = [{"prompt_token_ids": [1, 2], "multi_modal_data": {"image": image}} for _ in range(4)]
-    rows.append({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": other}})
-    assert plan_requests(rows, [0, 0, 1, 1, 1], True) == [Request(0, 2), Request(2, 2), Request(4, 1)]
-    assert len(plan_requests(rows, [0, 0, 1, 1, 1], False)) == 5
-
-    def generate(prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Output]:
-        # the rollouts of a request come in any order, and their seeds count up from its own
-        return [Output([Rollout(i, f"seed {p.seed + i}") for i in reversed(range(p.n))]) for p in sampling_params]
-
-    seeds = [10, 11, 50, 51, 52]
-    for together in (True, False):
-        asked = asking_once(generate, [0, 0, 1, 1, 1], seeds, together)
-        outputs = asked(rows, sampling_params=Parameters(), use_tqdm=False)
-        assert [[rollout.text for rollout in output.outputs] for output in outputs] == [[f"seed {s}"] for s in seeds]
-
-
-def test_the_engine_asks_once_per_prompt_only_while_it_is_told_to(monkeypatch):
-    asked: list[tuple[object, object]] = []
-
-    def generate(self, prompts, sampling_params, **kwargs):
-        asked.append((prompts, sampling_params))
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
-        return [SimpleNamespace(outputs=[SimpleNamespace(index=i, seed=p.seed) for i in range(p.n)]) for p in params]
+    def generate(self: Any, prompts: Any, sampling_params: Any, **_: Any) -> list[Any]:
+        seen.extend(zip(prompts, sampling_params, strict=True))
+        left, outputs = iter(reasons), []
+        for prompt, p in zip(prompts, sampling_params, strict=True):
+            ids = [token for one in prompt["prompt_token_ids"] for token in [one] * (1 + (one == IMAGE))]
+            made = [
+                SimpleNamespace(
+                    index=index, token_ids=[p.seed + index] * p.max_tokens, finish_reason=next(left),
+                    logprobs=[{3: SimpleNamespace(logprob=-0.1), p.seed + index: SimpleNamespace(logprob=-2.0)}]
+                    * p.max_tokens,
+                )
+                for index in range(p.n)
+            ]  # fmt: skip
+            outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=made[::-1]))
+        return outputs
 
     monkeypatch.setattr(LLM, "generate", generate)
-    llm = object.__new__(GroupingLLM)
-    rows, params = [{"prompt_token_ids": [1]}] * 4, SamplingParams()
-    with pytest.raises(RuntimeError), llm.grouped([0, 0, 1, 1], [5, 6, 8, 9], together=True):
-        outputs = llm.generate(rows, sampling_params=params, use_tqdm=False)
-        raise RuntimeError
-    assert len(outputs) == 4 and [(p.n, p.seed) for p in asked[0][1]] == [(2, 5), (2, 8)]
-    assert len(llm.generate(rows, sampling_params=params)) == 4 and asked[1] == (rows, params), "as vLLM's own"
+    engine, llm = object.__new__(AdoraVLLMGeneration), object.__new__(PolicyLLM)
+    llm.model_config = SimpleNamespace(max_model_len=20)
+    engine.__dict__.update(
+        NEUTRAL, mode="colocate", enable_sleep_mode=False, image_token_id=IMAGE, tensor_parallel_size=1, logprobs=0,
+        generation_kwargs={"stop_token_ids": [7]}, structured_outputs_regex=None, max_completion_length=99, llm=llm,
+        accelerator=SimpleNamespace(process_index=0), model=nn.Linear(1, 1),
+    )  # fmt: skip
+    engine.__dict__.update(changed)
+    return engine
+
+
+def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
+    images = [Image.new("RGB", (8, 6)) for _ in range(2)]
+    copies = [kept(Image.new("RGB", (8, 6), (9, 9, 9))) for _ in range(2)]  # of another process
+    shown = [*[images[:1]] * 4, images[1:], copies[:1], copies[1:]]
+    numbers: dict[str, Any] = {"seed": (0, "train/3"), "first": 2, "generations": 4, "limit": 2}
+    asks = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, **numbers)
+    assert [len(request) for request in plan_requests(asks)] == [2, 2, 1, 1, 1]
+    assert [len(request) for request in plan_requests([replace(ask, together=0) for ask in asks])] == [4, 1, 2]
+    alone = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, grouped=False, **numbers)
+    found = [engine_of(monkeypatch, [], ["stop"] * 7).sample(each) for each in (asks, alone)]
+    assert found[0] == found[1] == [RolloutAnswer([ask.seed] * 2, [-2.0] * 2, "stop", ask.ids) for ask in asks]
 
 
 def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
     """The second row ends by itself, the third one where the engine has no room, and the last two begin."""
-    reasons = ["length", "stop", "length", "length", "length"]
     seen: list[Any] = []
-
-    def generate(self: Any, prompts: Any, sampling_params: Any, **_: Any) -> list[Any]:
-        seen.extend(zip([prompt["prompt_token_ids"] for prompt in prompts], sampling_params, strict=True))
-        left = iter(reasons)
-        return [
-            SimpleNamespace(
-                prompt_token_ids=[*prompt["prompt_token_ids"][:1], IMAGE, IMAGE, *prompt["prompt_token_ids"][2:]],
-                outputs=[
-                    SimpleNamespace(index=i, token_ids=[7] * p.max_tokens, logprobs=None, finish_reason=next(left))
-                    for i in range(p.n)
-                ],
-            )
-            for prompt, p in zip(prompts, sampling_params, strict=True)
-        ]
-
-    monkeypatch.setattr(LLM, "generate", generate)
-    engine: Any = object.__new__(AdoraVLLMGeneration)
-    llm: Any = object.__new__(GroupingLLM)
-    llm.model_config = SimpleNamespace(max_model_len=20)
-    engine.__dict__.update(
-        NEUTRAL, mode="colocate", enable_sleep_mode=False, image_token_id=IMAGE, tensor_parallel_size=1, logprobs=0,
-        generation_kwargs={}, structured_outputs_regex=None, max_completion_length=99, llm=llm, _reasons=[],
-        accelerator=SimpleNamespace(process_index=0), model=nn.Linear(1, 1),
-    )  # fmt: skip
-    segments = Segments(
-        begun=[[5], [5, 6], [5] * 12, [], []], limits=[3, 3, 3, 4, 4], groups=[10, 11, 12, 1, 1],
-        seeds=[21, 22, 23, 31, 32],
-    )  # fmt: skip
-    engine.request = SamplingRequest(seed=(0, "train/3"), segments=segments)
-    prompts = [[START, IMAGE, IMAGE, END, 1]] * 5
-    _, tokens, *_ = engine.generate(prompts, None, 4)
-    assert [ids for ids, _ in seen] == [[START, IMAGE, END, 1, *begun] for begun in segments.begun[:4]]
+    engine = engine_of(monkeypatch, seen, ["length", "stop", "length", "length", "length"])
+    had, prompt = [[5], [5, 6], [5] * 12, [], []], [START, IMAGE, IMAGE, END, 1]
+    numbers = zip(had, [10, 11, 12, 1, 1], [21, 22, 23, 31, 32], [3, 3, 3, 4, 4], strict=True)
+    asks = [RolloutAsk([*prompt, *begun], [], group, seed, limit) for begun, group, seed, limit in numbers]
+    answers = engine.sample(asks, temperature=0.5)
+    assert [one["prompt_token_ids"] for one, _ in seen] == [[START, IMAGE, END, 1, *begun] for begun in had[:4]]
     assert [(p.n, p.max_tokens, p.seed) for _, p in seen] == [(1, 3, 21), (1, 3, 22), (1, 3, 23), (2, 4, 31)]
-    assert [len(row) for row in tokens] == [3, 3, 3, 4, 4]
-    assert segments.stopped == [True, False, False, True, True]
+    assert all(p.temperature == 0.5 and p.stop_token_ids == [7] for _, p in seen), "the run's settings and further ones"
+    assert [answer.reason for answer in answers] == ["length", "stop", "room", "length", "length"]
 
 
-def test_answers_that_are_there_are_returned_in_the_place_of_new_ones():
-    engine: Any = object.__new__(AdoraVLLMGeneration)
-    engine.mode, engine.image_token_id = "colocate", IMAGE
-    engine.request = SamplingRequest(answers=Answers([[1, 2], [3]], [[-0.5, None], [-1.0]], {}))
-    assert engine.generate([[9], [9]], None, 2) == (
-        [[9], [9]], [[1, 2], [3]], [[[-0.5], [None]], [[-1.0]]], None
-    )  # fmt: skip
-
-
-def test_the_ranks_of_a_divided_engine_ask_for_the_same_with_the_seeds_that_whole_engines_get():
-    """Ranks 2 and 3 of four, with two groups of four rollouts on each."""
-
-    def asked(rank: int, ranks: int) -> tuple[list[int], list[int]]:
-        seen: list[tuple[list[int], list[int]]] = []
-
-        def asking(groups: list[int], seeds: list[int], together: bool) -> Any:
-            seen.append((groups, seeds))
-            return nullcontext()
-
-        engine: Any = object.__new__(AdoraVLLMGeneration)
-        engine.tensor_parallel_size, engine.accelerator = ranks, SimpleNamespace(process_index=rank)
-        engine.request = SamplingRequest(seed=(0, "train/3"))
-        engine.llm = SimpleNamespace(grouped=asking, stays_awake=False)
-        with engine._asking_once(8, 4):
-            return seen[0]
-
-    whole = [asked(rank, 1) for rank in (2, 3)]
-    assert asked(2, 2) == asked(3, 2) == tuple(one + other for one, other in zip(*whole, strict=True))
+def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(monkeypatch):
+    """They may ask for different numbers."""
+    parts = [asks_of([[5]] * 4, None, seed=(0, "x"), first=0, generations=4, limit=1), []]
+    parts[1] = asks_of([[6]] * 3, None, seed=(0, "x"), first=4, generations=4, limit=1)
+    put = list.__setitem__
+    monkeypatch.setattr(distributed, "all_gather_object", lambda found, _, group: put(found, slice(2), parts))
+    for rank, own in enumerate(parts):
+        seen: list[Any] = []
+        monkeypatch.setattr(distributed, "get_rank", lambda group, rank=rank: rank)
+        answers = engine_of(monkeypatch, seen, ["stop"] * 7, tensor_parallel_size=2, tp_group=None).sample(own)
+        assert [p.n for _, p in seen] == [4, 3] and [one.tokens for one in answers] == [[ask.seed] for ask in own]
 
 
 def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypatch):

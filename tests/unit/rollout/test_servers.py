@@ -24,8 +24,9 @@ from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.data.prompt_lengths import served_length
 from adora_vl.models.families import freeze
-from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
+from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
+from adora_vl.rollout.rollouts import RolloutAsk, asks_of
 from adora_vl.rollout.served import Served
 from adora_vl.rollout.servers import Servers, connect
 from adora_vl.rollout.weight_files import WeightFiles
@@ -55,7 +56,7 @@ def engine_of(
     accelerator = Accelerator(cpu=True)
     engine.__dict__.update(SAMPLING, mode="server", enable_sleep_mode=False, model=model, accelerator=accelerator)
     engine.__dict__.update(_engine_is_complete=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0)
-    engine.settings, engine.request = EngineSettings(weight_folder=str(folder)), SamplingRequest(seed=(3, "train/0"))
+    engine.settings = EngineSettings(weight_folder=str(folder))
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
     clients = connect([one.url for one in stand_ins], 0, 5.0)
@@ -64,14 +65,14 @@ def engine_of(
     return engine
 
 
-def rows(groups: int) -> tuple[list[list[int]], list[list[Image.Image] | None]]:
+def rows(groups: int, *, grouped: bool = True) -> list[RolloutAsk]:
     """Groups of two rows each; every second one has an image of two tokens."""
     prompts, images = [], []
     for group in range(groups):
         picture = [Image.new("RGB", (28, 56), (group, 0, 0))] if group % 2 else None
         prompts += [[group, *([IMAGE] * 2 if picture else []), 7]] * 2
         images += [picture] * 2
-    return prompts, images
+    return asks_of(prompts, images, seed=(3, "train/0"), first=0, generations=2, grouped=grouped)
 
 
 def requests(server: StandIn) -> list[dict[str, Any]]:
@@ -80,15 +81,14 @@ def requests(server: StandIn) -> list[dict[str, Any]]:
 
 def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, tmp_path):
     engine = engine_of(stand_ins, tmp_path / "w")
-    prompts, images = rows(5)
-    ids, tokens, logps, _ = engine.generate(prompts, images, 2)
-    assert ids == prompts and [len(requests(one)) for one in stand_ins] == [3, 2]
+    asks = rows(5)
+    found = engine.sample(asks)
+    assert [len(requests(one)) for one in stand_ins] == [3, 2]
     assert {sent["n"] for one in stand_ins for sent in requests(one)} == {2}
-    assert len({tuple(row) for row in tokens}) == 10 and all(len(row) == 8 for row in logps)
-    alone = engine_of(stand_ins[:1], tmp_path / "w").generate(prompts, images, 2)
-    assert alone == (ids, tokens, logps, _), "whoever is asked, the seeds decide"
-    engine.request.grouped = False
-    assert engine.generate(prompts, images, 2)[1] == tokens and {one["n"] for one in requests(stand_ins[0])[-5:]} == {1}
+    assert len({tuple(one.tokens) for one in found}) == 10 and all(len(one.logps) == 8 for one in found)
+    alone = engine_of(stand_ins[:1], tmp_path / "w").sample(asks)
+    assert alone == found, "whoever is asked, the seeds decide"
+    assert engine.sample(rows(5, grouped=False)) == found and {one["n"] for one in requests(stand_ins[0])[-5:]} == {1}
 
 
 def spoilers() -> dict[str, Any]:
@@ -105,8 +105,8 @@ def spoilers() -> dict[str, Any]:
 
 
 def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(stand_ins, tmp_path, capsys, subtests):
-    prompts, images = rows(5)
-    expected = engine_of(stand_ins, tmp_path / "w").generate(prompts, images, 2)
+    asks = rows(5)
+    expected = engine_of(stand_ins, tmp_path / "w").sample(asks)
     for name, spoil in {"dead": None, **spoilers()}.items():
         with subtests.test(name):
             engine = engine_of(stand_ins, tmp_path / "w")
@@ -114,7 +114,7 @@ def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(s
                 stand_ins[1].dead = True
             else:
                 stand_ins[1].spoil = spoil
-            assert engine.generate(prompts, images, 2) == expected
+            assert engine.sample(asks) == expected
             said = capsys.readouterr().out.strip().splitlines()
             assert len(said) == 1 and said[0].startswith(
                 f"Server {stand_ins[1].url} is left out (1 of 2 servers go on)"
@@ -124,7 +124,7 @@ def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(s
 
 
 def test_a_server_that_was_started_again_after_the_sync_is_not_believed(stand_ins, tmp_path, capsys, subtests):
-    prompts, images = rows(5)
+    asks = rows(5)
     before, other = stand_ins[1].start_again, stand_ins[0]
 
     def meanwhile(reply: dict[str, Any]) -> dict[str, Any]:
@@ -135,12 +135,12 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(stand_in
         with subtests.test(when):
             engine = engine_of(stand_ins, tmp_path / "w", nn_model())
             engine.sync_weights()
-            expected, asked = engine.generate(prompts, images, 2), len(requests(other))
+            expected, asked = engine.sample(asks), len(requests(other))
             if when == "while it samples":
                 stand_ins[1].spoil = meanwhile
             else:
                 before()
-            assert engine.generate(prompts, images, 2) == expected
+            assert engine.sample(asks) == expected
             assert len(requests(other)) - asked == 5, "the groups of both, since the other has other weights"
             said = capsys.readouterr().out
             assert said.count("is left out (1 of 2 servers go on)") == 1 and "it was started again" in said
@@ -151,14 +151,14 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(stand_in
     alone.sync_weights()
     before()
     with pytest.raises(NoServerError, match="no vLLM server is left; the last one: .*it was started again"):
-        alone.generate(prompts, images, 2)
+        alone.sample(asks)
 
 
 def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch):
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     for one in stand_ins:
         one.dead = True
-    for ask in (lambda: engine.generate(*rows(2), 2), engine.sync_weights):
+    for ask in (lambda: engine.sample(rows(2)), engine.sync_weights):
         with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
             ask()
     other = Served(Accelerator(cpu=True), engine._place_features, None)  # another rank, which is told
@@ -320,9 +320,9 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(stand_ins,
 
 def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("adora_vl.rollout.servers._AT_A_TIME", 1)
-    prompts, images = rows(9)
+    asks = rows(9)
     engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
-    expected = engine.generate(prompts, images, 2)
+    expected = engine.sample(asks)
     woken, heard = Event(), []
 
     def hang(path: str, body: dict[str, Any]) -> None:
@@ -330,7 +330,7 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(stand_
         woken.wait(60)
 
     stand_ins[1].answered = hang
-    assert engine.generate(prompts, images, 2) == expected
+    assert engine.sample(asks) == expected
     woken.set()
     assert len(heard) <= 2, "one for each thread: the deadline passes once, and a request that hangs is not repeated"
     said = capsys.readouterr().out
@@ -415,5 +415,5 @@ def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path)
     engine = engine_of(stand_ins, tmp_path / "w")
     stand_ins[0].answered = lambda path, body: None
     with pytest.raises(RolloutError, match="refuses what it is asked: Request failed: 404"):
-        engine.generate([[1], [1]], None, 2)
+        engine.sample(rows(1))
     assert len(engine.served.servers.living) == 2

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerState
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -17,11 +18,14 @@ from adora_vl.config.keys import RolloutOptions
 from adora_vl.doctor.engine import check_runner
 from adora_vl.record.metrics import PhaseClock
 from adora_vl.rollout import engine as engine_module
-from adora_vl.rollout.engine import AdoraVLLMGeneration, SamplingRequest
+from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
+from adora_vl.rollout.rollouts import RolloutAsk
+from adora_vl.rollout.sources import EngineNow
 from adora_vl.rollout.weight_sync import runner_version, zero_scratch
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import prepare_engine_environment
+from tests.support.step_context import step_context
 
 prepare_engine_environment()
 
@@ -33,18 +37,20 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2  # noqa: 
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
-from adora_vl.rollout.llm import GroupingLLM  # noqa: E402
+from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
+
+ASKS = [RolloutAsk([1], [], together=0)] * 2
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A colocated engine with sleep mode, asleep, which notes in `did` what is asked of vLLM."""
     did: list[str] = []
-    answer = SimpleNamespace(token_ids=[7], logprobs=None, index=0)
+    answers = [SimpleNamespace(token_ids=[7], logprobs=None, index=number, finish_reason="stop") for number in (0, 1)]
 
     def generate(self: Any, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
         did.append("generate")
-        return [SimpleNamespace(prompt_token_ids=[1], outputs=[answer]) for _ in prompts]
+        return [SimpleNamespace(prompt_token_ids=[1], outputs=answers) for _ in prompts]
 
     monkeypatch.setattr(LLM, "generate", generate)
     monkeypatch.setattr(LLM, "sleep", lambda self, level: did.append("sleep"))
@@ -59,9 +65,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         model=nn.Linear(1, 1),
         _timed=nullcontext, image_token_id=None, tensor_parallel_size=1, logprobs=0, generation_kwargs={},
         structured_outputs_regex=None, temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-        max_completion_length=4, request=SamplingRequest(), accelerator=SimpleNamespace(process_index=0),
-        llm=object.__new__(GroupingLLM), did=did,
+        max_completion_length=4, accelerator=SimpleNamespace(process_index=0),
+        llm=object.__new__(PolicyLLM), did=did,
     )  # fmt: skip
+    engine.llm.model_config = SimpleNamespace(max_model_len=9)
     return engine
 
 
@@ -82,11 +89,11 @@ def trainer(engine: Any, **changed: Any) -> Any:
 def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
     with trainer(engine)._engine_awake():
         for _ in range(3):
-            engine.generate([[1], [1]], None, 2)
+            engine.sample(ASKS)
     assert engine.did.count("sync") == 1 and engine.did.count("generate") == 3
     assert engine.did[-1] == "sleep" and engine.did.count("sleep") == 1
     engine.did.clear()
-    engine.generate([[1], [1]], None, 2)  # the next step's, without it
+    engine.sample(ASKS)  # the next step's, without it
     assert engine.did == ["wake weights", "zero scratch", "sync", "wake kv_cache", "generate", "sleep"]
 
 
@@ -102,7 +109,7 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
     with trainer(engine, tries=batches)._engine_awake():
         for _ in range(batches or 2):
             with clock.phase("rollout"):
-                engine.generate([[1], [1]], None, 2)
+                engine.sample(ASKS)
     clock.leave()
     syncs = 1 if batches else 2  # each writes zeros into positions too
     spent = {"rollout": batches or 2, "sync": 2 * syncs, "wake": 2 * syncs, "sleep": syncs}
@@ -113,7 +120,7 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
 
 def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
     with pytest.raises(RuntimeError), trainer(engine)._engine_awake():
-        engine.generate([[1], [1]], None, 2)
+        engine.sample(ASKS)
         raise RuntimeError
     assert engine.did[-1] == "sleep" and engine._llm_weights_sleeping
 
@@ -126,24 +133,23 @@ def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subt
             engine.did.clear()
             with trainer(engine, **changed)._engine_awake():
                 for _ in range(2):
-                    engine.generate([[1], [1]], None, 2)
+                    engine.sample(ASKS)
             assert engine.did.count("sync") == 2 and engine.did.count("sleep") == 2
 
 
 def test_the_weights_of_a_step_are_synced_once(engine):
     """Where several parts of a step ask for them, as one step ahead and the measurement of the drift do."""
-    found = trainer(engine)
-    found.state, found._last_loaded_step = SimpleNamespace(global_step=3), 2
-    for step in (3, 3, 4, 4):
-        found.state.global_step = step
-        found._sync()
+    state, shown = TrainerState(), cast("Any", SimpleNamespace(cache=None))
+    sampler = EngineNow(step_context(state=state), shown, engine)
+    for state.global_step in (3, 3, 4, 4):
+        sampler.give_weights()
     assert engine.did.count("sync") == 2
 
 
 def test_without_sleep_mode_nothing_sleeps(engine):
     engine.enable_sleep_mode = engine._llm_weights_sleeping = False
     with trainer(engine)._engine_awake():
-        engine.generate([[1], [1]], None, 2)
+        engine.sample(ASKS)
     assert engine.did == ["generate"]
 
 

@@ -27,7 +27,7 @@ prepare_engine_environment()
 from vllm import SamplingParams  # noqa: E402
 
 from adora_vl.rollout import llm as llm_module  # noqa: E402
-from adora_vl.rollout.llm import LATER, GroupingLLM, LoadLater  # noqa: E402
+from adora_vl.rollout.llm import LATER, LoadLater, PolicyLLM  # noqa: E402
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": 4096,
@@ -72,7 +72,7 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
         policy.tie_weights()
     policy.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
-    read = GroupingLLM(model=str(tmp_path), **OPTIONS)
+    read = PolicyLLM(model=str(tmp_path), **OPTIONS)
 
     fill, sync = LoadLater.load_weights, [(name, p.data) for name, p in policy.named_parameters()]
 
@@ -85,7 +85,7 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
         assert push_weights(around(model), iter(sync), everything=True) == len(sync)
 
     monkeypatch.setattr(LoadLater, "load_weights", fill_and_sync)
-    synced = GroupingLLM(model=str(tmp_path), load_format=LATER, **OPTIONS)
+    synced = PolicyLLM(model=str(tmp_path), load_format=LATER, **OPTIONS)
     wanted, found = tensors(read), tensors(synced)
     assert "visual.input_norm.weight" in wanted and wanted.keys() == found.keys()
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
@@ -94,7 +94,7 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
 
 def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(tmp_path, monkeypatch):
     """With a copy of the tied weights in the checkpoint vLLM does not tie them before it has read both."""
-    monkeypatch.setattr(llm_module, "GroupingLLM", lambda **arguments: arguments)
+    monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
     weight = torch.zeros(2, 2)
     for name, tensors in (("plain", {"embed.weight": weight}), ("copied", {"lm_head.weight": weight})):
         (tmp_path / name).mkdir()

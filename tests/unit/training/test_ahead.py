@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from adora_vl.config.keys import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
-from adora_vl.rollout.engine import SamplingRequest
+from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.training.ahead import Pending, RolloutsAhead
 from adora_vl.training.generation import Generation
 from adora_vl.utils.errors import UserError
@@ -26,7 +27,8 @@ def rollouts_ahead(sync: Callable[[], None]) -> RolloutsAhead:
         "adora_rollouts": RolloutOptions(ahead=1),
     }
     unused: Any = None
-    return RolloutsAhead(step_context(**keys), unused, sync, unused, unused, unused, unused)
+    sampler: Any = SimpleNamespace(give_weights=sync)
+    return RolloutsAhead(step_context(**keys), sampler, unused, unused, unused)
 
 
 def generation(mode: Any, **column: int) -> Generation:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from transformers import TrainerState
 
 from adora_vl.config.keys import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
-from adora_vl.rollout.engine import SamplingRequest
+from adora_vl.rollout.rollouts import RolloutAnswer, SamplingRequest, Segment
 from adora_vl.training.generation import Generation
 from adora_vl.training.partial_rollouts import PartialRollouts, automatic_budget, groups_to_begin, groups_to_complete
 from adora_vl.utils.errors import UserError
@@ -72,19 +72,18 @@ class Engine:
         self.asked: list[Any] = []  # the segments of every call
         self.steps = 0
 
-    def sample(self, rows: list[Any], request: SamplingRequest) -> tuple[list[list[int]], list[list[float | None]]]:
-        segments = request.segments
-        assert segments is not None and segments.seeds is not None
+    def sample(self, rows: list[Any], segments: list[Segment]) -> list[RolloutAnswer]:
         self.asked.append(segments)
-        tokens = []
-        for begun, limit, seed in zip(segments.begun, segments.limits, segments.seeds, strict=True):
-            whole = self.length(begun[0] if begun else seed)
-            left = whole - len(begun) if whole < LONGEST else 10 * LONGEST
-            new = [seed, *[self.step] * (min(limit, left) - 1)]
-            tokens.append(new)
-            segments.stopped.append(left > limit)
-        self.steps += max(map(len, tokens), default=0)
-        return tokens, [[-float(self.step)] * len(new) for new in tokens]
+        answers = []
+        for one in segments:
+            assert one.seed is not None
+            whole = self.length(one.begun[0] if one.begun else one.seed)
+            left = whole - len(one.begun) if whole < LONGEST else 10 * LONGEST
+            new = [one.seed, *[self.step] * (min(one.limit, left) - 1)]
+            reason: Literal["length", "stop"] = "length" if left > one.limit else "stop"
+            answers.append(RolloutAnswer(new, [-float(self.step)] * len(new), reason))
+        self.steps += max((len(answer.tokens) for answer in answers), default=0)
+        return answers
 
 
 class Run:
@@ -101,8 +100,7 @@ class Run:
         )  # fmt: skip
         self.rank = context.accelerator.process_index
         rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * PLACES)]
-        engine: Any = SimpleNamespace(staying_awake=nullcontext)
-        self.partial = PartialRollouts(context, self.engine.sample, lambda: engine, rows)
+        self.partial = PartialRollouts(context, self.engine.sample, nullcontext, rows)
         self.learned: list[Generation] = []
         self.figures: list[dict[str, float]] = []
 
@@ -222,7 +220,8 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
     assert [problem for problem, _ in run.answers[::SIZE]] == [f"0/{number}" for number in range(5 * PLACES)]
     for generation, segments in zip(run.learned, run.engine.asked, strict=True):
         seeds = [rollout_seed(7, generation.where, *divmod(row, SIZE)) for row in range(PLACES * SIZE)]
-        assert segments.seeds == seeds and segments.groups == [row // SIZE for row in range(PLACES * SIZE)]
+        assert [one.seed for one in segments] == seeds
+        assert [one.together for one in segments] == [row // SIZE for row in range(PLACES * SIZE)]
 
 
 def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
@@ -241,16 +240,16 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
 
 
 def test_a_segment_has_random_numbers_of_its_own():
-    seeds = [seed for segments in Run(20).go_on().engine.asked for seed in segments.seeds]
+    seeds = [one.seed for segments in Run(20).go_on().engine.asked for one in segments]
     assert len(set(seeds)) == len(seeds)
 
 
 def test_those_that_go_on_come_first_and_share_no_request():
     for segments in Run(10).go_on().engine.asked:
-        begun = [bool(tokens) for tokens in segments.begun]
+        begun = [bool(one.begun) for one in segments]
         assert begun == sorted(begun, reverse=True)
-        alone = [group for group, had in zip(segments.groups, begun, strict=True) if had]
-        assert len(set(alone)) == len(alone) and not {*alone} & {*segments.groups[len(alone) :]}
+        alone, others = ([one.together for one in segments if bool(one.begun) is had] for had in (True, False))
+        assert len(set(alone)) == len(alone) and not {*alone} & {*others}
 
 
 def test_no_answer_is_older_than_it_may_be():
@@ -319,7 +318,7 @@ def test_all_processes_learn_from_equally_many_groups():
     """Else they would wait for each other forever, or take others' rewards for their own."""
     first, second = on_two(lambda rank, accelerator: Run(30, accelerator).go_on())
     assert first.sizes == second.sizes and first.figures == second.figures
-    assert first.engine.asked[3].seeds != second.engine.asked[3].seeds
+    assert first.engine.asked[3] != second.engine.asked[3]
     for run in (first, second):
         assert check_learned(run) <= 4 and sum(run.sizes[15:]) > 0.85 * 15 * PLACES
 

@@ -1,0 +1,116 @@
+"""What is asked of those who sample, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from adora_vl.data.dataloader import KeptImage
+from adora_vl.utils.seeding import rollout_seed
+
+
+@dataclass(frozen=True)
+class RolloutAsk:
+    """One rollout to be sampled, or to go on."""
+
+    ids: list[int]  # the prompt with its image tokens expanded, and what the rollout has already
+    images: list[Any]  # that the engine is to see
+    together: int  # neighbours of one number that ask for the same may be one request; their seeds count up
+    seed: int | None = None  # None: the engine's own
+    limit: int | None = None  # of tokens; None: the run's
+
+
+@dataclass(frozen=True)
+class RolloutAnswer:
+    """What was sampled for an ask."""
+
+    tokens: list[int]
+    logps: list[float | None]  # of each token, by the weights that sampled it; None where the engine gave none
+    reason: Literal["stop", "length", "room"] = "stop"  # by itself, at its limit, or at the end of the engine's room
+    read: list[int] = field(default_factory=list)  # the prompt as the engine has read it
+
+
+def asks_of(
+    ids: Sequence[list[int]],
+    images: Sequence[list[Any] | None] | None,
+    *,
+    seed: tuple[int, str] | None,
+    first: int,
+    generations: int,
+    grouped: bool = True,
+    limit: int | None = None,
+) -> list[RolloutAsk]:
+    """The rows of a rank, whose first one has the number `first` over all ranks. `ids`: of their prompts. `seed`: the
+    run's, and where it stands. `generations`: rollouts of a prompt, whose rows are neighbours. `grouped`: they may be
+    one request.
+    """
+    asks = []
+    for row, own in enumerate(ids):
+        group, member = divmod(first + row, generations)
+        number = None if seed is None else rollout_seed(*seed, group, member)
+        shown = list(images[row] or ()) if images else []
+        asks.append(RolloutAsk(list(own), shown, group if grouped else first + row, number, limit))
+    return asks
+
+
+def plan_requests(asks: Sequence[RolloutAsk]) -> list[list[RolloutAsk]]:
+    """Neighbours that may be one request."""
+    requests: list[list[RolloutAsk]] = []
+    for ask in asks:
+        if requests and _alike(requests[-1][0], ask):
+            requests[-1].append(ask)
+        else:
+            requests.append([ask])
+    return requests
+
+
+def _alike(one: RolloutAsk, other: RolloutAsk) -> bool:
+    same = (one.together, one.limit, one.ids) == (other.together, other.limit, other.ids)
+    return same and [*map(_identity, one.images)] == [*map(_identity, other.images)]
+
+
+def _identity(image: Any) -> Any:
+    return image.digest if isinstance(image, KeptImage) else id(image)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """How far a rollout goes on, and from where."""
+
+    begun: list[int]  # tokens that it has already
+    limit: int
+    together: int  # as in `RolloutAsk`
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Rollouts that are sampled already, one entry per row, and what the batch is to know of them."""
+
+    tokens: list[list[int]]
+    logps: list[list[float | None]]  # of the weights that sampled each token
+    columns: dict[str, list[int]]  # of `Batch`, (B,)
+
+
+class AlterImages(Protocol):
+    """Gives some rollouts other images than the trainer's."""
+
+    def __call__(
+        self, images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any
+    ) -> tuple[list[list[Any] | None], list[bool]]:
+        """The images on which the rows of this rank are sampled, and for each row whether they are others.
+
+        `images`: those of each row, None or empty for a row without. `first`: the number of the first row, counted over
+        all ranks.
+        """
+
+
+@dataclass
+class SamplingRequest:
+    """How the rollouts of a generation are sampled, and in `altered` what became of their images."""
+
+    seed: tuple[int, str] | None = None  # the run's, and where the run stands; None: the engine's own seed
+    alter_images: AlterImages | None = None
+    altered: list[bool] = field(default_factory=list)  # out: which rows were sampled on other images
+    answers: Answers | None = None  # taken in the place of new ones
