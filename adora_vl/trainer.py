@@ -50,8 +50,7 @@ from adora_vl.models.shape import refuse_tied_adapters
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import CardWriter, model_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
-from adora_vl.record.recorder import KeepRecord, Recorder
-from adora_vl.rewards.completion import completion_text
+from adora_vl.record.recorder import GenerationLog, KeepRecord, Recorder
 from adora_vl.rollout.agreement import DriftProbe, SelfCheck, drift_probe, measured_drift
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
@@ -68,16 +67,16 @@ from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objec
 from adora_vl.start.road import Asked, Checked, ModelSource, walk
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.ahead import RolloutsAhead
-from adora_vl.training.collate import collated, said
-from adora_vl.training.dynamic_sampling import DynamicSampling
+from adora_vl.training.collate import collated
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard, errors_with_step
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import DeepSpeedSteps, ScaledRate, SkipBadSteps
 from adora_vl.training.partial_rollouts import PartialRollouts
+from adora_vl.training.pool import Pool
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
 from adora_vl.training.unfinished import UnfinishedGeneration
-from adora_vl.types import Batch, Row, StepContext, loss_mask
+from adora_vl.types import Batch, Row, StepContext
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import usual_modes
@@ -151,14 +150,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.loss_sums = Losses(self)
         self.row_guard, self.drift_guard, self.ratio_guard = RowGuard(context), DriftGuard(context), RatioGuard(context)
         self.reward_guard, self.server_guard = RewardGuard(context), ServerGuard(context)
-        self.rewards = RewardFunctions(
+        rewards = RewardFunctions(
             self.reward_guard.around(self.reward_funcs, self.reward_func_names), self.reward_processing_classes,
             self.chat_template_kwargs, super(GRPOTrainer, self)._prepare_inputs, lambda: self.async_loop,
         )  # fmt: skip
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        self.ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
-        self.grader = Grader(context, self.reward_guard, self.reward_weights, self.reward_func_names)
-        self.resample = DynamicSampling(context)
+        ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
+        grader = Grader(context, self.reward_guard, self.reward_weights, self.reward_func_names)
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until there is a loader
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
@@ -175,7 +173,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             drift = partial(drift_probe, self), self._check_drift
             self.extensions.insert(0, RolloutsAhead(context, engine, self._rows_after, *drift))
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
-        self.tie_notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
+        notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
+        sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
+        noted = GenerationLog(context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent)
+        to_device = super(GRPOTrainer, self)._prepare_inputs
+        columns = partial(collated, pad_id=pad_id, multiple=self.pad_to_multiple_of, to_device=to_device)
+        guards = self.row_guard, self.server_guard, self.drift_guard
+        self.pool = Pool(
+            context, self.images, self.sampler, self.processing_class, ends, rewards, grader, columns, self._score,
+            self.advantages, guards, self.extensions, noted, self.clock.phase, self.train_dataset,
+        )  # fmt: skip
         self._generation: Generation | None = None  # the one that is being learned from
         self._collecting: Generation | None = None  # the one that is being sampled and graded
         self.log_multimodal = trackers.logs_images(args)
@@ -187,14 +194,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         rate = ScaledRate(lambda: self.methods.rate)
         deepspeed = DeepSpeedSteps(lambda: self.model_wrapped, accelerator) if self.is_deepspeed_enabled else None
         self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
-        guards: list[TrainerCallback] = [
+        watching: list[TrainerCallback] = [
             self.bad_steps,
             RefuseWrongBuffers(self),
             *([SelfCheck(self)] if args.adora_self_check else []),
         ]
         if self.run.evaluations is not None:
-            guards.append(EvaluateOnTheWay(self, self.run.evaluations, self.run.system_prompt))
-        for callback in (self.loss_sums, rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile(), *guards):
+            watching.append(EvaluateOnTheWay(self, self.run.evaluations, self.run.system_prompt))
+        for callback in (self.loss_sums, rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile(), *watching):
             self.add_callback(callback)
 
     def train(
@@ -303,86 +310,28 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         log-probabilities whenever vLLM samples, grades, and returns group-normalised advantages. Ours processes each
         image once, makes that pass only if it is needed, replaces groups without signal, and then weighs all together.
         """
-        generation = self._collect(self._begin(inputs))
-        if self.model.training:
-
-            def further(rows: list[Row], attempt: int) -> Batch:
-                return self._collect(self._begin(rows, attempt)).batch
-
-            rows = DistinctRows(self.train_dataset)
-            generation.batch = self.resample(generation.batch, further, rows, generation.key)
-            for extension in self.extensions:
-                extension.before_weighing(generation)
-            self._weigh(generation)
-        # Where nothing more is made of it, its rows and images are not held while the policy learns.
-        self._collecting = generation if self.model.training and self._cuts else None
-        return generation.batch
-
-    def _begin(self, rows: list[Row], attempt: int = 0) -> Generation:
-        """What is known of a generation before it is sampled. `attempt`: which further batch of it, 0 for the first."""
         self.prefetch.finish()
-        self.row_guard.check(rows, self.state.global_step)
         training = self.model.training
-        if training and not attempt and self._step == self._step_began:
+        if training:
+            trackers.empty(self._logs)
+        if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
         generation = Generation(
-            rows=rows,
+            rows=inputs,
             mode="train" if training else "eval",
             step=self.state.global_step,
             key=self._step_key,
-            attempt=attempt,
+            attempt=0,
             group_size=self.num_generations if training else self.num_generations_eval,
             sampling=SamplingRequest(),
             first_micro_step=self._step - self._step % self.shape.cycle,
         )
-        if self.args.own("seeded_rollouts"):
-            generation.sampling.seed = (self.args.seed, generation.where)
-        with self.clock.phase("rollout"), self.server_guard.watching():
-            for extension in self.extensions:
-                extension.before_sampling(generation)
-        return generation
-
-    def _collect(self, generation: Generation) -> Generation:
-        """Sample, grade and judge these rollouts, and record them."""
-        rows, mode, training = generation.rows, generation.mode, generation.mode == "train"
-        if training and not generation.attempt:
-            trackers.empty(self._logs)
-        with self.clock.phase("rollout"), self.server_guard.watching():
-            prompts = self.images.prompts(rows, mode, further=generation.attempt > 0)
-            completions, logps = self.sampler.sample(rows, prompts, generation.sampling, generation.group_size)
-            answers = said(self.processing_class, prompts, completions)
-        if training and self.use_vllm:
-            self.log_figure("adora/sync_mb", self.vllm_generation.bytes_sent / 2**20)
-        texts = [completion_text(answer) for answer in answers]
-        ended = [self.ends.ended(ids, text) for ids, text in zip(completions, texts, strict=True)]
-        counted = ended if self.mask_truncated_completions else [True] * len(rows)
-        widths = {"pad_id": self._tokenizer.pad_token_id, "multiple": self.pad_to_multiple_of}
-        to_device = super(GRPOTrainer, self)._prepare_inputs
-        batch = collated(prompts, completions, logps, counted, **widths, to_device=to_device)
-        batch = generation.batch = self.images.completed(cast("Batch", {**batch, **self._columns(generation)}))
-        self._score(batch, mode)
-        with self.clock.phase("grading"):
-            grades = self.rewards(rows, prompts.messages, answers, completions, self.state)
-        scores = self.grader(grades, prompts.ids, completions, texts, ended, generation.group_size, generation.step)
-        generation.scores = scores
+        self.pool.fill(generation)
         if training:
-            self.drift_guard.check_batch(batch, generation.step)
-            self.state.num_input_tokens_seen += scores.tokens
-        else:  # in a training `_weigh` counts those that are learned from
-            batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
-        judged = self.advantages.judged(scores, batch, generation.group_size, generation.step, training=training)
-        generation.advantages = judged
-        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        for name, value in metrics.judged_figures(judged, scores, self.reward_func_names).items():
-            self._metrics[mode][name].append(value)
-        images = (prompts.images or [None] * len(rows)) if self.log_multimodal else []
-        table = trackers.TableRows(prompts.messages, answers, images, scores, judged, self.reward_func_names)
-        table.add_to(self._logs, texts=trackers.logs_tables(self.args))
-        if training:
-            with self.clock.phase("other"):
-                batch["rollout_number"] = self.recorder.number(len(rows))
-                self.recorder.add(generation, self._logs, self.reward_func_names)
-        return generation
+            self.prefetch.start()
+        # Where nothing more is made of it, its rows and images are not held while the policy learns.
+        self._collecting = generation if training and self._cuts else None
+        return generation.batch
 
     def _turn(self, prompts: PromptBatch, generations: int) -> list[list[int]]:
         """Rollouts of the policy's own. Stock TRL also samples by settings of the model's folder, where no key says
@@ -391,16 +340,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         with folder_settings_left_out(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, generations)
         return cast("list[list[int]]", turn[0])
-
-    def _columns(self, generation: Generation) -> dict[str, Tensor]:
-        """What is known of the rollouts from how they were sampled."""
-        request, found = generation.sampling, dict[str, Any]()
-        if request.alter_images is not None:
-            found["distorted"] = request.altered
-        if request.answers is not None:
-            found |= request.answers.columns
-        device = self.accelerator.device
-        return {name: torch.tensor(values).to(device, non_blocking=True) for name, values in found.items()}
 
     def _score(self, batch: Batch, mode: str) -> None:
         """Put the log-probabilities into a batch that the loss compares its own with: of the policy that has sampled,
@@ -427,24 +366,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 policy = self.accelerator.unwrap_model(self.model)
                 with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
                     batch["ref_per_token_logps"] = scored(self.model)
-
-    def _weigh(self, generation: Generation) -> None:
-        """Weigh the groups that are learned from, once: no later part replaces one."""
-        batch = generation.batch
-        weighed = generation.advantages = self.advantages(batch, generation.group_size, generation.step)
-        for name, value in metrics.learned_figures(weighed).items():
-            self.log_figure(name, value)
-        self.tie_notice.count(weighed.weighting)
-        own_B = generation.of_rank(weighed.advantages_PG.flatten(), self.accelerator.process_index)
-        batch["advantages"] = own_B.to(self.accelerator.device, non_blocking=True)
-        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
-        with self.clock.phase("policy"):
-            for extension in self.extensions:
-                extension.after_weighing(generation)
-        del batch["grades"], batch["signal"]
-        with self.clock.phase("other"):
-            self.recorder.weighed(generation, self._logs)
-        self.prefetch.start()
 
     def _rows_after(self, numbers: list[int]) -> list[Row]:
         """Of the generation after the one with rows of these numbers."""

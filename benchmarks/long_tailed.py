@@ -73,16 +73,16 @@ def child(median: int, limit: int, budget: str, staleness: str, generations: int
 
     from adora_vl.rollout.sources import EngineNow
     from adora_vl.train import main
-    from adora_vl.trainer import AdoraGRPOTrainer
+    from adora_vl.training.partial_rollouts import PartialRollouts
+    from adora_vl.training.pool import Pool
 
     found: list[dict[str, float]] = []
     force_lengths(lambda seed: drawn(seed, median, limit))
-    engine_step, begin, sample = LLMEngine.step, AdoraGRPOTrainer._begin, EngineNow.sample
+    engine_step, begin, sample = LLMEngine.step, PartialRollouts.before_sampling, EngineNow.sample
+    fill = Pool.fill
 
     def timed(method: Any, name: str) -> Any:
         def run(*given: Any) -> Any:
-            if method is begin:
-                found.append(dict.fromkeys(("steps", "decoding", "seconds", "rollouts", "tokens"), 0.0))
             start = time.process_time()
             answer = method(*given)
             if found:  # the check before the first step samples too
@@ -92,6 +92,10 @@ def child(median: int, limit: int, budget: str, staleness: str, generations: int
 
         return run
 
+    def filled(*given: Any) -> None:
+        found.append(dict.fromkeys(("steps", "decoding", "seconds", "rollouts", "tokens"), 0.0))
+        fill(*given)
+
     def sampled(*given: Any) -> Any:
         answer = sample(*given)
         found[-1]["rollouts"] += len(answer[0])
@@ -99,7 +103,8 @@ def child(median: int, limit: int, budget: str, staleness: str, generations: int
         return answer
 
     LLMEngine.step = timed(engine_step, "decoding")
-    AdoraGRPOTrainer._begin = timed(begin, "seconds")  # type: ignore[method-assign]
+    Pool.fill = filled  # type: ignore[method-assign,assignment]
+    PartialRollouts.before_sampling = timed(begin, "seconds")  # type: ignore[method-assign]
     EngineNow.sample = timed(sampled, "seconds")  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         assert main(arguments(Path(folder), limit, budget, staleness, generations)) == 0

@@ -36,6 +36,7 @@ from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.models.shape import SHAPES  # noqa: E402
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk  # noqa: E402
+from adora_vl.training.scores import RewardFunctions  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
 from benchmarks.step import answer_lengths, mrope  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
@@ -219,7 +220,7 @@ def timed(trainer: Any) -> dict[str, Clock]:
     for clock in clocks.values():
         clock.around(trainer, "get_batch_samples", "data")
         clock.around(trainer.processing_class.image_processor, "preprocess", "image")
-        clock.around(trainer, "rewards", "grading")
+        clock.around(RewardFunctions, "__call__", "grading")
         clock.around(trainer, "_get_per_token_logps_and_entropies", passing)
         clock.around(trainer.accelerator, "backward", "backward")
         clock.around(ChunkedLogProbFunction, "forward", head)

@@ -15,8 +15,10 @@ from transformers import TrainerCallback
 
 from adora_vl.config.batch_plan import Shape
 from adora_vl.data.rows import images_of
+from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.record.metrics import TieNotice, judged_figures, learned_figures
 from adora_vl.record.rollouts import Columns, Record, criteria_columns
-from adora_vl.record.trackers import set_weighed
+from adora_vl.record.trackers import TableRows, logs_images, logs_tables, set_weighed
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.training.advantages import Advantages
@@ -208,6 +210,54 @@ def _columns(scores: Scores, weighed: Advantages, table: Mapping[str, Any], func
         "length": [int(length) for length in scores.lengths_B.tolist()],
         "truncated": groups.truncated_PG.flatten().tolist(),
     }
+
+
+class GenerationLog:
+    """What a generation leaves behind: figures, the table of completions, and the record. On all ranks together."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        recorder: Recorder,
+        figures: Mapping[str, Mapping[str, list[float]]],
+        table: Mapping[str, Any],
+        functions: Sequence[str],
+        notice: TieNotice,
+        bytes_sent: Callable[[], int] | None,
+    ) -> None:
+        """`figures`, `table`: TRL's `_metrics` and `_logs`. `functions`: the names of the reward functions.
+        `bytes_sent`: of the last weight sync, None without an engine.
+        """
+        self.recorder, self.figures, self.table, self.functions = recorder, figures, table, functions
+        self.notice, self.bytes_sent, self.log, self.state = notice, bytes_sent, context.log, context.state
+        self.texts, self.images = logs_tables(context.config), logs_images(context.config)
+
+    def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
+        """Of all that were graded, also of those that are replaced. `prompts`, `answers`: of this rank."""
+        scores, judged, training = generation.scores, generation.advantages, generation.mode == "train"
+        assert scores is not None and judged is not None
+        figures, state = self.figures[generation.mode], self.state()
+        if training:
+            state.num_input_tokens_seen += scores.tokens
+        if training and self.bytes_sent is not None:
+            self.log("adora/sync_mb", self.bytes_sent() / 2**20)
+        figures["num_tokens"][:] = [state.num_input_tokens_seen]
+        for name, value in judged_figures(judged, scores, self.functions).items():
+            figures[name].append(value)
+        images = (prompts.images or [None] * len(answers)) if self.images else []
+        rows = TableRows(prompts.messages, answers, images, scores, judged, self.functions)
+        rows.add_to(self.table, texts=self.texts)
+        if training:
+            generation.batch["rollout_number"] = self.recorder.number(len(answers))
+            self.recorder.add(generation, self.table, self.functions)
+
+    def weighed(self, generation: Generation) -> None:
+        """Of those that are learned from."""
+        assert generation.advantages is not None
+        for name, value in learned_figures(generation.advantages).items():
+            self.log(name, value)
+        self.notice.count(generation.advantages.weighting)
+        self.recorder.weighed(generation, self.table)
 
 
 class KeepRecord(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

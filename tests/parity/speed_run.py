@@ -101,15 +101,22 @@ class SameAgain(AdoraGRPOTrainer):
     def _step_key(self) -> str:
         return "again"
 
-    def _collect(self, generation: Generation) -> Generation:
-        cache, vision = self.images._cache, self.images.vision
-        processed, seen = cache.processed, vision.seen
-        super()._collect(generation)
-        if generation.attempt:
-            return generation
-        self.work.append({"processed": cache.processed - processed, "seen": seen})
-        self.sampled.append(generation.batch["completion_ids"].tolist())
-        return generation
+    def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
+        self.before = self.images._cache.processed, self.images.vision.seen
+        return super()._generate_and_score_completions(inputs)
+
+    def _build_collaborators(self, *args: Any) -> None:
+        super()._build_collaborators(*args)
+        graded = self.pool.watcher.graded
+
+        def noted(generation: Generation, *given: Any) -> None:
+            graded(generation, *given)
+            if not generation.attempt:
+                processed, seen = self.before
+                self.work.append({"processed": self.images._cache.processed - processed, "seen": seen})
+                self.sampled.append(generation.batch["completion_ids"].tolist())
+
+        self.pool.watcher.graded = noted  # type: ignore[method-assign,assignment]
 
 
 class Switches(TrainerCallback):

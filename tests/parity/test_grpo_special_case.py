@@ -14,6 +14,7 @@ from adora_vl.advantage.daro import Daro
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.record.recorder import GenerationLog
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -63,12 +64,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             batches.append({key: output[key].clone() for key in ("completion_ids", "advantages")})
-            batches[-1]["scores"] = getattr(self, "scores", None)
             return output
-
-        def _collect(self, generation):  # of ours
-            self.scores = super()._collect(generation).scores
-            return generation
 
     gradients = Gradients()
     trainer = Recorded(
@@ -141,14 +137,21 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
     assert shares[0] > 0
 
 
-def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_checkpoint(tmp_path, stock):
+def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_checkpoint(tmp_path, stock, monkeypatch):
     """On stock TRL's rollouts, the advantages are those of the pure functions, step after step."""
+    graded, seen = GenerationLog.graded, list[Any]()
+
+    def noted(log: GenerationLog, generation: Any, *given: Any) -> None:
+        seen.append(generation.scores)
+        graded(log, generation, *given)
+
+    monkeypatch.setattr(GenerationLog, "graded", noted)
     chosen = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
     ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method=chosen)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))
     method = AdvantagePipeline({"daro": Daro(), "adora": options})
-    for step, batch in enumerate(ours["batches"]):
-        rewards, lengths = batch["scores"].rewards.all_BF[:, 0].view(-1, 8), batch["scores"].lengths_B.view(-1, 8)
+    for step, (batch, scores) in enumerate(zip(ours["batches"], seen, strict=True)):
+        rewards, lengths = scores.rewards.all_BF[:, 0].view(-1, 8), scores.lengths_B.view(-1, 8)
         groups = Groups(rewards, lengths, lengths >= 26, step=step)
         assert torch.equal(batch["advantages"], method(groups, group_advantages(rewards)).flatten())
     assert ours["facts"]["methods"] == method.state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -146,7 +147,8 @@ def test_a_generation_is_trls(tmp_path, case):
         trainer.use_vllm = True
         found: Any = SimpleNamespace(sample=lambda _: answers, sync_weights=lambda: None, bytes_sent=0)
         found.take_images_from = lambda _: None
-        trainer.vllm_generation, trainer.sampler = found, EngineNow(trainer.context, trainer.images, found)
+        trainer.vllm_generation = found
+        trainer.pool = replace(trainer.pool, sampler=EngineNow(trainer.context, trainer.images, found))
     trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:
