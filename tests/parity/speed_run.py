@@ -201,6 +201,7 @@ def main() -> None:
         "learning_rate": 0.0,
         "weight_decay": 0.0,
         "shuffle_dataset": False,
+        "adora_self_check": False,  # its images would be in the cache before the first step
         **own,
     }
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
