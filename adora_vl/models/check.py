@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -125,9 +127,13 @@ def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, 
     except (ValueError, KeyError) as error:
         targets: Any = peft_config.target_modules or getattr(peft_config, "target_parameters", None)
         reason = str(error).strip().splitlines()[0][:200]
-        # `--lora_target_modules q_proj` comes out of TRL as a text, which PEFT matches against whole names
-        one = isinstance(targets, str) and targets.isidentifier()
-        remedy = f"; a single name is a regular expression over whole names: write '.*{targets}'" if one else ""
+        remedy = ""
+        if isinstance(targets, str) and targets.isidentifier():  # which PEFT matches against whole names
+            ending = copy(peft_config)
+            ending.target_modules = f".*{targets}"
+            with suppress(ValueError, KeyError):
+                describe(config, dtype=model.dtype, frozen=frozen, peft_config=ending)
+                remedy = f"; a single name is a regular expression over whole names: write '.*{targets}'"
         raise UserError(f"lora_target_modules: {targets!r} does not fit this model ({reason}){remedy}") from error
 
 

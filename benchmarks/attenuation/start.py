@@ -66,11 +66,6 @@ def _teach(
     return fit(model, loss_of, steps, start.learning_rate)
 
 
-def _save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast, start: Teaching, **facts: Any) -> None:
-    plan = {"plan": asdict(start), "parameters": sum(p.numel() for p in model.parameters())}
-    save_built(folder, model, tokenizer, {**facts, **plan})
-
-
 def arithmetic_folder(output: Path, number: int) -> Path:
     return output / "starts" / (f"arithmetic-{number}" if number else "arithmetic")
 
@@ -98,7 +93,7 @@ def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
         problem = _problem(rng, start)
         return problem, problem.chain
 
-    _save(folder, model, tokenizer, start, loss=_teach(model, tokenizer, start, start.arithmetic_steps, example))
+    save_built(folder, model, tokenizer, start, loss=_teach(model, tokenizer, start, start.arithmetic_steps, example))
 
 
 def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> None:
@@ -114,4 +109,4 @@ def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> N
         problem = _problem(rng, start)
         return problem, teacher(rng, problem)
 
-    _save(folder, model, tokenizer, start, seed=seed, loss=_teach(model, tokenizer, start, start.steps, example))
+    save_built(folder, model, tokenizer, start, seed=seed, loss=_teach(model, tokenizer, start, start.steps, example))

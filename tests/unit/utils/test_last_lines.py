@@ -72,7 +72,7 @@ def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(import_module(module), function))
-    assert evaluate(["geometry"]) == 2 and evaluate([]) == 2
+    assert evaluate(["geometry"]) == 2 and evaluate([]) == 0
     assert "did you mean 'geometry3k'?" in capsys.readouterr().err
     assert evaluate(["mmstar", "run"]) == 2 and "--model is missing" in capsys.readouterr().err
 
