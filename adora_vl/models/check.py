@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import copy
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -129,8 +129,7 @@ def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, 
         reason = str(error).strip().splitlines()[0][:200]
         remedy = ""
         if isinstance(targets, str) and targets.isidentifier():  # which PEFT matches against whole names
-            ending = copy(peft_config)
-            ending.target_modules = f".*{targets}"
+            ending = replace(peft_config, target_modules=f".*{targets}")
             with suppress(ValueError, KeyError):
                 describe(config, dtype=model.dtype, frozen=frozen, peft_config=ending)
                 remedy = f"; a single name is a regular expression over whole names: write '.*{targets}'"

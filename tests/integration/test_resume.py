@@ -24,7 +24,7 @@ from benchmarks.kill_and_resume import settings
 from tests.integration.support import REPOSITORY, processes_with, run
 from tests.unit.data_prep.own_data_support import convert, jsonl
 
-pytestmark = [pytest.mark.slow, pytest.mark.core]
+pytestmark = pytest.mark.slow
 MOVED = [
     "--beta", "0.1", "--sync_ref_model", "true", "--ref_model_sync_steps", "1", "--ref_model_mixup_alpha", "0.5",
     "--use_adaptive_entropy", "true", "--entropy_target", "9", "--logging_steps", "2", "--learning_rate", "1e-3",
@@ -32,6 +32,7 @@ MOVED = [
 KILLS = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6"]
 
 
+@pytest.mark.core
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     """Under DARO, whose learned weights have to be in the checkpoint too, with half of the rollouts on distorted
     images, which have to be distorted alike, and on a mixture of two data sets. TRL moves the reference (`kl` tells)
@@ -81,6 +82,7 @@ def wait_for_steps(out: Path, steps: int, process: subprocess.Popen[str], second
         time.sleep(0.2)
 
 
+@pytest.mark.core
 def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(stopped):
     out, code, errors = stopped
     assert code == EXIT_STOPPED, errors[-2000:]

@@ -60,7 +60,6 @@ def stopped(tmp_path_factory):
     return out, done, processes_with(mark)
 
 
-@pytest.mark.core
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
     out, _, _ = stopped
     assert [entry["adora/skipped_steps"] for entry in history(out / "checkpoint-2")] == [0, 1]
@@ -70,7 +69,6 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
     assert any(not torch.equal(first[name], shipped[name]) for name in first)
 
 
-@pytest.mark.core
 def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(stopped):
     out, done, left = stopped
     assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1

@@ -20,7 +20,7 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
 from tests.integration.support import launch, lost_image_features
 
-pytestmark = [pytest.mark.slow, pytest.mark.core]
+pytestmark = pytest.mark.slow
 SCRIPT = ("-m", "tests.parity.parity_run")
 # Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's rounding differs by small
 # factors between processors, not by 50; what the corrections are there for is 0.04 and more.
@@ -46,6 +46,7 @@ STOCK_WORK = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("words", [[], STOCK_WORK], ids=["all at once", "stock's work"])
 def test_one_process(tmp_path, words):
     result = parity(tmp_path, "cpu", "per_device_train_batch_size=16", *words)
@@ -106,11 +107,13 @@ def test_lora_of_another_family_reaches_the_engine(qwen3_vl):
 LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
 
 
+@pytest.mark.core
 def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
     """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may come of that."""
     assert_parity(parity(tmp_path, "cpu", *LONG))
 
 
+@pytest.mark.core
 def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is frozen.
     result = parity(tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze=[projector]")
@@ -129,6 +132,7 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     assert result["advantages"] == pytest.approx(table["advantage"], abs=1e-6)
 
 
+@pytest.mark.core
 def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
     """Stock TRL's rollouts: the guard notices, saves, names the causes, and no later step is taken.
 
@@ -144,6 +148,7 @@ def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
     assert (tmp_path / "run" / "checkpoint-0" / "model.safetensors").is_file()
 
 
+@pytest.mark.core
 def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
     result = parity(tmp_path, "cpu", "--sabotage", "pixel_limits", "per_device_train_batch_size=8", check=False)
     assert result["returncode"] != 0
