@@ -150,9 +150,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.loss_sums = Losses(self)
         self.row_guard, self.drift_guard, self.ratio_guard = RowGuard(context), DriftGuard(context), RatioGuard(context)
         self.reward_guard, self.server_guard = RewardGuard(context), ServerGuard(context)
+        to_device = super(GRPOTrainer, self)._prepare_inputs
         rewards = RewardFunctions(
             self.reward_guard.around(self.reward_funcs, self.reward_func_names), self.reward_processing_classes,
-            self.chat_template_kwargs, super(GRPOTrainer, self)._prepare_inputs, lambda: self.async_loop,
+            self.chat_template_kwargs, to_device, lambda: self.async_loop,
         )  # fmt: skip
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
@@ -176,7 +177,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         noted = GenerationLog(context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent)
-        to_device = super(GRPOTrainer, self)._prepare_inputs
         columns = partial(collated, pad_id=pad_id, multiple=self.pad_to_multiple_of, to_device=to_device)
         guards = self.row_guard, self.server_guard, self.drift_guard
         self.pool = Pool(
@@ -188,11 +188,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
             never_sample(never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config)
+        self._add_callbacks(context, args)
+
+    def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:
+        """Ours, in the order in which they act at a step; Transformers' own output goes."""
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
-        clock, keep = metrics.StepClock(self.clock, log), KeepRecord(self.recorder, self.batcher.take_moved)
+        clock, keep = metrics.StepClock(self.clock, self.log_figure), KeepRecord(self.recorder, self.batcher.take_moved)
         rate = ScaledRate(lambda: self.methods.rate)
-        deepspeed = DeepSpeedSteps(lambda: self.model_wrapped, accelerator) if self.is_deepspeed_enabled else None
+        sharded = self.is_deepspeed_enabled
+        deepspeed = DeepSpeedSteps(lambda: self.model_wrapped, self.accelerator) if sharded else None
         self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
         watching: list[TrainerCallback] = [
             self.bad_steps,

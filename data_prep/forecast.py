@@ -20,7 +20,7 @@ import torch
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import AdoraWeighting, weigh_groups
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.filter import asked_for_tags
 from eval.geometry3k import BENCHMARK
 from eval.inference.predictions import PREDICTIONS, read_predictions
@@ -133,12 +133,19 @@ def recorded(run: Path) -> Groups:
     files = sorted((run / "rollouts").glob("rollouts-*.parquet"))
     if not files:
         raise UserError(f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored answers")
-    names, tables, rows, size = ["step", "group", "reward", "length", "truncated"], [], 0, 1
-    while files and rows < FIRST_GROUPS * size:
-        tables.append(pq.read_table(files.pop(0), columns=names))
+    tables, rows, size = [], 0, 1
+    for file in files:
+        if rows >= FIRST_GROUPS * size:
+            break
+        try:
+            tables.append(pq.read_table(file, columns=["reward", "length", "truncated"]))
+            settings = json.loads(tables[0].schema.metadata[b"adora_vl"])
+            size = int(settings["num_generations"])
+        except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
+            raise UserError(
+                f"attenuation: {str(file)!r} is no file of a run's record ({in_one_line(error)})"
+            ) from error
         rows += len(tables[-1])
-        settings = json.loads((tables[0].schema.metadata or {}).get(b"adora_vl", b"{}"))
-        size = int(settings.get("num_generations", 1))
     columns = pa.concat_tables(tables).slice(0, FIRST_GROUPS * size).to_pydict()
     rewards = [math.nan if reward is None else reward for reward in columns["reward"]]
     above = float(settings.get("adora_correct_above", 0.5))

@@ -323,9 +323,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self._llm_weights_sleeping = not self.llm.stays_awake
         return answers[first : first + len(asks)]
 
-    def _settings(self) -> dict[str, Any]:
-        """vLLM's parameters of the run, as stock TRL puts them together."""
-        settings = {
+    def _sampling(self) -> dict[str, Any]:
+        """What the keys of the run say of sampling, as stock TRL puts it together."""
+        return {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -333,8 +333,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             "min_p": self.min_p or 0.0,
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
-            **self.generation_kwargs,
         }
+
+    def _settings(self) -> dict[str, Any]:
+        """vLLM's parameters of the run."""
+        settings = {**self._sampling(), **self.generation_kwargs}
         if self.structured_outputs_regex is not None:
             settings["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return settings
@@ -342,13 +345,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def requests(self, asks: Sequence[RolloutAsk], **further: Any) -> list[GroupRequest]:
         """What all ranks ask of servers, on the first rank; nothing elsewhere. `further`: as in `sample`."""
         sampling = {
-            "repetition_penalty": self.repetition_penalty,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p or 0.0,
-            "max_tokens": self.max_completion_length,
-            "logprobs": self.logprobs,
+            **self._sampling(),
             "structured_outputs_regex": self.structured_outputs_regex,
             "generation_kwargs": {**self.generation_kwargs, **further},
         }
