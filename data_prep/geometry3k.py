@@ -7,7 +7,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 from data_prep.columns import PRESETS
 from data_prep.hub import download_parquet
+from data_prep.logic_forms import facts_in_words, form_of
 from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
 from data_prep.problem import MAX_FILE_BYTES, RawProblem, Reads, RowError, storable
 from data_prep.tables import open_local, reads
@@ -213,7 +214,22 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
         shapes=tuple(field("problem_type_graph", list, [])),
         solution=field("detailed_solution", str, "").strip(),
         other_files=(originals[0],),
+        **_facts_of(folder, field("problem_text", str), row_id),
     )
+
+
+def _facts_of(folder: ProblemFolder, problem: str, row_id: str) -> dict[str, Any]:
+    """The column `facts` of a problem, from its `logic_form.json`."""
+    try:
+        form = form_of(read_json(folder.read("logic_form.json").decode("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return with_facts(None, row_id)
+    return with_facts(facts_in_words(form, problem), row_id)
+
+
+def with_facts(facts: str | None, row_id: str) -> dict[str, Any]:
+    """The column `facts`, null and counted where there are none that suffice."""
+    return {"extras": {"facts": facts}, "notes": {} if facts else {"no_facts": row_id}}
 
 
 def _field(
@@ -306,7 +322,8 @@ def prepare_geometry3k(
         }
         return description, {split: _chosen_of(split, found, wanted) for split, found in splits.items()}
 
-    return prepare(output, wanted, begin, workers=workers, overwrite=overwrite)
+    features = replace(PRESET.columns, extras=(("facts", "facts"),)).features if source == "intergps" else None
+    return prepare(output, wanted, begin, features, workers=workers, overwrite=overwrite)
 
 
 def _chosen_of(split: str, found: SplitReads, options: Options) -> SplitReads:

@@ -110,6 +110,7 @@ def _rounded_up(share: float) -> str:
 
 # The name of a note, and what follows "12 rows" with an example of them.
 NOTES = {
+    "no_facts": "have no facts in words, such as {example}: what their diagram says does not suffice without looking",
     "without_image": "have no image, such as {example}",
     "parts": (
         "number more images than they have, such as {example}, as where the parts of one picture are numbered: it "

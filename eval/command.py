@@ -6,12 +6,8 @@ import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import cast
-
-from PIL import Image
 
 from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import asks_for_answer_tags
@@ -37,13 +33,13 @@ from eval.inference.predictions import PREDICTIONS, read_predictions, score_path
 from eval.inference.provenance import FILE_NAME, OF_THE_RUN, Fields, read, settle_prompts, versions, write_json
 from eval.inference.requests import ENGINES
 from eval.inference.runner import Ranks, infer, ranks
-from eval.records import Benchmark, Problem, Score, Scored
+from eval.inference.views import VIEWS, shown_as
+from eval.records import Benchmark, Score, Scored
 from eval.scoring.score import score
 from eval.scoring.table import table
 
 VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
 _NEEDED = {"infer": ("model", "data", "output"), "score": ("predictions", "output"), "run": ("model", "data", "output")}
-VIEWS = ("image", "blank")
 MAX_TOKENS, MAX_SAMPLES, MAX_BATCH = 2**20, 1024, 2**16
 
 
@@ -113,8 +109,8 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--temperature", type=number(0.01, 100, also=0.0), default=0.0, help="0: greedy, the default")
     add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers per problem, for avg@k, pass@k")
     add("--seed", type=whole(0, MAX_SEED), default=0)
-    what = "blank: with grey pictures of the same size; eval.compare says how much of the accuracy remains"
-    add("--view", choices=VIEWS, default=VIEWS[0], help=what)
+    what = "; ".join(f"{name}: {shown}" for name, shown in VIEWS.items())
+    add("--view", choices=VIEWS, default="image", help=f"{what}; eval.compare lays them side by side")
     add("--batch-size", type=optional(whole(1, MAX_BATCH)), metavar="N", help="default: 256 for vllm, else 64")
 
 
@@ -194,9 +190,8 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     settings = settings_of(options)
     check_loadable(settings)
     everything, data_hash = benchmark.load(options)
-    if options.view == "blank":
-        everything = with_grey_images(everything)
-    problems = everything[: options.limit]
+    shown = shown_as(everything, options.view)
+    problems = shown[: options.limit]
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
     hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)  # a server shows no weights
     if hashed is not None and processes.rank == 0:
@@ -204,16 +199,19 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     fingerprint |= {"model_hash": hashed, "data_hash": data_hash}
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
     # Not fields of all runs, since earlier versions have begun some without them.
-    fingerprint |= {"view": options.view} if options.view != VIEWS[0] else {}
+    fingerprint |= {"view": options.view} if options.view != "image" else {}
+    left_out = len(everything) - len(shown)
+    fingerprint |= {"left_out": left_out} if left_out else {}
     fingerprint |= {"benchmark_file": benchmark.file} if benchmark.file else {}
     summary = infer(
         problems, options.output, settings, fingerprint, system_prompt=options.system_prompt, build=build_engine,
-        samples=options.samples, in_data=len(everything), ranks=processes,
+        samples=options.samples, in_data=len(shown), ranks=processes,
     )  # fmt: skip
     if processes.rank:
         return
     failed = f", {amount(summary.image_failed, 'image')} failed" if summary.image_failed else ""
     failed += f", {amount(summary.too_long, 'prompt')} too long" if summary.too_long else ""
+    failed += f", {amount(left_out, 'problem')} left out, whose facts do not suffice in words" if left_out else ""
     answered = summary.asked - summary.missing
     print(f"{answered} answered in {summary.seconds:.1f} s{failed} -> {options.output / PREDICTIONS}", file=sys.stderr)
     if summary.missing:
@@ -221,21 +219,6 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
             f"base_url: {amount(summary.missing, 'answer')} of {summary.total} could not be had; start the same "
             "command again, which asks for those alone"
         )
-
-
-def with_grey_images(problems: Sequence[Problem]) -> list[Problem]:
-    """The same questions with an evenly grey picture of the same size in place of each.
-
-    Raises `UserError` where none has a picture.
-    """
-    if not any(problem.n_images for problem in problems):
-        raise UserError("view: blank, and the problems have no images; leave it out")
-    return [replace(problem, images=partial(_grey, problem)) if problem.n_images else problem for problem in problems]
-
-
-def _grey(problem: Problem) -> list[Image.Image]:
-    sizes = [image.size for image in problem.images()] if problem.sizes is None else problem.sizes()
-    return [Image.new("RGB", size, (128, 128, 128)) for size in sizes]
 
 
 def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:

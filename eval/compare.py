@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,9 +18,11 @@ from adora_vl.utils.cli import Parser, amount, exit_code_of, text
 from adora_vl.utils.errors import UserError
 from eval.benchmark import NAMES, named
 from eval.inference.predictions import SCORE
+from eval.inference.views import VIEWS
 from eval.records import Published
-from eval.scoring.score import missing_answers, own_cells
+from eval.scoring.score import mean_with_interval, missing_answers, own_cells
 from eval.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
+from eval.scoring.table import percent
 
 Score = dict[str, Any]
 _NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")
@@ -123,8 +125,7 @@ def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) ->
     if not common:
         return None
     sides = [[fmean(run.shares[pid] for run in side) for pid in common] for side in (first, second)]
-    low, high = bootstrap([after - before for before, after in zip(*sides, strict=True)])
-    return Difference(fmean(sides[0]), fmean(sides[1]), low, high, amount(len(common), "problem"))
+    return replace(_gain(*sides), over=amount(len(common), "problem"))
 
 
 def cautions(runs: Sequence[ScoreFile]) -> list[str]:
@@ -141,7 +142,7 @@ def cautions(runs: Sequence[ScoreFile]) -> list[str]:
             "the data were the same"
         )
     known = [run for run in runs if run.name not in without]
-    free = (*_FREE, "view") if without_looking(runs) else _FREE
+    free = (*_FREE, *_OF_A_VIEW) if views_of(runs) else _FREE
     fields = _differing(known, "fields", free)
     # `auto` and a limit that is not given are the model's own, which only the engine knows.
     resolved = _differing([run for run in known if _part(run.score, "resolved")], "resolved", tuple(fields))
@@ -153,28 +154,65 @@ def cautions(runs: Sequence[ScoreFile]) -> list[str]:
     return lines + [f"note: the runs differ in the version of {key}: {values}" for key, values in versions.items()]
 
 
-def without_looking(runs: Sequence[ScoreFile]) -> list[str]:
-    """For each run with grey images how much remains of the accuracy that the same model has with the pictures."""
-    lines = []
-    fields = [(run, {**_part(run.score, "fields"), "seed": None}) for run in runs]
-    for blank, asked in fields:
-        if asked.get("view") == "blank":
-            same = {name: value for name, value in asked.items() if name != "view"}
-            lines += [_remaining(run, blank) for run, other in fields if other == same][:1]
-    return lines
+def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
+    """The runs that differ in nothing but what the model was shown (`--view`), by that; of each view the first run."""
+    alike: dict[str, dict[str, ScoreFile]] = {}
+    for run in runs:
+        if fields := _part(run.score, "fields"):
+            same = json.dumps({**fields, **dict.fromkeys(_OF_A_VIEW)}, sort_keys=True)
+            alike.setdefault(same, {}).setdefault(fields.get("view", "image"), run)
+    return [{view: found[view] for view in VIEWS if view in found} for found in alike.values() if len(found) > 1]
 
 
-def _remaining(seen: ScoreFile, blank: ScoreFile) -> str:
-    """The accuracy with grey images as a share of that with the pictures, on the problems that both answered."""
-    common = common_problems([seen, blank])
-    before, after = ([run.shares[pid] for pid in common] for run in (seen, blank))
-    what = f"{blank.name} has grey images in place of those of {seen.name}"
-    if not sum(before):
-        return f"{what}: no answer was right with the pictures, so nothing can remain"
-    low, high = bootstrap_ratio(after, before)
-    share = f"{100 * sum(after) / sum(before):.1f} % of the accuracy remains"
-    ends = f"(paired bootstrap, 95 %: {100 * low:.1f} to {100 * high:.1f}, {amount(len(common), 'common problem')})"
-    return f"{what}: {share} {ends}"
+_OF_A_VIEW = ("view", "left_out", "seed")
+
+
+def sees_or_reasons(found: Mapping[str, ScoreFile]) -> list[str]:
+    """The views of one model side by side, on the problems that it answered in all of them, and what they say of it."""
+    common = common_problems(list(found.values()))
+    if not common:
+        return []
+    right = {view: [run.shares[pid] for pid in common] for view, run in found.items()}
+    means = {view: mean_with_interval(values) for view, values in right.items()}
+    lines = ["", f"what it was shown, {amount(len(common), 'common problem')}:"]
+    for view, mean in means.items():
+        lines.append(f"  {view:<6} {percent(mean['value'], mean['interval_95'])}  {VIEWS[view]}")
+    if {"text", "image"} <= right.keys():
+        from_words = [t * i for t, i in zip(right["text"], right["image"], strict=True)]
+        lines.append(f"of what it solves from words, it solves {_share(from_words, right['text'])} from the picture")
+    if {"text", "both"} <= right.keys():
+        lines.append(f"the picture adds {_gain(right['text'], right['both']).points} to the words")
+    if {"image", "blank"} <= right.keys():
+        remains = _share(right["blank"], right["image"])
+        lines.append(f"without looking {remains} of the accuracy with the picture remains")
+    return [*lines, _verdict(right)] if {"text", "image", "blank"} <= right.keys() else lines
+
+
+def _share(part: Sequence[float], whole: Sequence[float]) -> str:
+    """The sum of paired values as a share of that of others."""
+    return percent(sum(part) / sum(whole), list(bootstrap_ratio(part, whole))) if sum(whole) else "nothing of nothing,"
+
+
+def _gain(before: Sequence[float], after: Sequence[float]) -> Difference:
+    """The difference of paired values, with its bootstrap interval."""
+    low, high = bootstrap([second - first for first, second in zip(before, after, strict=True)])
+    return Difference(fmean(before), fmean(after), low, high)
+
+
+def _verdict(right: Mapping[str, Sequence[float]]) -> str:
+    """Whether words and picture each let the model solve more than a grey picture, by the lower ends of intervals."""
+    reasons, sees = ((_gain(right["blank"], right[view]).low or 0) > 0 for view in ("text", "image"))
+    if reasons and sees:
+        seeing = fmean(t * (1 - i) for t, i in zip(right["text"], right["image"], strict=True))
+        return (
+            f"it sees and it reasons: of 100 problems it loses {100 * seeing:.0f} by seeing (solved from words, not "
+            f"from the picture) and {100 * (1 - fmean(right['text'])):.0f} by reasoning (not solved from words)"
+        )
+    if reasons:
+        return "it reasons and does not see: the words let it solve more than a grey picture does, and the picture not"
+    if sees:
+        return "it sees and does not reason from words: what it solves beyond guessing it takes from the picture alone"
+    return "it does not reason: neither words nor picture let it solve more than a grey picture does"
 
 
 def _part(score: Score, name: str) -> dict[str, Any]:
@@ -237,7 +275,8 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
     for key in by:
         lines += ["", *_by_group(runs, key, width)]
     if len(runs) > 1:
-        lines += ["", *(_test(runs[0], other) for other in runs[1:]), *without_looking(runs)]
+        lines += ["", *(_test(runs[0], other) for other in runs[1:])]
+        lines += [line for found in views_of(runs) for line in sees_or_reasons(found)]
     return lines + _notes(runs, quoted)
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,16 +127,12 @@ def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:
     encoded = dataset.with_format("arrow")  # bytes as they are in the file
     texts = dataset.remove_columns("images")
     counts = [count for chunk in encoded["images"][:].chunks for count in chunk.value_lengths().to_pylist()]
-    return [
-        pictured(
-            _fields(row),
-            row["problem"] if made is None else made(row),
-            count or 0,
-            partial(_stored, encoded, index),
-            decoded_image,
-        )
-        for index, (row, count) in enumerate(zip(texts, counts, strict=True))
-    ]
+    asked = []
+    for index, (row, count) in enumerate(zip(texts, counts, strict=True)):
+        text = row["problem"] if made is None else made(row)
+        problem = pictured(_fields(row), text, count or 0, partial(_stored, encoded, index), decoded_image)
+        asked.append(replace(problem, facts=row.get("facts") or None))
+    return asked
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:

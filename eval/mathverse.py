@@ -18,8 +18,9 @@ with imports():
     from adora_vl.utils.cli import amount
     from adora_vl.utils.openai_client import EndpointError
     from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems, without_images
+    from eval.inference.dataset import add_revision_option, load_problems
     from eval.inference.predictions import wrong_fields
+    from eval.inference.views import without_images
     from eval.records import JUDGE_FAILED, Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.judge import (

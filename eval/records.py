@@ -23,6 +23,7 @@ class Problem:
 
     `images` decodes the images only when it is called, so that memory holds one batch of them and a broken image costs
     one problem. `sizes` gives width and height of each without decoding; None: `images` has to be called for them.
+    `facts`: what the picture says, in words, where they suffice to solve the problem without it.
     """
 
     fields: dict[str, Any]
@@ -30,6 +31,7 @@ class Problem:
     n_images: int
     images: Callable[[], list[Image.Image]]
     sizes: Callable[[], list[tuple[int, int]]] | None = None
+    facts: str | None = None
 
     @property
     def pid(self) -> str:

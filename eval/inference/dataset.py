@@ -6,7 +6,7 @@ import base64
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -117,11 +117,6 @@ def pictured(
 ) -> Problem:
     """A problem whose encoded images are read when they are needed; for their sizes alone the headers are."""
     return Problem(fields, prompt, images, partial(_each, decoded, stored), partial(_each, image_size, stored))
-
-
-def without_images(problem: Problem) -> Problem:
-    """The same question alone."""
-    return replace(problem, n_images=0, images=list, sizes=None)
 
 
 def _each(made: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from adora_vl.utils.cli import amount
+from eval.inference.views import VIEWS
 from eval.records import Cell, OwnFigures, Score, Scored
 from eval.scoring.score import missing_answers, own_cells
 
@@ -41,8 +42,12 @@ def made_with(score: Score, own: OwnFigures) -> str:
     if not fields:
         return f"{score['benchmark']}: {by} (no fingerprint beside the predictions)"
     sampling = f"temperature {fields['temperature']}" if fields.get("temperature") else "greedy"
-    blind = ", without images" if fields.get("no_image") else ", grey images" if fields.get("view") == "blank" else ""
-    return f"{score['benchmark']} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{blind}, {by}"
+    shown = ", without images" if fields.get("no_image") else ""
+    if fields.get("view"):
+        shown = f", shown {VIEWS.get(fields['view'], fields['view'])}"
+    if fields.get("left_out"):
+        shown += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
+    return f"{score['benchmark']} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{shown}, {by}"
 
 
 def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:

@@ -22,10 +22,11 @@ from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
 from eval import benchmark as list_of_benchmarks
 from eval.benchmark import NAMES, for_data, named
-from eval.command import parse, score_defaults, with_grey_images
+from eval.command import parse, score_defaults
 from eval.compare import main as compare
 from eval.in_training import figures
 from eval.inference.requests import AnswerRequest
+from eval.inference.views import shown_as
 from eval.records import Benchmark, OwnFigures, Problem
 from eval.scoring.score import cell, score
 from tests.conftest import REPOSITORY
@@ -62,7 +63,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     assert benchmark.name == name
     problems = problems_of(benchmark, DATA[name](tmp_path))
     assert len({problem.pid for problem in problems}) == len(problems) == 4
-    all_grey = with_grey_images(problems) if problems[0].n_images else problems
+    all_grey = shown_as(problems, "blank") if problems[0].n_images else problems
     for problem, other in zip(problems, all_grey, strict=True):
         assert problem.prompt and len(problem.images()) == problem.n_images
         grey = other.images()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
+from data_prep.cli import main as data_prep
 from eval import command
 from eval.command import score_file
 from eval.geometry3k import BENCHMARK, answer_form
@@ -253,7 +255,7 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(
     words = ["run", "--model", "a/b", "--data", str(data), "--output"]
     assert command.main(GEOMETRY3K, [*words, str(tmp_path / "seen")]) == 0
     assert command.main(GEOMETRY3K, [*words, str(tmp_path / "grey"), "--view", "blank"]) == 0
-    assert "grey images" in capsys.readouterr().out
+    assert "a grey picture of the same size" in capsys.readouterr().out
     answers = {name: read_predictions(tmp_path / name / "predictions.jsonl") for name in ("seen", "grey")}
     assert {row["response"] for row in answers["seen"]} == {"seen"}
     assert {row["response"] for row in answers["grey"]} == {r"\boxed{1}"}
@@ -261,6 +263,39 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(
     for folder, more in (("seen", ["--view", "blank"]), ("grey", [])):
         assert command.main(GEOMETRY3K, [*words, str(tmp_path / folder), *more]) == 2
         assert "view: the predictions in" in capsys.readouterr().err
+
+
+def test_facts_in_words_stand_for_the_picture_where_they_suffice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], geometry3k_raw: Path
+) -> None:
+    asked: dict[str, list[tuple[int, str]]] = {}
+
+    class Reads(Guess):
+        def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
+            texts = [str(request.messages[-1]["content"]) for request in requests]
+            pairs = zip(requests, texts, strict=True)
+            asked.setdefault(view, []).extend((len(request.images), text) for request, text in pairs)
+            return [Reply("12", 1, "stop", 9) for _ in requests]
+
+    raw = shutil.copytree(geometry3k_raw, tmp_path / "raw")
+    (raw / "train" / "12" / "logic_form.json").unlink()
+    assert data_prep(["geometry3k", "--source", "intergps", "--input", str(raw), "--output", str(tmp_path / "d")]) == 0
+    assert "noted: 1 of the rows have no facts in words, such as geometry3k/train/12" in capsys.readouterr().out
+    monkeypatch.setattr(command, "build_engine", lambda _: Reads())
+    words = ["run", "--model", "a/b", "--data", str(tmp_path / "d"), "--split", "train"]
+    for view in ("image", "text", "both", "blank"):
+        assert command.main(GEOMETRY3K, [*words, "--view", view, "--output", str(tmp_path / view)]) == 0
+        assert ("without 1 problem whose facts do not suffice" in capsys.readouterr().out) is (view in ("text", "both"))
+    assert {view: {images for images, _ in found} for view, found in asked.items()} == {
+        "image": {1}, "text": {0}, "both": {1}, "blank": {1}
+    }  # fmt: skip
+    assert [len(found) for found in asked.values()] == [6, 5, 5, 6]
+    fact = "Angle ABC = 60 degrees. BC = x. AC is perpendicular to BC."
+    assert [sum(fact in text for _, text in found) for found in asked.values()] == [0, 1, 1, 0]
+    plain = write_geometry3k(tmp_path / "plain", 3)
+    without = ["run", "--model", "a/b", "--data", str(plain), "--view", "both", "--output", str(tmp_path / "none")]
+    assert command.main(GEOMETRY3K, without) == 2
+    assert "view: both, and no row of the data has facts in words" in capsys.readouterr().err
 
 
 def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
