@@ -50,7 +50,8 @@ def arguments(folder: Path, limit: int, budget: str, staleness: str, generations
 def force_lengths(length: Callable[[int], int]) -> None:
     """From here on an answer ends at the length that `length` says of its seed."""
     from adora_vl.rollout.llm import PolicyLLM
-    from adora_vl.training.partial_rollouts import PartialGroup, PartialRollouts
+    from adora_vl.rollout.rollouts import RolloutGroup
+    from adora_vl.training.partial_rollouts import PartialRollouts
     from adora_vl.utils.seeding import rollout_seed
 
     sample = PolicyLLM.sample
@@ -58,8 +59,8 @@ def force_lengths(length: Callable[[int], int]) -> None:
     def limited(self: Any, asks: Any, *further: Any) -> Any:
         return sample(self, [replace(ask, limit=ask.limit or length(ask.seed)) for ask in asks], *further)
 
-    def longest(self: Any, group: PartialGroup, member: int) -> int:
-        return length(rollout_seed(SEED, group.where, group.place, member))
+    def longest(self: Any, group: RolloutGroup, member: int) -> int:
+        return length(rollout_seed(SEED, group.problem.where, group.problem.place, member))
 
     PolicyLLM.sample, PartialRollouts.longest = limited, longest  # type: ignore[method-assign,assignment]
 

@@ -34,9 +34,9 @@ from adora_vl.training.batch_rows import (
 )
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.training.micro_batches import live_units
+from adora_vl.training.policies import replayed
 from adora_vl.types import Batch, StepContext
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.seeding import generator_at
 
 FILES = "replay"  # in a checkpoint, one of each rank
 
@@ -49,18 +49,6 @@ class Kept:
     columns: tuple[str, ...]  # of the batch that it is from
     size: float  # the sum of |advantages|
     step: int  # optimizer steps that had been made when it was sampled
-
-
-def drawn(sizes: list[float], alpha: float, count: int, place: str) -> list[int]:
-    """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`. `place` seeds it."""
-    if not sizes or not count:
-        return []
-    relative = torch.tensor(sizes, dtype=torch.float64) / max(sizes)  # powers of large sums would overflow
-    chances = (relative**alpha).clamp(min=1e-12)
-    found: list[int] = torch.multinomial(
-        chances, min(count, len(sizes)), generator=generator_at(f"replay/{place}")
-    ).tolist()
-    return found
 
 
 class SampleReplay(Extension):
@@ -97,7 +85,9 @@ class SampleReplay(Extension):
         self._fresh = self._packed(batch, live, step)
         alike = [one for one in self.kept if one.columns == tuple(sorted(batch))]
         place = f"{place}/{self.accelerator.process_index}"
-        numbers = drawn([one.size for one in alike], self.config.adora_rollouts.replay_alpha, live.count(False), place)
+        numbers = replayed(
+            [one.size for one in alike], self.config.adora_rollouts.replay_alpha, live.count(False), place
+        )
         taken = [alike[number] for number in numbers]
         generation.batch = self._refilled(batch, live, taken)
         self._log(len(live), [step - one.step for one in taken])

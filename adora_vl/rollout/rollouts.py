@@ -7,7 +7,73 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from adora_vl.data.dataloader import KeptImage
+from adora_vl.types import Row
 from adora_vl.utils.seeding import rollout_seed
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens in a row from one hand."""
+
+    tokens: tuple[int, ...]
+    logps: tuple[float | None, ...] | None  # of the weights that sampled it; None: not the policy's own, as a tool's
+    step: int  # optimizer steps that had been made when it came
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """An answer so far, or to its end: it may pause between two spans."""
+
+    spans: tuple[Span, ...] = ()
+    ended: Literal["", "stop", "length", "room"] = ""  # by itself, at the run's limit, or at the end of the engine's
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for span in self.spans for token in span.tokens]
+
+    @property
+    def own(self) -> list[bool]:
+        """Which tokens the policy has sampled."""
+        return [span.logps is not None for span in self.spans for _ in span.tokens]
+
+    @property
+    def logps(self) -> list[float | None]:
+        """Of every token, None where the engine gave none."""
+        return [logp for span in self.spans for logp in span.logps or (None,) * len(span.tokens)]
+
+    def stale(self, step: int) -> int:
+        """How many tokens came before this step; those of this one follow them."""
+        return sum(len(span.tokens) for span in self.spans if span.step != step)
+
+
+@dataclass(frozen=True)
+class DrawnProblem:
+    """One that a data loader has drawn."""
+
+    number: int  # of its row in the data set; -1 where rows are not numbered
+    where: str  # the name of the generation in which it was drawn
+    place: int  # its number there, over all ranks
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """A problem that has begun, and its rollouts."""
+
+    problem: DrawnProblem
+    row: Row  # empty in a checkpoint, since the data set has it
+    began: int  # the generation in which it began
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def complete(self) -> bool:
+        return all(rollout.ended for rollout in self.rollouts)
+
+    def seed(self, run_seed: int, member: int) -> int:
+        """Of the next span of a rollout. With the seed of an earlier one its random numbers would be drawn again."""
+        problem, spans = self.problem, self.rollouts[member].spans
+        number = sum(span.logps is not None for span in spans)
+        where = f"{problem.where}/segment-{number}" if number else problem.where
+        return rollout_seed(run_seed, where, problem.place, member)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from accelerate.utils import gather_object
 
 from adora_vl.training.batch_rows import replace_groups
 from adora_vl.training.micro_batches import live_units
+from adora_vl.training.policies import exchanges, further_rows
 from adora_vl.types import Batch, Row, StepContext
-from adora_vl.utils.seeding import generator_at
 
 
 class Rows(Protocol):
@@ -57,16 +57,3 @@ class DynamicSampling:
             replaced_groups += len(pairs)
         self.log("adora/refilled_groups", replaced_groups / len(live))
         return batch
-
-
-def further_rows(rows: int, groups: int, place: str) -> list[int]:
-    """Row numbers of `groups` further problems, drawn with `place` as the seed, so a resumed run draws the same."""
-    drawn: list[int] = torch.randperm(rows, generator=generator_at(place))[:groups].tolist()
-    return [drawn[number % len(drawn)] for number in range(groups)]
-
-
-def exchanges(live: list[bool], further_live: list[bool]) -> list[tuple[int, int]]:
-    """Pairs (group without signal, group of the further batch that replaces it), until either kind runs out."""
-    dead = [group for group, alive in enumerate(live) if not alive]
-    found = [group for group, alive in enumerate(further_live) if alive]
-    return list(zip(dead, found, strict=False))

@@ -14,110 +14,24 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from adora_vl.checkpoint.store import load_of_rank, save_of_rank
 from adora_vl.config.batch_plan import Shape
 from adora_vl.config.checks import check_budget
 from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
-from adora_vl.rollout.rollouts import Answers, RolloutAnswer, Segment
+from adora_vl.rollout.rollouts import Answers, DrawnProblem, Rollout, RolloutAnswer, RolloutGroup, Segment, Span
 from adora_vl.training.generation import Extension, Generation
+from adora_vl.training.policies import REMEMBERED, automatic_budget, groups_to_complete, how_many_begin, limit_of
+from adora_vl.training.pool_state import PoolState
 from adora_vl.types import Row, StepContext
-from adora_vl.utils.errors import UserError
-from adora_vl.utils.seeding import rollout_seed
-
-# `auto`: the share of the answers that end within the budget, by the answers of so many generations, and how many times
-# as long as the budget the longest answer of a generation has to be on average.
-SHARE, REMEMBERED, TAIL = 0.9, 4, 1.5
-FILES = "partial"  # in a checkpoint, one of each rank
 
 # Samples a segment for each row. All ranks call it together, also without rows.
 Sample = Callable[[list[Row], list[Segment]], list[RolloutAnswer]]
-
-
-@dataclass(frozen=True)
-class PartialRollout:
-    """An answer so far."""
-
-    tokens: tuple[int, ...] = ()
-    logps: tuple[float | None, ...] = ()  # of the weights that sampled each token
-    segments: tuple[tuple[int, int], ...] = ()  # optimizer steps that had been made, and the tokens sampled then
-    ended: bool = False
-
-    def extended(
-        self, tokens: Sequence[int], logps: Sequence[float | None], step: int, *, ended: bool
-    ) -> PartialRollout:
-        """With a further segment, sampled by the weights of `step`."""
-        segments = (*self.segments, (step, len(tokens)))
-        return PartialRollout((*self.tokens, *tokens), (*self.logps, *logps), segments, ended)
-
-    def stale(self, step: int) -> int:
-        """How many tokens were sampled by the weights of earlier steps; those of this one follow them."""
-        return sum(tokens for sampled_at, tokens in self.segments if sampled_at != step)
-
-
-@dataclass(frozen=True)
-class PartialGroup:
-    """A problem and its answers so far."""
-
-    row: Row
-    number: int  # of the row in the data set
-    began: int  # the generation in which it began
-    where: str  # the name of that in which it was drawn
-    place: int  # its number there, over all ranks
-    rollouts: tuple[PartialRollout, ...]
-
-    @property
-    def complete(self) -> bool:
-        return all(rollout.ended for rollout in self.rollouts)
-
-    def seed(self, run_seed: int, member: int) -> int:
-        """Of the next segment. With the seed of an earlier one its random numbers would be drawn again."""
-        number = len(self.rollouts[member].segments)
-        return rollout_seed(run_seed, f"{self.where}/segment-{number}" if number else self.where, self.place, member)
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What is carried from one generation to the next."""
-
-    groups: tuple[PartialGroup, ...] = ()  # of this rank, the oldest first
-    drawn: tuple[PartialGroup, ...] = ()  # those that have not begun, without their rows
-    complete: int = 0  # how many of `groups` are, on the rank with the fewest
-    lengths: tuple[tuple[int, ...], ...] = ()  # tokens of the answers of the last generations, of all ranks
-
-
-def groups_to_begin(waiting: int, complete: int, places: int, left: int) -> int:
-    """How many groups begin in a generation: as many as it has places, but no more than can be learned from, and fewer
-    where more are complete already than fill half of the places.
-
-    `waiting`: groups of earlier generations, `complete` of which are. `left`: generations of the training, with the
-    present one.
-    """
-    return max(0, min(places - max(0, complete - places // 2), left * places - waiting))
-
-
-def groups_to_complete(groups: int, places: int, left: int, least: int) -> int:
-    """How many of the present groups have to be complete after a generation, so that all can be learned from in the
-    end, and `least` now.
-    """
-    return min(groups, places, max(least, groups - (left - 1) * places))
-
-
-def automatic_budget(lengths: Sequence[Sequence[int]], least: int) -> int | None:
-    """The length that nine of ten answers had at most, and `least`. None, so no budget, where there are none yet, and
-    where those that run on are not much longer: little would be saved then, and groups would be late for it.
-    """
-    known = sorted(length for generation in lengths for length in generation)
-    if not known:
-        return None
-    budget = max(least, known[math.ceil(SHARE * len(known)) - 1])
-    return budget if budget * TAIL <= sum(map(max, lengths)) / len(lengths) else None
 
 
 class PartialRollouts(Extension):
@@ -138,7 +52,7 @@ class PartialRollouts(Extension):
         # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
         self.least = math.ceil(max(self.places / 2, shape.steps // shape.chunk * shape.unit / shape.generations))
         self.steps = shape.updates
-        self.waiting, self._before = Waiting(), Waiting()  # now, and before the last generation
+        self.waiting, self._before = PoolState(), PoolState()  # now, and before the last generation
         self._sampled_at = -1  # the optimizer steps that had been made then
         self._figures: dict[str, float] = {}
 
@@ -188,29 +102,28 @@ class PartialRollouts(Extension):
 
     def _begun(
         self, generation: Generation, present: int, left: int
-    ) -> tuple[list[PartialGroup], tuple[PartialGroup, ...]]:
-        """Of those that were drawn, the groups that begin now, and the others without their rows."""
+    ) -> tuple[list[RolloutGroup], tuple[DrawnProblem, ...]]:
+        """Of those that were drawn, the groups that begin now, and the others."""
         size, first = generation.group_size, self.accelerator.process_index * self.places
-        drawn = list(self.waiting.drawn)
+        drawn, known = list(self.waiting.drawn), dict[DrawnProblem, Row]()
         for place, drawn_row in enumerate(generation.rows[::size]):
             row: Any = dict(drawn_row)
-            number = row.pop(ROW_NUMBER)
-            drawn.append(
-                PartialGroup(row, number, present, generation.where, first + place, (PartialRollout(),) * size)
-            )
-        count = groups_to_begin(len(self.waiting.groups), self.waiting.complete, self.places, left)
-        begun = [replace(group, began=present) for group in self._with_rows(drawn[:count])]
-        return begun, _without_rows(drawn[count:])
+            problem = DrawnProblem(row.pop(ROW_NUMBER), generation.where, first + place)
+            drawn.append(problem)
+            known[problem] = row
+        count = how_many_begin(len(self.waiting.groups), self.waiting.complete, self.places, left)
+        begun = [RolloutGroup(one, known.get(one, Row()), present, (Rollout(),) * size) for one in drawn[:count]]
+        return list(self._with_rows(begun)), tuple(drawn[count:])
 
-    def _with_rows(self, groups: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
+    def _with_rows(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
         """The groups, with problems from the data set where they have none."""
-        lacking = [group for group in groups if not group.row]
-        rows: Iterator[Any] = iter(self.rows.__getitems__([group.number for group in lacking]))
+        lacking = [group.problem.number for group in groups if not group.row]
+        rows: Iterator[Any] = iter(self.rows.__getitems__(lacking))
         return tuple(group if group.row else replace(group, row=next(rows)) for group in groups)
 
     def _sampled(
-        self, groups: list[PartialGroup], limits: dict[int, int | None], generation: Generation
-    ) -> list[PartialGroup]:
+        self, groups: list[RolloutGroup], limits: dict[int, int | None], generation: Generation
+    ) -> list[RolloutGroup]:
         """The groups after their rollouts have gone on, by so many tokens or (None) to their ends. `limits`: by the
         number of the group. Those that go on come first: they would be the last to end if the engine had no place.
         """
@@ -226,9 +139,11 @@ class PartialRollouts(Extension):
         found = {number: list(groups[number].rollouts) for number in limits}
         for (number, member), answer in zip(asked, answers, strict=True):
             rollout = found[number][member]
-            whole = len(rollout.tokens) + len(answer.tokens) >= self.longest(groups[number], member)
-            ended = whole or answer.reason != "length"
-            found[number][member] = rollout.extended(answer.tokens, answer.logps, generation.step, ended=ended)
+            span = Span(tuple(answer.tokens), tuple(answer.logps), generation.step)
+            went_on = Rollout((*rollout.spans, span))
+            whole = len(went_on.tokens) >= self.longest(groups[number], member)
+            ended = "length" if whole else answer.reason if answer.reason != "length" else ""
+            found[number][member] = replace(went_on, ended=ended)
         return [
             replace(group, rollouts=tuple(found[number])) if number in found else group
             for number, group in enumerate(groups)
@@ -236,7 +151,7 @@ class PartialRollouts(Extension):
 
     def _segment(
         self,
-        groups: list[PartialGroup],
+        groups: list[RolloutGroup],
         limits: dict[int, int | None],
         asked: tuple[int, int],
         place: int,
@@ -245,20 +160,20 @@ class PartialRollouts(Extension):
         """What is asked of the engine for the rollout `asked`, number of its group and in it, at a place of its own."""
         number, member = asked
         group, seed, budget = groups[number], generation.sampling.seed, limits[number]
-        had = list(group.rollouts[member].tokens)
-        left = self.longest(group, member) - len(had)
+        had = group.rollouts[member].tokens
+        limit = limit_of(0, 1, budget, self.longest(group, member) - len(had))
         own = seed and group.seed(seed[0], member)
-        return Segment(had, left if budget is None else min(left, budget), len(groups) + place if had else number, own)
+        return Segment(had, limit, len(groups) + place if had else number, own)
 
-    def longest(self, group: PartialGroup, member: int) -> int:
+    def longest(self, group: RolloutGroup, member: int) -> int:
         """The tokens at which an answer is cut off: the same for all, unless `benchmarks.long_tailed` sets it."""
         return int(self.config.max_completion_length)
 
     def _give(
         self,
         generation: Generation,
-        groups: list[PartialGroup],
-        drawn: tuple[PartialGroup, ...],
+        groups: list[RolloutGroup],
+        drawn: tuple[DrawnProblem, ...],
         present: int,
         budget: int | None,
     ) -> None:
@@ -272,11 +187,11 @@ class PartialRollouts(Extension):
         rollouts = [rollout for group in learned for rollout in group.rollouts]
         ages = [present - group.began for group in learned for _ in group.rollouts]
         generation.sampling.answers = Answers(
-            [list(rollout.tokens) for rollout in rollouts],
-            [list(rollout.logps) for rollout in rollouts],
+            [rollout.tokens for rollout in rollouts],
+            [rollout.logps for rollout in rollouts],
             {
                 "stale_tokens": [rollout.stale(generation.step) for rollout in rollouts],
-                "segments": [len(rollout.segments) for rollout in rollouts],
+                "segments": [len(rollout.spans) for rollout in rollouts],
                 "age": ages,
             },
         )
@@ -307,35 +222,12 @@ class PartialRollouts(Extension):
         what waited before it is written.
         """
         waiting = self._before if self.state().global_step == self._sampled_at else self.waiting
-        plain = replace(waiting, groups=_without_rows(waiting.groups))
-        save_of_rank(folder, FILES, self.accelerator.process_index, asdict(plain))
+        waiting.save(folder, self.accelerator.process_index)
 
     def load(self, checkpoint: Path) -> None:
         """Read what `save` wrote; the problems are read from the data set.
 
         Raises `UserError` where another number of processes wrote it.
         """
-        first = load_of_rank(checkpoint, FILES, 0)
-        if first is None:
-            return
-        before, ranks = len(list(checkpoint.glob(f"{FILES}-*.pt"))), self.accelerator.num_processes
-        if first["groups"] and before != ranks:
-            raise UserError(
-                f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollouts.budget) of "
-                f"{before} processes, now {ranks}; start as many as before"
-            )
-        found = load_of_rank(checkpoint, FILES, self.accelerator.process_index)
-        if before != ranks:  # what was drawn belongs to those processes; it comes again in a later epoch
-            found = {**first, "drawn": ()}
-        groups, drawn = (
-            tuple(
-                PartialGroup(**{**group, "rollouts": tuple(PartialRollout(**one) for one in group["rollouts"])})
-                for group in found.get(name, ())
-            )
-            for name in ("groups", "drawn")
-        )
-        self.waiting = Waiting(self._with_rows(groups), drawn, found.get("complete", 0), found["lengths"])
-
-
-def _without_rows(groups: Sequence[PartialGroup]) -> tuple[PartialGroup, ...]:
-    return tuple(replace(group, row=Row()) for group in groups)
+        found = PoolState.load(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
+        self.waiting = replace(found, groups=self._with_rows(found.groups))

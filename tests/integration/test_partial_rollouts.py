@@ -84,5 +84,5 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path, p
         ]
     )  # fmt: skip
     assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
-    assert len(list(tmp_path.glob("*/killed/checkpoint-3/partial-*.pt"))) == processes
+    assert len(list(tmp_path.glob("*/killed/checkpoint-3/pool-*.pt"))) == processes
     assert pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))["segments"].max() > 1

@@ -22,9 +22,10 @@ from adora_vl.config.experimental import replay_needs
 from adora_vl.config.keys import RolloutOptions
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageBanks, ImageCache
-from adora_vl.experimental.replay import FILES, Kept, SampleReplay, drawn
+from adora_vl.experimental.replay import FILES, Kept, SampleReplay
 from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.training.generation import Generation
+from adora_vl.training.policies import replayed
 from adora_vl.types import Batch
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
@@ -70,15 +71,15 @@ def patches(banks: ImageBanks, batch: Batch) -> list[int]:
 def test_a_group_is_drawn_as_often_as_its_advantages_say():
     """Sums of 1 and 3: with alpha 1 three times as often, with alpha 0 as often, with alpha 2 nine times."""
     for alpha, share in ((0.0, 1 / 2), (1.0, 3 / 4), (2.0, 9 / 10)):
-        counts = collections.Counter(drawn([1.0, 3.0], alpha, 1, f"{alpha}/{number}")[0] for number in range(2000))
+        counts = collections.Counter(replayed([1.0, 3.0], alpha, 1, f"{alpha}/{number}")[0] for number in range(2000))
         assert counts[1] / 2000 == pytest.approx(share, abs=0.04)  # 3.5 standard deviations
 
 
 @given(st.lists(st.floats(1e-3, 1e30), max_size=9), st.floats(0, 8), st.integers(0, 12))
 def test_no_group_is_drawn_twice_and_a_place_draws_the_same_again(sizes, alpha, count):
-    found = drawn(sizes, alpha, count, "42/7/0")
+    found = replayed(sizes, alpha, count, "42/7/0")
     assert len(found) == len(set(found)) == min(count, len(sizes)) and set(found) <= set(range(len(sizes)))
-    assert found == drawn(sizes, alpha, count, "42/7/0")
+    assert found == replayed(sizes, alpha, count, "42/7/0")
 
 
 # ----------------------------------------------------------------------------------------------------- one generation
@@ -179,7 +180,7 @@ def test_padding_is_not_kept():
 
 
 def test_two_processes_draw_differently():
-    places = [drawn([1.0] * 9, 1.0, 3, f"42/7/0/{rank}") for rank in range(4)]
+    places = [replayed([1.0] * 9, 1.0, 3, f"42/7/0/{rank}") for rank in range(4)]
     assert len({tuple(sorted(found)) for found in places}) > 1
 
 

@@ -19,9 +19,10 @@ from adora_vl.checkpoint.store import MANIFEST, load_of_rank
 from adora_vl.config.keys import RolloutOptions
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.trainer import AdoraGRPOTrainer
-from adora_vl.training.dynamic_sampling import DynamicSampling, further_rows
+from adora_vl.training.dynamic_sampling import DynamicSampling
 from adora_vl.training.generation import Generation
 from adora_vl.training.micro_batches import MicroBatcher
+from adora_vl.training.policies import further_rows
 from adora_vl.training.unfinished import FILES, UnfinishedGeneration
 from adora_vl.types import Batch, Row
 from adora_vl.utils.errors import UserError

@@ -23,7 +23,6 @@ from adora_vl.training.batch_rows import (
     take_rows,
     without_padding,
 )
-from adora_vl.training.dynamic_sampling import exchanges
 from adora_vl.training.micro_batches import (
     MicroBatcher,
     by_length,
@@ -33,6 +32,7 @@ from adora_vl.training.micro_batches import (
     split_evenly,
     tokens_of_units,
 )
+from adora_vl.training.policies import exchanges
 from adora_vl.training.rebalance import Move, movable, plan_moves, rebalanced
 from adora_vl.types import Batch
 from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waited

@@ -17,14 +17,26 @@ from transformers import TrainerState
 
 from adora_vl.config.keys import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
-from adora_vl.rollout.rollouts import RolloutAnswer, SamplingRequest, Segment
+from adora_vl.rollout.rollouts import (
+    DrawnProblem,
+    Rollout,
+    RolloutAnswer,
+    RolloutGroup,
+    SamplingRequest,
+    Segment,
+    Span,
+)
 from adora_vl.training.generation import Generation
-from adora_vl.training.partial_rollouts import PartialRollouts, automatic_budget, groups_to_begin, groups_to_complete
+from adora_vl.training.partial_rollouts import PartialRollouts
+from adora_vl.training.policies import automatic_budget, groups_to_complete, how_many_begin, limit_of
+from adora_vl.training.pool_state import PoolState
+from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
 from tests.support.step_context import step_context
 
 PLACES, SIZE, LONGEST = 6, 4, 400  # groups of a rank and generation, rollouts of a group, tokens
+TOKEN = 2**31 - 1  # the largest that a checkpoint takes
 
 
 class Alone:
@@ -57,7 +69,7 @@ class Together(Alone):
 
 def drawn(seed: int) -> int:
     """The whole length of the answer that begins with this seed: a long tail, and some that run to the limit."""
-    rng = random.Random(seed)
+    rng = random.Random(seed & TOKEN)
     return LONGEST if rng.random() < 0.02 else min(LONGEST, max(3, int(60 * rng.lognormvariate(0, 0.7))))
 
 
@@ -77,9 +89,9 @@ class Engine:
         answers = []
         for one in segments:
             assert one.seed is not None
-            whole = self.length(one.begun[0] if one.begun else one.seed)
+            whole = self.length(one.begun[0] if one.begun else one.seed & TOKEN)
             left = whole - len(one.begun) if whole < LONGEST else 10 * LONGEST
-            new = [one.seed, *[self.step] * (min(one.limit, left) - 1)]
+            new = [one.seed & TOKEN, *[self.step] * (min(one.limit, left) - 1)]
             reason: Literal["length", "stop"] = "length" if left > one.limit else "stop"
             answers.append(RolloutAnswer(new, [-float(self.step)] * len(new), reason))
         self.steps += max((len(answer.tokens) for answer in answers), default=0)
@@ -270,11 +282,13 @@ def test_the_figures_of_a_generation():
 
 def test_how_many_begin_and_have_to_be_complete():
     waits = ((0, 0, 9), (3, 3, 9), (3, 0, 1), (8, 0, 1), (12, 0, 2), (9, 4, 9), (9, 6, 9), (14, 13, 9), (12, 6, 2))
-    begun = [groups_to_begin(waiting, complete, 8, left) for waiting, complete, left in waits]
+    begun = [how_many_begin(waiting, complete, 8, left) for waiting, complete, left in waits]
     assert begun == [8, 8, 5, 0, 4, 8, 6, 0, 4]
     assert [groups_to_complete(groups, 8, left, 2) for groups, left in ((8, 9), (8, 1), (11, 2), (16, 2), (1, 9))] == [
         2, 8, 3, 8, 1
     ]  # fmt: skip
+    limits = [limit_of(age, 2, budget, 50) for age, budget in ((0, None), (0, 9), (1, 60), (2, 9))]
+    assert limits == [50, 9, 50, 50]
 
 
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
@@ -377,3 +391,16 @@ def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_thei
 
 def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path):
     assert resumed(Run(3), tmp_path, 0).go_on().sizes[-1] == PLACES
+
+
+def test_what_others_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_path):
+    """A tool's answer is a span without log-probabilities, also after a checkpoint; it counts for no seed."""
+    spans = (Span((5, 6), (-0.5, None), 3), Span((9, 9, 9), None, 3), Span((7,), (-0.25,), 4))
+    group = RolloutGroup(DrawnProblem(2, "train/3/0", 1), Row(), 3, (Rollout(spans, "stop"), Rollout(spans[:2])))
+    PoolState(groups=(group,)).save(tmp_path, 0)
+    (again,) = PoolState.load(tmp_path, 0, 1).groups
+    assert again == group and not again.complete
+    whole, part = again.rollouts
+    assert whole.tokens == [5, 6, 9, 9, 9, 7] and whole.own == [True, True, False, False, False, True]
+    assert whole.logps == [-0.5, None, None, None, None, -0.25] and (whole.stale(4), part.stale(3)) == (5, 0)
+    assert again.seed(7, 1) == rollout_seed(7, "train/3/0/segment-1", 1, 1)

@@ -1,0 +1,74 @@
+"""By which rules a pool of groups fills generations, as functions of the numbers that all ranks know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from adora_vl.utils.seeding import generator_at
+
+# `auto`: the share of the answers that end within the budget, by the answers of so many generations, and how many times
+# as long as the budget the longest answer of a generation has to be on average.
+SHARE, REMEMBERED, TAIL = 0.9, 4, 1.5
+
+
+def how_many_begin(waiting: int, complete: int, places: int, left: int) -> int:
+    """How many groups begin in a generation: as many as it has places, but no more than can be learned from, and fewer
+    where more are complete already than fill half of the places.
+
+    `waiting`: groups of earlier generations, `complete` of which are. `left`: generations of the training, with the
+    present one.
+    """
+    return max(0, min(places - max(0, complete - places // 2), left * places - waiting))
+
+
+def groups_to_complete(groups: int, places: int, left: int, least: int) -> int:
+    """How many of the present groups have to be complete after a generation, so that all can be learned from in the
+    end, and `least` now.
+    """
+    return min(groups, places, max(least, groups - (left - 1) * places))
+
+
+def limit_of(age: int, staleness: int, budget: int | None, left: int) -> int:
+    """How many tokens a rollout may get in a generation, of `left` that its answer has: its budget, unless its group
+    began `staleness` generations ago.
+    """
+    return left if budget is None or age >= staleness else min(left, budget)
+
+
+def automatic_budget(lengths: Sequence[Sequence[int]], least: int) -> int | None:
+    """The length that nine of ten answers had at most, and `least`. None, so no budget, where there are none yet, and
+    where those that run on are not much longer: little would be saved then, and groups would be late for it.
+    """
+    known = sorted(length for generation in lengths for length in generation)
+    if not known:
+        return None
+    budget = max(least, known[math.ceil(SHARE * len(known)) - 1])
+    return budget if budget * TAIL <= sum(map(max, lengths)) / len(lengths) else None
+
+
+def further_rows(rows: int, groups: int, place: str) -> list[int]:
+    """Row numbers of `groups` further problems, drawn with `place` as the seed, so a resumed run draws the same."""
+    drawn: list[int] = torch.randperm(rows, generator=generator_at(place))[:groups].tolist()
+    return [drawn[number % len(drawn)] for number in range(groups)]
+
+
+def exchanges(live: Sequence[bool], further_live: Sequence[bool]) -> list[tuple[int, int]]:
+    """Pairs (group without signal, further group with signal that replaces it), until either kind runs out."""
+    dead = [group for group, alive in enumerate(live) if not alive]
+    found = [group for group, alive in enumerate(further_live) if alive]
+    return list(zip(dead, found, strict=False))
+
+
+def replayed(sizes: Sequence[float], alpha: float, count: int, place: str) -> list[int]:
+    """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`. `place` seeds it."""
+    if not sizes or not count:
+        return []
+    relative = torch.tensor(sizes, dtype=torch.float64) / max(sizes)  # powers of large sums would overflow
+    chances = (relative**alpha).clamp(min=1e-12)
+    found: list[int] = torch.multinomial(
+        chances, min(count, len(sizes)), generator=generator_at(f"replay/{place}")
+    ).tolist()
+    return found

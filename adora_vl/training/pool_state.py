@@ -1,0 +1,91 @@
+"""What a pool of groups carries from one generation to the next, and its file in a checkpoint: one of each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adora_vl.checkpoint.store import load_of_rank, save_of_rank
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, Span
+from adora_vl.types import Row
+from adora_vl.utils.errors import UserError
+
+FILES = "pool"  # in a checkpoint
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """Of one rank; replaced, and never changed in place."""
+
+    drawn: tuple[DrawnProblem, ...] = ()  # problems that have not begun, the oldest first
+    groups: tuple[RolloutGroup, ...] = ()  # those that have begun and were not learned from, the oldest first
+    complete: int = 0  # how many of `groups` are, on the rank with the fewest
+    lengths: tuple[tuple[int, ...], ...] = ()  # tokens of the answers of the last generations, of all ranks
+
+    def save(self, folder: Path, rank: int) -> None:
+        """Into a checkpoint; problems by their numbers, since the data set has them."""
+        drawn = [vars(problem) for problem in self.drawn]
+        content = {"drawn": drawn, "groups": [*map(_packed, self.groups)]}
+        save_of_rank(folder, FILES, rank, {**content, "complete": self.complete, "lengths": self.lengths})
+
+    @classmethod
+    def load(cls, checkpoint: Path, rank: int, ranks: int) -> PoolState:
+        """What `save` wrote, the groups without their rows; an empty one where it wrote nothing.
+
+        Raises `UserError` where another number of processes has rollouts that go on.
+        """
+        first = load_of_rank(checkpoint, FILES, 0)
+        if first is None:
+            return cls()
+        before = len(list(checkpoint.glob(f"{FILES}-*.pt")))
+        if first["groups"] and before != ranks:
+            raise UserError(
+                f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollouts.budget) of "
+                f"{before} processes, now {ranks}; start as many as before"
+            )
+        # of another number of processes, what was drawn belongs to those: it comes again in a later epoch
+        found = load_of_rank(checkpoint, FILES, rank) if before == ranks else {**first, "drawn": ()}
+        groups = tuple(map(_unpacked, found["groups"]))
+        drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
+        return cls(drawn, groups, found["complete"], found["lengths"])
+
+
+def without_rows(groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+    """The groups as a checkpoint has them."""
+    return tuple(replace(group, row=Row()) for group in groups)
+
+
+def _packed(group: RolloutGroup) -> dict[str, Any]:
+    """As tensors: a token and its log-probability, which engines give in float32, take 8 bytes."""
+    rollouts = [
+        {"ended": rollout.ended, "spans": [(*_tensors(span), span.step) for span in rollout.spans]}
+        for rollout in group.rollouts
+    ]
+    return {"problem": vars(group.problem), "began": group.began, "rollouts": rollouts}
+
+
+def _tensors(span: Span) -> tuple[torch.Tensor, torch.Tensor | None]:
+    tokens = torch.tensor(span.tokens, dtype=torch.int32)
+    if span.logps is None:
+        return tokens, None
+    return tokens, torch.tensor([torch.nan if logp is None else logp for logp in span.logps], dtype=torch.float32)
+
+
+def _unpacked(packed: dict[str, Any]) -> RolloutGroup:
+    rollouts = tuple(
+        Rollout(tuple(Span(tuple(tokens.tolist()), _logps(logps), step) for tokens, logps, step in one["spans"]),
+                one["ended"])
+        for one in packed["rollouts"]
+    )  # fmt: skip
+    return RolloutGroup(DrawnProblem(**packed["problem"]), Row(), packed["began"], rollouts)
+
+
+def _logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:
+    if logps is None:
+        return None
+    return tuple(None if math.isnan(logp) else logp for logp in logps.tolist())
