@@ -281,7 +281,9 @@ def parser() -> Parser:
 
 
 def _add_geometry3k(commands: Any) -> None:
-    command = commands.add_parser("geometry3k", help="Geometry3K from the hub, Parquet files or its own folders")
+    command = commands.add_parser(
+        "geometry3k", help="Geometry3K from the hub, Parquet files, its own folders or redrawn"
+    )
     add_output(command)
     add = command.add_argument
     add("--source", choices=SOURCES, required=True)
@@ -290,6 +292,8 @@ def _add_geometry3k(commands: Any) -> None:
     what = "of the hub's dataset: commit, tag or branch, default: the newest"
     add("--revision", type=optional(text), metavar="COMMIT", help=what)
     add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
+    what = "logic-forms: a table with the questions (messages, solution, images), whose diagrams are redrawn"
+    add("--texts", type=optional(text), metavar="FILE", help=what)
     _add_cleaning(command)
     what = "only N rows of every split: the first ones, or with --seed a sample"
     add("--limit", type=optional(whole(1)), metavar="N", help=what)

@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.data.dataset import Manifest
-from adora_vl.utils.cli import read_json
+from adora_vl.data.images import png_bytes
+from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.utils.cli import amount, read_json
 from adora_vl.utils.errors import UserError
-from data_prep.columns import PRESETS
+from data_prep.chat import text_of_chat, without_instruction
+from data_prep.columns import PRESETS, Columns
+from data_prep.formats import check_columns, records
 from data_prep.hub import download_parquet
-from data_prep.logic_forms import facts_in_words, form_of
+from data_prep.logic_forms import Form, facts_in_words, form_of, read_forms
 from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
 from data_prep.problem import MAX_FILE_BYTES, RawProblem, Reads, RowError, storable
+from data_prep.redraw import can_be_drawn, drawn
 from data_prep.tables import open_local, reads
 
 _POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
@@ -232,6 +237,50 @@ def with_facts(facts: str | None, row_id: str) -> dict[str, Any]:
     return {"extras": {"facts": facts}, "notes": {} if facts else {"no_facts": row_id}}
 
 
+_TEXTS = Columns("messages", "solution", ("images",))
+REDRAWN = "geometry3k, redrawn"
+
+
+def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
+    """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`.
+
+    `texts`: a table as other trainers have it, with `messages`, `solution`, and `images` whose path says split and
+    number. Raises `UserError`.
+    """
+    if texts is None:
+        raise UserError("texts: missing; --source logic-forms has no questions, so name a table that has them")
+    forms = read_forms(path)
+    held: dict[str, list[Callable[[], RawProblem]]] = {split: [] for split in _THEIR_SPLITS}
+    undrawn = 0
+    check_columns(texts, _TEXTS)
+    for where, record in records(texts, _TEXTS):
+        row = record if isinstance(record, dict) else {}
+        place = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
+        question, answer = text_of_chat(row.get("messages")), row.get("solution")
+        if place is None or question is None or not isinstance(answer, str):
+            raise UserError(
+                f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, or images with a path "
+                "such as test/2401/img_diagram.png; put them in"
+            )
+        split = {theirs: ours for ours, theirs in _THEIR_SPLITS.items()}[place[1]]
+        form = forms.get(int(place[2]))
+        if form is None or not can_be_drawn(form):
+            undrawn += 1
+        else:
+            held[split].append(partial(_redrawn, form, split, place[2], question, answer))
+    if undrawn:
+        print(f"{amount(undrawn, 'problem')} of {str(texts)!r} left out: not all points of the diagram have a place")
+    return {split: SplitReads(partial(iter, reads), len(reads)) for split, reads in held.items() if reads}
+
+
+def _redrawn(form: Form, split: str, number: str, question: str, answer: str) -> RawProblem:
+    """A problem with its diagram redrawn, which its `source` says."""
+    row_id = f"geometry3k/{split}/{number}"
+    problem = readable(without_instruction(question.replace(PLACEHOLDER, " ").strip())[0])
+    facts = with_facts(facts_in_words(form, problem), row_id)
+    return RawProblem(row_id, split, REDRAWN, f"problem {number}", (png_bytes(drawn(form)),), problem, answer, **facts)
+
+
 def _field(
     data: dict[str, Any],
     refuse: Callable[..., RowError],
@@ -249,26 +298,32 @@ def _field(
     raise refuse("field_type", f"{name!r} is {found}", f"make it {expected} in {path}", record=data)
 
 
-SOURCES = ("hub", "parquet", "intergps")
+SOURCES = ("hub", "parquet", "intergps", FORMS := "logic-forms")
 PRESET = PRESETS["geometry3k"]
 PRESET_ID = PRESET.id or ""
 
 
 def open_source(
-    kind: str, location: str | None, *, revision: str | None = None, diagram: str | None = None
+    kind: str,
+    location: str | None,
+    *,
+    revision: str | None = None,
+    diagram: str | None = None,
+    texts: str | None = None,
 ) -> tuple[dict[str, SplitReads], str | None]:
     """The rows of the source `kind` (one of `SOURCES`) at a dataset id or a path, and the commit of the hub.
 
     Raises `UserError` where there is none.
     """
-    if revision is not None and kind != "hub":
-        raise UserError(f"revision: {revision!r} is for --source hub alone; leave it out with --source {kind}")
-    if diagram is not None and kind != "intergps":
-        raise UserError(f"diagram: {diagram!r} is for --source intergps alone; leave it out with --source {kind}")
+    for name, value, of in (("revision", revision, "hub"), ("diagram", diagram, "intergps"), ("texts", texts, FORMS)):
+        if value is not None and kind != of:
+            raise UserError(f"{name}: {value!r} is for --source {of} alone; leave it out with --source {kind}")
     if kind != "hub" and not location:
         raise UserError(f"input: missing; --source {kind} needs the path of the data")
     if kind == "intergps":
         return problems_of_folders(Path(location or ""), diagram or "plain"), None
+    if kind == FORMS:
+        return problems_of_forms(Path(location or ""), Path(texts) if texts else None), None
     if kind == "hub":
         opened = download_parquet(location or PRESET_ID, PRESET.columns, revision)
     else:
@@ -283,11 +338,12 @@ def open_source(
 class Options(Cleaning):
     """The options that decide which rows are kept: of the `limit` the first ones, or with a `seed` a random sample.
 
-    `diagram`: `plain` or `point`, for intergps only.
+    `diagram`: `plain` or `point`, for intergps only. `texts`: the table with the questions, for logic-forms only.
     """
 
     seed: int | None = None
     diagram: str | None = None
+    texts: str | None = None
 
 
 def prepare_geometry3k(
@@ -313,7 +369,7 @@ def prepare_geometry3k(
         raise UserError(f"seed: {wanted.seed} has nothing to choose without --limit; give both or none")
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
-        splits, commit = open_source(source, location, revision=revision, diagram=wanted.diagram)
+        splits, commit = open_source(source, location, revision=revision, diagram=wanted.diagram, texts=wanted.texts)
         description = {
             "source": f"geometry3k/{source}",
             "input": location or PRESET_ID,
@@ -322,7 +378,7 @@ def prepare_geometry3k(
         }
         return description, {split: _chosen_of(split, found, wanted) for split, found in splits.items()}
 
-    features = replace(PRESET.columns, extras=(("facts", "facts"),)).features if source == "intergps" else None
+    features = replace(PRESET.columns, extras=(("facts", "facts"),)).features if source in ("intergps", FORMS) else None
     return prepare(output, wanted, begin, features, workers=workers, overwrite=overwrite)
 
 

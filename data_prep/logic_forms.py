@@ -156,7 +156,7 @@ def facts_in_words(form: Form, problem: str) -> str | None:
     They do not where one of them cannot be read, where the problem is about a shaded or coloured region, or a shape
     that the annotation does not name, and where it speaks of a point, an unknown or an angle that they do not have.
     """
-    said = [_said(term) for term in form.terms if term is None or not term.head.startswith("PointLies")]
+    said = [in_words(term) for term in form.terms if term is None or not term.head.startswith("PointLies")]
     if None in said or re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE):
         return None
     rows = [
@@ -185,7 +185,7 @@ def _suffices(text: str, form: Form) -> bool:
     asked = [term_of(each) for each in form.question if each.strip()]
     on_lines = {name for row in form.rows for name in row}
     known = on_lines.union(*form.rounds.values()) | {centre for centre, _ in form.rounds}
-    given = [text, *(str(_said(term)) for term in asked if term and term.head != "Find")]
+    given = [text, *(str(in_words(term)) for term in asked if term and term.head != "Find")]
     for term in _all(each for each in asked if each):
         head, names = term.head, term.names
         clear = len(form.rounds) == 1 if head == "Circle" else len(on_lines) == _CORNERS.get(head)
@@ -207,11 +207,11 @@ def _all(terms: Iterable[Term]) -> Iterable[Term]:
         yield from _all(term.arguments)
 
 
-def _said(term: Term | None) -> str | None:
+def in_words(term: Term | None) -> str | None:
     """A term in words; None for one that has none."""
     if term is None or not term.arguments:
         return None if term is None or "$" in term.head else term.head
-    head, names, parts = term.head, term.names, [_said(each) for each in term.arguments]
+    head, names, parts = term.head, term.names, [in_words(each) for each in term.arguments]
     if len(names) in _POINTS.get(head, ()) and all(re.fullmatch(rf"{NAME}|\d+", name) for name in names):
         return f"{head.lower().replace('cirle', 'circle')} {_joined(names)}".removeprefix("line ")
     if None in parts:
@@ -223,6 +223,11 @@ def _said(term: Term | None) -> str | None:
         return f"{parts[0]} = {parts[1]}{' degrees' if measured else ''}"
     words = _WORDS.get(head, "")
     return words.format(*parts) if words and words.count("{}") == len(parts) else None
+
+
+def points_of(term: Term) -> set[str]:
+    """The points that it names."""
+    return {each.head for each in _all([term]) if not each.arguments and re.fullmatch("[A-Z]'?", each.head)}
 
 
 def _joined(names: Sequence[str]) -> str:

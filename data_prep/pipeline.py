@@ -259,7 +259,7 @@ class Cleaning:
         return PixelLimits(self.min_pixels, self.max_pixels, unit)
 
 
-_UNSAID = {"family": DEFAULT_FAMILY, "split_name": None, "drop_instruction": False}
+_UNSAID = {"family": DEFAULT_FAMILY, "split_name": None, "drop_instruction": False, "texts": None}
 
 
 def recorded(options: Mapping[str, Any]) -> dict[str, Any]:

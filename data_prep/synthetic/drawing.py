@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -38,15 +39,15 @@ def font_pixels(size: int) -> float:
 
 
 class Canvas:
-    """A square picture of `size` x `size` pixels; `font_scale` makes its labels smaller or larger."""
+    """A square picture of `size` x `size` pixels; `font_scale` makes its labels smaller or larger; or `font`."""
 
-    def __init__(self, size: int, style: Style = PLAIN, font_scale: float = 1.0) -> None:
+    def __init__(self, size: int, style: Style = PLAIN, font_scale: float = 1.0, font: Any = None) -> None:
         self.size = size
         self._pixels = size * OVERSAMPLING
         self._image = Image.new("RGB", (self._pixels, self._pixels), style.paper)
         self._style = style
         self._draw = ImageDraw.Draw(self._image)
-        self._font = ImageFont.load_default(size=font_pixels(size) * OVERSAMPLING * font_scale)
+        self._font = font or ImageFont.load_default(size=font_pixels(size) * OVERSAMPLING * font_scale)
         self._stroke = max(1, round(OVERSAMPLING * style.stroke * max(1.0, size / 160)))
 
     def _scaled(self, points: list[Point]) -> list[Point]:

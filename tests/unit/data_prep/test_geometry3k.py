@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 from itertools import product
@@ -15,6 +16,8 @@ from PIL import Image
 from adora_vl.data.dataset import load_split, read_manifest, schema, stored_rows
 from data_prep.cli import main
 from data_prep.geometry3k import problems_of_folders, readable
+from data_prep.logic_forms import facts_in_words, form_of
+from data_prep.redraw import can_be_drawn, drawn
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import (
     HUB_FEATURES,
@@ -53,6 +56,69 @@ def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
         assert image.mode == "RGB"
         assert image.getextrema() != ((0, 0),) * 3, f"{row['id']} is black on black"
         assert max(image.getpixel((0, image.height - 1))) > 200, f"{row['id']} has no white corner"
+
+
+FACTS = [
+    r"Equals(LengthOf(Line(A, B)), 5\sqrt{2})", "Equals(LengthOf(Line(A, D)), LengthOf(Line(D, B)))",
+    "Equals(MeasureOf(Angle(B, A, C)), 2x+1)", "Equals(MeasureOf(Angle(A, C, B)), MeasureOf(angle 1))",
+    "Equals(MeasureOf(Angle(C, A, D)), MeasureOf(Angle(D, B, C)))", "Equals(MeasureOf(Arc(A, B)), 90)",
+    "Equals(AreaOf(Triangle(A, B, C)), 12)", "Perpendicular(Line(C, D), Line(A, B))",
+    "Parallel(Line(A, C), Line(E, B))", "PointLiesOnLine(D, Line(A, B))",
+    *(f"PointLiesOnCircle({point}, Circle(O, radius_0_0))" for point in "AB"),
+]  # fmt: skip
+PLACES = {"A": [0, 200], "B": [200, 200], "C": [100, 20], "D": [100, 200], "E": [290, 40], "O": [100, 200]}
+FORM: dict[str, Any] = {
+    "lines": ["AB", "BC", "CA", "CD", "EB"], "circles": ["O"], "points": PLACES, "facts": FACTS, "question": ["Find(x)"]
+}  # fmt: skip
+
+
+def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
+    words, whole = facts_in_words(form_of(FORM), "Find x."), drawn(form_of(FORM))
+    assert words is not None and "A, D and B lie on one line" in words.replace("B, D and A", "A, D and B")
+    assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words and words.endswith("AC is parallel to EB.")
+    for fact in FACTS:
+        less = form_of({**FORM, "facts": [one for one in FACTS if one != fact]})
+        assert drawn(less).tobytes() != whole.tobytes() or fact.startswith("PointLies"), fact
+        assert facts_in_words(less, "Find x.") != words, fact
+    asked = (
+        "Find(AreaOf(Shaded(Shape($))))",
+        "Find(z)",
+        "Find(LengthOf(Line(A, Q)))",
+        "Find(MeasureOf(Angle(2)))",
+        "Find(",
+    )
+    for question, text in [(["Find(x)"], "Find the shaded area."), *(([one], "Find it.") for one in asked)]:
+        assert facts_in_words(form_of({**FORM, "question": question}), text) is None
+    assert facts_in_words(form_of({**FORM, "facts": ["Equals(LengthOf(Line(A, B"]}), "Find x.") is None
+    assert not can_be_drawn(form_of({**FORM, "points": {**PLACES, "E": [-1, -1]}}))
+
+
+def test_problems_are_redrawn_from_logic_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forms, texts = tmp_path / "forms.json", tmp_path / "test.jsonl"
+    forms.write_text(json.dumps({"2401": FORM, "2402": {**FORM, "points": {}}, "7": FORM}))
+    rows = [
+        {
+            "images": [f"x/{at}/i.png"],
+            "messages": [{"role": "user", "content": f"<image>\nIn {at} find x."}],
+            "solution": "5",
+        }
+        for at in ("test/2401", "test/2402", "train/7")
+    ]
+    texts.write_text("\n".join(map(json.dumps, rows)))
+    assert prepare("logic-forms", forms, tmp_path / "out", "--texts", str(texts)) == 0
+    assert "1 problem of" in capsys.readouterr().out
+    for split, number in (("test", 2401), ("train", 7)):
+        row = only_row(tmp_path / "out", split)
+        assert (row["id"], row["source"], row["answer"]) == (f"geometry3k/{split}/{number}", "geometry3k, redrawn", "5")
+        assert "AB = 5\\sqrt{2}." in row["facts"] and 300 < max(stored_image(row).size) <= 480
+    output, given = tmp_path / "no", ("--texts", str(texts))
+    for location, words, said in (
+        (forms, (), "texts: missing"),
+        (forms, ("--texts", str(forms)), "has no column 'messages'"),
+        (forms, (*given, "--diagram", "plain"), "diagram: "),
+        (texts, given, "has no logic forms"),
+    ):
+        assert said in refused(prepare("logic-forms", location, output, *words), output, capsys)
 
 
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
