@@ -7,6 +7,7 @@ With --universal OUT is a checkpoint instead, from which DeepSpeed goes on with 
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -22,12 +23,15 @@ with imports():
     from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
     from adora_vl.checkpoint.writer import begun
     from adora_vl.checkpoint.written import noted
-    from adora_vl.models.load import ADAPTER, MERGED, auto_class, check_weights, read_config
+    from adora_vl.models.adapter import adapters_of, load_merged, served_rank
+    from adora_vl.models.load import ADAPTER, MERGED, auto_class, check_weights, local_model, read_config
     from adora_vl.utils.hub import why_missing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+# vLLM would add the model's own repetition penalty, and listen to everybody.
+_SERVED_SO = ("--generation-config", "vllm", "--host", "127.0.0.1")
 _CHUNK = 16 << 20  # bytes at a time
 _MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _PROCESSOR = (
@@ -120,16 +124,29 @@ def _copy(source: Path, target: Path, patterns: Sequence[str]) -> None:
 
 def _merge(source: Path, target: Path) -> None:
     """The base model with the adapter added to its weights, in the base model's dtype."""
-    from peft import PeftConfig, PeftModel
-
-    name = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
+    adapters = adapters_of("RUN", str(source))
+    base = local_model(adapters[-1].base)
     try:
-        base = auto_class(read_config("RUN", name)).from_pretrained(name, dtype="auto", trust_remote_code=False)
+        read_config("RUN", base)
+        model = load_merged(base, adapters, {"dtype": "auto", "device_map": None, "trust_remote_code": False})
     except OSError as error:
         raise UserError(
-            f"RUN: the adapter's base model {name!r} cannot be loaded ({why_missing(name, error)})"
+            f"RUN: the adapter's base model {base!r} cannot be loaded ({why_missing(base, error)})"
         ) from error
-    PeftModel.from_pretrained(base, source).merge_and_unload().save_pretrained(target)
+    model.save_pretrained(target)
+
+
+def serve_command(output: Path) -> str:
+    """The command by which vLLM serves what was exported. From files it takes plain LoRA alone."""
+    if not (output / ADAPTER).is_file():
+        return shlex.join(["vllm", "serve", str(output), *_SERVED_SO])
+    first, *beneath = adapters_of("OUT", str(output))
+    config = first.config
+    plain = getattr(config.peft_type, "value", "") == "LORA" and config.bias == "none" and not config.use_dora
+    if beneath or not plain or config.modules_to_save or config.rank_pattern or config.alpha_pattern:
+        return f"not as an adapter: vLLM serves it merged alone (export {output} without --adapter)"
+    words = ["--enable-lora", "--max-lora-rank", str(served_rank(config)), "--lora-modules", f"policy={output}"]
+    return shlex.join(["vllm", "serve", first.base, *_SERVED_SO, *words])
 
 
 def _gather(source: Path, target: Path) -> None:
@@ -164,6 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"OUT: {str(options.output)!r} cannot be written ({reason}); make room there, or name another folder"
             ) from error
         print(f"{source} -> {options.output}")
+        if not options.universal:
+            print(f"Serve it      {serve_command(options.output)}")
 
     return exit_code_of(command, "nothing was written")
 

@@ -43,6 +43,7 @@ from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.experimental import extensions
+from adora_vl.models.adapter import begin_with
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import RefuseWrongBuffers, restore_buffers
@@ -119,12 +120,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
             super().__init__(
-                model=run.name if isinstance(model, str) else model,
+                model=run.policy() if isinstance(model, str) else model,
                 reward_funcs=list(run.rewards.functions), args=args, train_dataset=train_dataset,
                 eval_dataset=eval_dataset, processing_class=run.processor,
                 reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers,
                 peft_config=peft_config,
             )  # fmt: skip
+        if run.adapter is not None:
+            begin_with(self.model, run.adapter)
+        elif run.adapters:  # PEFT names the base without what was merged into it
+            self.model.peft_config["default"].base_model_name_or_path = str(run.adapters[0].folder.resolve())
         models = [one for one in (self.model, self.ref_model) if one is not None]
         for one in models:
             restore_buffers(one)
@@ -247,6 +252,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.run_facts = {"fingerprint": run.fingerprint}
         self.manifest = run.manifest()
         self.manifest["model"]["sees_images"] = sees_images(self.model.config)
+        if run.adapters:
+            self.manifest["model"]["base"] = run.name
         self.manifest["vllm_model_runner"] = self.vllm_generation.model_runner if self.use_vllm else None
         self.card.text = partial(model_card, self.manifest)
         if self.accelerator.is_main_process:
@@ -371,6 +378,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 policy = self.accelerator.unwrap_model(self.model)
                 with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
                     batch["ref_per_token_logps"] = scored(self.model)
+                freeze(policy, args.adora_freeze)  # PEFT has made all of the adapter trainable again
 
     def _rows_after(self, numbers: list[int]) -> list[Row]:
         """Of the generation after the one with rows of these numbers."""

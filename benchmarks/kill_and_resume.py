@@ -129,8 +129,10 @@ def facts(folder: Path) -> dict[str, Any]:
     for path in sorted((folder / "completions").glob("*.parquet")):
         table = pd.read_parquet(path, columns=list(_TABLE))
         rollouts[path.stem] = hashlib.sha256(table.to_json().encode()).hexdigest()
-    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    return {"steps": steps, "rollouts": rollouts, "weights": weights}
+    weights = hashlib.sha256()
+    for file in sorted({*folder.glob("*.safetensors"), *folder.glob("ref/*.safetensors")}):
+        weights.update(file.read_bytes())
+    return {"steps": steps, "rollouts": rollouts, "weights": weights.hexdigest()}
 
 
 def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:

@@ -127,9 +127,7 @@ def paper_checks(run: Checked) -> list[Check]:
         checks.append(check_rewards(rows, run.rewards.functions, config.reward_weights, config.adora_correct_above))
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
-    shape = describe(
-        run.model_config, dtype=model.dtype, frozen=config.adora_freeze, peft_config=run.asked.model.peft_config
-    )
+    shape = describe(run.model_config, dtype=model.dtype, frozen=config.adora_freeze, peft_config=run.peft_config)
     mixed = bool(config.bf16 or config.fp16)
     one = checkpoint_bytes(shape, run.where.sharding, mixed=mixed, reference=config.sync_ref_model)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0

@@ -168,10 +168,10 @@ def restore_weights(model: Any, folder: Path) -> None:
         model.load_state_dict(saved.state_dict())
         return
     for name in model.peft_config:
-        _restore_adapter(model, name, folder if name == "default" else folder / name)
+        restore_adapter(model, name, folder if name == "default" else folder / name)
 
 
-def _restore_adapter(model: Any, name: str, folder: Path) -> None:
+def restore_adapter(model: Any, name: str, folder: Path) -> None:
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     where = f"the adapter {name} of {str(folder)!r}"

@@ -69,9 +69,7 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
             f"the images of model_type {run.model_config.model_type} are counted as those of Qwen2.5-VL, and what its "
             "vision tower keeps for the backward pass is not in the prediction"
         )
-    shape = describe(
-        run.model_config, dtype=model.dtype, frozen=config.adora_freeze, peft_config=run.asked.model.peft_config
-    )
+    shape = describe(run.model_config, dtype=model.dtype, frozen=config.adora_freeze, peft_config=run.peft_config)
     card, card_name = _card(options, config, run.where.sharding.local_processes)
     setup = make_setup(config, model, shape, run.where.sharding, lengths)
     rows = len(run.dataset) if run.dataset is not None else None

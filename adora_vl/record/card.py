@@ -76,7 +76,7 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     model = manifest.get("model", {})
     name, sees = str(model.get("name") or ""), bool(model.get("sees_images", True))
     asked_with = manifest.get("prompt", config.get("adora_prompt"))
-    load = (_ADAPTER if config.get("use_peft") else "") + _how_to_load(config, asked_with, sees)
+    load = (_ADAPTER if config.get("use_peft") or model.get("base") else "") + _how_to_load(config, asked_with, sees)
     about = "geometric diagrams" if sees else "problems in words"
     sections = [
         _front_matter(name, sees),

@@ -53,6 +53,15 @@ from adora_vl.data.prompt_lengths import (
 )
 from adora_vl.data.rows import has_images
 from adora_vl.evaluation import DataMissingError, EvaluationPlan, fitting_evaluations, take_evaluations
+from adora_vl.models.adapter import (
+    Adapter,
+    adapters_of,
+    check_keys,
+    hash_of,
+    load_merged,
+    load_policy,
+    processor_folder,
+)
 from adora_vl.models.check import (
     LOST_UPDATES,
     check_arguments,
@@ -130,7 +139,8 @@ class Checked:
     unknown: list[str] = field(default_factory=list)  # what could not be looked at; empty for all but a dry run
     plan: BatchPlan = field(init=False)
     rewards: ChosenRewards = field(init=False)
-    name: str = field(init=False)  # the folder of the model, or its hub id
+    name: str = field(init=False)  # the folder of the model, or its hub id; of an adapter that of its base
+    adapters: list[Adapter] = field(default_factory=list)  # where an adapter was named: it, and those beneath it
     model_config: PretrainedConfig = field(init=False)
     processor: Any = field(init=False)  # None where it is not here
     overlong: OverlongPrompts = field(init=False)
@@ -148,6 +158,25 @@ class Checked:
     @property
     def model(self) -> ModelConfig:
         return self.asked.model.keys
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that goes on training: that one is named and no other one is asked for."""
+        return self.adapters[0] if self.adapters and self.asked.model.peft_config is None else None
+
+    @property
+    def peft_config(self) -> Any:
+        """PEFT's config of what is trained; None without an adapter."""
+        return self.adapter.config if self.adapter is not None else self.asked.model.peft_config
+
+    def policy(self) -> Any:
+        """What TRL makes its model of: a name, or the model of an adapter that was named."""
+        if not self.adapters:
+            return self.name
+        init = {**(self.config.model_init_kwargs or {}), "trust_remote_code": False}
+        if self.where.sharding.processes > 1:
+            init["device_map"] = None  # as TRL has it
+        return (load_policy if self.adapter is not None else load_merged)(self.name, self.adapters, init)
 
     @property
     def script(self) -> AdoraScriptArguments | None:
@@ -282,13 +311,15 @@ def model(run: Checked) -> None:
     else:
         if not run.name:
             raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
+        _find_adapters(run)
         with config.main_process_first(desc="building the tiny model where it is missing"):
             run.name = resolve_model(run.name)
         if run.where.paper:  # whose report, and the config that it writes, name the model as the user does
             run.model_config, note = config_for_planning(run.name, keys.model_revision)
             run.unknown += [note] if note else []
         else:
-            keys.model_name_or_path = run.name
+            if not run.adapters:
+                keys.model_name_or_path = run.name
             run.model_config = load_config(run.name, keys.model_revision)
         run.notes += notes_on(run.name)
     run.notes += check_family(keys, config, run.model_config)
@@ -297,8 +328,28 @@ def model(run: Checked) -> None:
     if here and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(run.model_config, config.vllm_enable_sleep_mode)
     sharded = config.deepspeed_plugin is not None
-    if loses_updates(keys, run.model_config, deepspeed=sharded) and not run.where.paper:  # a dry run says it by itself
+    lost = run.adapter is None and loses_updates(keys, run.model_config, deepspeed=sharded)
+    if lost and not run.where.paper:  # a dry run says it by itself
         run.notes.append(LOST_UPDATES)
+
+
+def _find_adapters(run: Checked) -> None:
+    """The adapters that were named in the place of a model, and their base in its name."""
+    run.adapters = adapters_of("model_name_or_path", run.name)
+    if not run.adapters:
+        return
+    first, named = run.adapters[0], str(run.model.model_name_or_path)
+    if run.where.sharding.stage == 3:
+        raise UserError(
+            f"model_name_or_path: {named!r} is an adapter, whose weights ZeRO-3 would have in parts before they are "
+            "read; use configs/accelerate/zero2.yaml, or one process"
+        )
+    run.name = run.adapters[-1].base
+    if run.adapter is None:
+        run.notes.append(f"the adapter {named} is merged into its base {first.base}, and a new one is trained")
+    else:
+        check_keys(first, run.model, run.asked.given.words if run.asked.given else ())
+        run.notes.append(f"the adapter {named} of {first.base} goes on training")
 
 
 def parts(run: Checked) -> None:
@@ -309,7 +360,7 @@ def parts(run: Checked) -> None:
     if loaded is None:
         check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
     if loaded is None or not hasattr(loaded, "peft_config"):
-        check_parts(run.model, run.model_config, run.asked.model.peft_config, run.config.adora_freeze)
+        check_parts(run.model, run.model_config, run.peft_config, run.config.adora_freeze)
 
 
 def processor(run: Checked) -> None:
@@ -317,7 +368,8 @@ def processor(run: Checked) -> None:
     config, keys = run.config, run.model
     run.processor = run.asked.model.processor
     if run.processor is None:
-        run.processor = _load_processor(run, run.name, keys.model_revision)
+        where = processor_folder(run.adapters, run.name, sees=sees_images(run.model_config))
+        run.processor = _load_processor(run, where, keys.model_revision)
     if run.processor is not None:
         limit_pixels(run.processor, config.min_pixels, config.max_pixels)
     unknown = uncountable(run.model_config)
@@ -451,7 +503,8 @@ def evaluations(run: Checked) -> None:
 def weights(run: Checked) -> None:
     """Whether a model folder's files are there and whole."""
     if run.asked.model.loaded is None:
-        check_weights("model_name_or_path", run.name)
+        for one in (run.name, *(str(adapter.folder) for adapter in run.adapters)):
+            check_weights("model_name_or_path", one)
 
 
 def folder(run: Checked) -> None:
@@ -461,7 +514,8 @@ def folder(run: Checked) -> None:
         return
     config = run.config
     check_output_dir(config.output_dir)
-    inputs = [("model_name_or_path", run.name), *(("dataset_name", one) for one in run.data)]
+    models = (run.name, *(str(adapter.folder) for adapter in run.adapters))
+    inputs = [*(("model_name_or_path", one) for one in models), *(("dataset_name", one) for one in run.data)]
     now = partial(_fingerprint, run)
     run.folder = RunFolder(config, now if run.where.folder == "look" else now(), inputs)
     if run.where.folder == "take":
@@ -489,6 +543,8 @@ def _fingerprint(run: Checked) -> Fingerprint:
         own=run.own,
         left_out=run.left_out,
     )
+    if run.adapters:
+        found["model"] = hash_of(run.adapters, found["model"])
     return {**found, **further}
 
 

@@ -35,6 +35,7 @@ from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.benchmark import NAMES
+from tests.support.sft_adapter import sft_adapter
 from tests.unit.checkpoint.test_checkpoint import make
 from tests.unit.config.test_recipes import CONFIGS, PAIRS
 
@@ -69,6 +70,8 @@ def here(tmp_path_factory):
     for name, columns in {"few": few, "twice": {**few, "images": [[], []]}}.items():
         (folder / name / "data").mkdir(parents=True)
         Dataset.from_dict(columns).to_parquet(folder / name / "data" / "train-00000.parquet")
+    sft_adapter(folder / "sft")
+    sft_adapter(folder / "baseless", str(folder / "gone"))
     (folder / "raises.py").write_text("def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n")
     (folder / "old.yaml").write_text("adora_mode: off")
     (folder / "file").touch()
@@ -135,7 +138,7 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--beta nan", "beta: nan is not"),
     ("--lr_scheduler_type cosine_with_min_lr", "lr_scheduler_kwargs: {} does not fit lr_scheduler_type"),
     ("--optim_args foo", "optim_args: 'foo' is not NAME=VALUE"),
-    ("--optim adamw_bnb_8bit", "optim: adamw_bnb_8bit is not installed"),
+    ("--optim stable_adamw", "optim: stable_adamw is not installed"),
     ("--torch_compile true", "torch_compile: true would compile again"),
     ("--torch_compile_mode default", "torch_compile: true would compile again"),
     ("--remove_unused_columns true", "remove_unused_columns: true takes the columns away"),
@@ -171,6 +174,8 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--model_name_or_path HERE/text", "model_name_or_path: 'HERE/text' reads text only, and the dataset"),
     ('--model_init_kwargs {"nosuch":1}', "model_init_kwargs: nosuch: 1 is refused by the model"),
     ("--attn_implementation flash_attention_2", "attn_implementation: flash_attention_2 is not installed"),
+    ("--model_name_or_path HERE/sft --lora_r 16", "lora_r: 16, but the adapter 'HERE/sft' has r: 4 and goes on", "CDK"),
+    ("--model_name_or_path HERE/baseless", "model_name_or_path: 'HERE/gone' is neither a model folder here"),
     ("--use_peft true --lora_target_modules nosuch q_proj", "lora_target_modules: 'nosuch' is no module"),
     ("--model_name_or_path HERE/text --adora_freeze vision_tower", "adora_freeze: vision_tower: this model has none"),
     ("--adora_freeze vison_tower", "adora_freeze: 'vison_tower' is not one of vision_tower, projector, language_model"),

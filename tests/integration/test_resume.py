@@ -22,6 +22,7 @@ from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
 from benchmarks.kill_and_resume import settings
 from tests.integration.support import REPOSITORY, processes_with, run
+from tests.support.sft_adapter import sft_adapter
 from tests.unit.data_prep.own_data_support import convert, jsonl
 
 pytestmark = pytest.mark.slow
@@ -55,6 +56,14 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     assert 0 < rollouts["drift"].max() < 1e-4, "the others are as close to the engine as ever"
     for steps in (rollouts["step"] <= 3, rollouts["step"] > 3):  # before and after the checkpoint
         assert 0.1 < rollouts[steps]["id"].str.startswith("own/").mean() < 0.8
+
+
+@pytest.mark.core
+def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(tmp_path):
+    adapter = ["--model_name_or_path", str(sft_adapter(tmp_path / "sft")), "--beta", "0.1", "--learning_rate", "1e-3"]
+    done = run([*KILLS, "--kills", "rollout:5", "--output", str(tmp_path), "--", *adapter])
+    assert "checkpoint-3" in done.stdout
+    assert "6 steps, 6 tables of rollouts, weights: all equal" in done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,7 @@ def test_an_optimizer_is_made_before_the_run_or_refused() -> None:
     lines = {given: refusal(check_optimizer, config(optim_args=given)) for given in wrong}
     assert [given for given, line in lines.items() if f"optim_args: {given!r} is not NAME=VALUE" not in line] == []
     check_optimizer(config(optim_args="beta1=0.9, eps=1e-8"))
-    assert refusal(check_optimizer, config(optim="adamw_bnb_8bit")).endswith("use adamw_torch")
+    assert refusal(check_optimizer, config(optim="stable_adamw")).endswith("use adamw_torch")
 
 
 def test_partial_rollouts_name_what_they_do_not_go_with() -> None:

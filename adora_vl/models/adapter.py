@@ -1,0 +1,140 @@
+"""A PEFT adapter's folder as a model: what it says of itself, and the policy made of it and its base."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adora_vl.models.load import ADAPTER, model_hash, restore_adapter
+from adora_vl.utils.errors import UserError, in_one_line
+
+if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
+    from trl import ModelConfig
+
+_WHOLE = "config.json"  # a folder that has it is a whole model, whatever else it has
+# What a key of TRL's is called in an adapter_config.json.
+_KEYS = {
+    "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_task_type": "task_type",
+    "lora_target_modules": "target_modules", "lora_target_parameters": "target_parameters",
+    "lora_modules_to_save": "modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`config`: PEFT's, which will be trained. `base`: the model that it changes, which may be an adapter too."""
+
+    folder: Path
+    config: Any
+    base: str
+
+
+def adapters_of(key: str, name: str) -> list[Adapter]:
+    """The adapter that a user names as the model, the one that it was trained on top of, and so on; [] for any other
+    model. Raises `UserError`, which begins with `key`, where one of them cannot be read.
+    """
+    found: list[Adapter] = []
+    while (Path(name) / ADAPTER).is_file() and not (Path(name) / _WHOLE).is_file():
+        if any(Path(name).samefile(one.folder) for one in found):
+            raise UserError(f"{key}: the adapter {name!r} is its own base; name another one")
+        found.append(_read(key, Path(name)))
+        name = found[-1].base
+    return found
+
+
+def _read(key: str, folder: Path) -> Adapter:
+    if find_spec("peft") is None:
+        raise UserError(
+            f"{key}: {str(folder)!r} is an adapter, but peft is not installed; install the extra adora-vl[lora]"
+        )
+    from peft import PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(folder)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise UserError(
+            f"{key}: {str(folder / ADAPTER)!r} cannot be read ({in_one_line(error)}); copy it again"
+        ) from error
+    if not config.base_model_name_or_path:
+        raise UserError(
+            f"{key}: {str(folder / ADAPTER)!r} names no base_model_name_or_path; write the folder or hub "
+            "id of the adapter's base there"
+        )
+    config.inference_mode = False
+    return Adapter(folder, config, str(config.base_model_name_or_path))
+
+
+def check_keys(adapter: Adapter, model: ModelConfig, given: Collection[str]) -> None:
+    """Raises `UserError` for a key of LoRA that was given and says other than the adapter that goes on training."""
+    for key, name in _KEYS.items():
+        asked, has = getattr(model, key), getattr(adapter.config, name, None)
+        if key in given and _plain(asked) != _plain(has):
+            raise UserError(
+                f"{key}: {asked}, but the adapter {str(adapter.folder)!r} has {name}: {_plain(has)} and goes on "
+                "training as it is; leave the key out, or set use_peft: true to merge this adapter and train a new one"
+            )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple | set):
+        return sorted(map(str, value)) or None
+    return [value] if isinstance(value, str) and value.isidentifier() else getattr(value, "value", value)
+
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
+
+
+def served_rank(config: Any) -> int:
+    """The rank that vLLM is to make room for, at least that of every layer. Raises `UserError`."""
+    rank = max(config.r, *config.rank_pattern.values()) if config.rank_pattern else config.r
+    fitting = next((one for one in _RANKS if one >= rank), None)
+    if fitting is None:
+        raise UserError(f"lora_r: {rank} is above {_RANKS[-1]}, the largest rank that vLLM serves; set a smaller one")
+    return fitting
+
+
+def hash_of(adapters: Sequence[Adapter], base: str) -> str:
+    """The hashes of adapters and base as one text."""
+    return " on ".join([*(str(model_hash(str(one.folder))) for one in adapters), base])
+
+
+def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> str:
+    """Where the processor is: the adapter's own, which may have another chat template, else the base's."""
+    files = ("processor_config.json", "preprocessor_config.json") if sees else ("tokenizer_config.json",)
+    own = (one.folder for one in adapters if any((one.folder / file).is_file() for file in files))
+    return str(next(own, base))
+
+
+def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
+    """The base with `adapters` added to its weights, in its dtype. `init`: for `from_pretrained`."""
+    from peft import get_peft_model
+    from trl.trainer.utils import create_model_from_path
+
+    model = create_model_from_path(base, **init)
+    for adapter in reversed(adapters):
+        peft_model = get_peft_model(model, adapter.config)
+        restore_adapter(peft_model, "default", adapter.folder)
+        model = peft_model.merge_and_unload()
+    return model
+
+
+def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
+    """A `PeftModel` in which the first of `adapters` is to be trained; its weights come by `begin_with`."""
+    from peft import get_peft_model
+
+    return get_peft_model(load_merged(base, adapters[1:], init), adapters[0].config)
+
+
+def begin_with(policy: Any, adapter: Adapter) -> None:
+    """Give the policy, and the adapter `ref` that TRL has made its reference, the adapter's weights, in float32.
+
+    On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, where rounding would swallow nearly every update.
+    """
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad or ".ref." in name:
+            parameter.data = parameter.data.float()
+    for name in policy.peft_config:
+        restore_adapter(policy, name, adapter.folder)

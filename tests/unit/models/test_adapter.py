@@ -1,0 +1,101 @@
+"""A run that starts from an adapter: which weights it starts from, what it is compared with, and what comes out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from adora_vl.export import main as export
+from adora_vl.models.load import PRETRAINED
+from adora_vl.train import main
+from tests.support.sft_adapter import TEXT, sft_adapter
+from tests.support.tiny_run import arguments, train
+
+LORA = {"use_peft": "true", "lora_r": 2, "lora_alpha": 4, "lora_dropout": 0, "lora_target_modules": ".*q_proj"}
+
+
+def whole(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForImageTextToText.from_pretrained(folder).state_dict())
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory):
+    return sft_adapter(tmp_path_factory.mktemp("sft") / "adapter")
+
+
+def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, capsys):
+    run = train(tmp_path / "run", model_name_or_path=sft, beta=0.1, max_steps=2)
+    log = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    assert log[0]["kl"] == 0 and log[1]["kl"] > 0, "the policy starts as its reference, and moves away from it"
+    before, after = load_file(sft / "adapter_model.safetensors"), load_file(run / "adapter_model.safetensors")
+    assert before.keys() == after.keys() and all(not torch.equal(before[name], after[name]) for name in before)
+    reference = load_file(run / "ref" / "adapter_model.safetensors")
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in before.items()), "of the head, too"
+    model = json.loads((run / "manifest.json").read_text())["model"]
+    assert model["name"] == str(sft) and model["base"] == str(PRETRAINED) and " on " in model["fingerprint"]
+    assert "goes on training" in capsys.readouterr().out
+    assert export([str(run), str(tmp_path / "out")]) == 0
+    assert apart(whole(tmp_path / "out"), whole(run / "merged")) < 1e-6
+    assert export([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    served = capsys.readouterr().out
+    assert f"vllm serve {tmp_path / 'out'}" in served and "vLLM serves it merged alone" in served  # it has a head
+    other = sft_adapter(tmp_path / "other", modules_to_save=None, r=5)
+    held = (run / "manifest.json").read_bytes()
+    assert main(arguments(run, model_name_or_path=other, beta=0.1, max_steps=3)) == 2
+    assert "of another run: model: " in capsys.readouterr().err and (run / "manifest.json").read_bytes() == held
+    assert export([str(other), str(tmp_path / "plain"), "--adapter"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[2:5] == ["vllm", "serve", str(PRETRAINED)]
+    adapter = f"policy={tmp_path / 'plain'}"
+    assert words[-5:] == ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", adapter]
+
+
+def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, tmp_path, capsys):
+    run = train(tmp_path / "run", model_name_or_path=sft, max_steps=2, **LORA)
+    assert "is merged into its base" in capsys.readouterr().out
+    new = json.loads((run / "adapter_config.json").read_text())
+    assert (new["r"], new["base_model_name_or_path"]) == (2, str(sft))
+    assert export([str(sft), str(tmp_path / "start")]) == export([str(run), str(tmp_path / "out")]) == 0
+    start, out = whole(tmp_path / "start"), whole(tmp_path / "out")
+    assert apart(out, whole(run / "merged")) < 1e-6 < apart(out, start)
+    assert {name for name in out if not torch.equal(out[name], start[name])} == {n for n in out if ".q_proj.w" in n}
+    again = train(tmp_path / "again", model_name_or_path=run, max_steps=2, learning_rate=0)
+    assert apart(whole(again / "merged"), out) < 1e-6, "an adapter whose base is an adapter goes on training too"
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "line"),
+    [
+        ({}, {"lora_target_modules": "q_proj"}, "lora_target_modules: q_proj, but the adapter 'SFT' has target_modu"),
+        ({"base_model_name_or_path": None}, {}, "model_name_or_path: 'SFT/adapter_config.json' names no base_model_na"),
+        ({"base_model_name_or_path": "SFT"}, {}, "model_name_or_path: the adapter 'SFT' is its own base"),
+        ({"peft_type": "NONE"}, {}, "model_name_or_path: 'SFT/adapter_config.json' cannot be read"),
+        ({"target_modules": ["nosuch"]}, {}, "lora_target_modules: 'nosuch' is no module of this model"),
+        (None, {}, "model_name_or_path: 'SFT' has no weights (*.safetensors)"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(change, keys, line, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("adora_vl.utils.hub.no_hub", lambda: "the hub does not answer")
+    folder = sft_adapter(tmp_path / "sft")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["target_modules"] == TEXT
+    if change is None:
+        (folder / "adapter_model.safetensors").unlink()
+    else:
+        text = json.dumps({**config, **change}).replace("SFT", str(folder))
+        (folder / "adapter_config.json").write_text(text)
+    words = arguments(tmp_path / "run", model_name_or_path=folder, **keys)
+    assert main(words) == 2
+    errors = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error: ")]
+    assert len(errors) == 1 and errors[0].startswith(f"error: {line.replace('SFT', str(folder))}"), errors
