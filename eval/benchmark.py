@@ -14,7 +14,10 @@ from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own
 from eval.records import Benchmark
 
-NAMES = ("geometry3k", "mathvista", "mathvision", "mmstar", "wemath", "mathverse", "knights")
+NAMES = (
+    "geometry3k", "mathvista", "mathvision", "mmstar", "wemath", "mathverse", "mmmu_pro", "logicvista", "dynamath",
+    "knights",
+)  # fmt: skip
 _OF_SOURCES = {"knights": "knights"}  # the source in the manifest of a prepared data set, where not Geometry3K's grader
 
 

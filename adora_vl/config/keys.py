@@ -262,7 +262,8 @@ class AdoraKeys:
     adora_eval: list[str] = key(
         list,
         "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with geometry3k, mathvista, "
-        "mathvision, mmstar, wemath, mathverse, knights or FILE.py:NAME. Default: the held-out split of dataset_name.",
+        "mathvision, mmstar, wemath, mathverse, mmmu_pro, logicvista, dynamath, knights or FILE.py:NAME. Default: the "
+        "held-out split of dataset_name.",
     )
     adora_eval_limit: Annotated[int, Field(ge=1)] | None = key(
         None, "Evaluate on the first so many problems of each; null: all."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -64,6 +64,8 @@ def load_problems(
     split: str | None = None,
     config: str | None = None,
     blind: bool = False,
+    pictures: str = "",
+    renamed: Mapping[str, str] | None = None,
 ) -> tuple[list[Problem], str]:
     """The problems of `options.data`, as a hub id, a file or a folder, and a hash of the data with their pictures.
 
@@ -76,6 +78,7 @@ def load_problems(
     - `kept`: the columns that a prediction keeps beside the id, which becomes its `pid`; by default the needed ones.
     - `check(row)`: as a predictions row without a response.
     - `split`: by default that of the options. `config`: the part of a dataset on the hub that has several.
+    - `pictures`: the folder beside a file in which its images are. `renamed`: other names of columns, and ours.
     """
     path, split = Path(options.data), split or options.split
     if path.exists():
@@ -84,6 +87,11 @@ def load_problems(
         loaded = _hub(options.data, split, getattr(options, "data_revision", None), image_columns, config)
     else:
         raise UserError(f"data: {options.data!r} is neither a file or folder here nor a hub id of the form owner/name")
+    if loaded.folder and pictures and (loaded.folder / pictures).is_dir():
+        loaded = replace(loaded, folder=loaded.folder / pictures)
+    if renamed:
+        rows = [{renamed.get(name, name): value for name, value in row.items()} for row in loaded.rows]
+        loaded = replace(loaded, rows=rows)
     seen = bool(image_columns) and not blind
     wrong = RowErrors(f"data: {loaded.origin}")
     for number, row in enumerate(loaded.rows, start=1):

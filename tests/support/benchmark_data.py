@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -281,6 +282,25 @@ def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
         features = Features({**MATHVERSE, "image": Value("string")})
         Dataset.from_list(unseen, features=features).to_parquet(str(folder / "testmini_text_only.parquet"))
     return folder
+
+
+def write_texts(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    """One JSON file, its pictures as Base64, of rows that have the columns of their benchmark but `id` and `image`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = [base64.b64encode(problem["png"]).decode() for problem in _problems(len(rows))]
+    pairs = zip(rows, pictures, strict=True)
+    (folder / name).write_text(
+        json.dumps([{"id": str(i), **row, "image": text} for i, (row, text) in enumerate(pairs)])
+    )
+    return folder
+
+
+MMMU_PRO = {"options": "['1', '40', 'three']", "answer": "B", "subject": "Math"}
+LOGICVISTA = {"question": "Which (A-D)?", "answer": "A, C", "skill": ["inductive", "spatial"]}
+DYNAMATH = {  # as on the hub
+    "question": "How long? ", "ground_truth": "5.125", "answer_type": "float", "subject": "algebra",
+    "knowledge_level": "high school",
+}  # fmt: skip
 
 
 Predicted = Sequence[dict[str, Any]] | Path  # rows of predictions, or their file

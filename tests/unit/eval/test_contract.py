@@ -39,8 +39,19 @@ DATA: dict[str, Callable[[Path], Path]] = {
     "mmstar": lambda folder: support.write_mmstar(folder / "mmstar", support.mmstar_rows(4)),
     "wemath": lambda folder: support.write_wemath(folder / "wemath", support.wemath_rows(4)),
     "mathverse": lambda folder: support.write_mathverse(folder / "mathverse", support.mathverse_rows(4)),
+    "mmmu_pro": lambda folder: support.write_texts(folder / "mmmu", "test.json", [support.MMMU_PRO] * 4),
+    "logicvista": lambda folder: support.write_texts(folder / "logic", "test.json", [support.LOGICVISTA] * 4),
+    "dynamath": lambda folder: dynamath(folder / "dynamath"),
     "knights": lambda folder: knights(folder / "knights"),
 }
+RIGHT = {"mmmu_pro": "Answer: {}", "dynamath": '{{"short answer": "{}"}}'}  # but in a box
+
+
+def dynamath(folder: Path) -> Path:
+    """One problem in its ten variants."""
+    for number in range(1, 11):
+        support.write_texts(folder, f"sample_variant{number}.json", [support.DYNAMATH])
+    return folder
 
 
 def knights(folder: Path) -> Path:
@@ -62,7 +73,8 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     benchmark = named(name)
     assert benchmark.name == name
     problems = problems_of(benchmark, DATA[name](tmp_path))
-    assert len({problem.pid for problem in problems}) == len(problems) == 4
+    count = 10 if name == "dynamath" else 4
+    assert len({problem.pid for problem in problems}) == len(problems) == count
     all_grey = shown_as(problems, "blank") if problems[0].n_images else problems
     for problem, other in zip(problems, all_grey, strict=True):
         assert problem.prompt and len(problem.images()) == problem.n_images
@@ -70,14 +82,18 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
         assert [image.size for image in grey] == [image.size for image in problem.images()]
         assert all(image.getcolors() == [(image.width * image.height, (128, 128, 128))] for image in grey)
     rows = [
-        {**problem.fields, "response": rf"\boxed{{{problem.fields['answer']}}}", "finish_reason": "stop"}
-        for problem in problems
+        {
+            **one.fields,
+            "response": RIGHT.get(name, r"\boxed{{{}}}").format(one.fields["answer"]),
+            "finish_reason": "stop",
+        }
+        for one in problems
     ]
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
     rows = [json.loads(json.dumps(row)) for row in rows]  # what a predictions row keeps
-    assert [benchmark.check(row) for row in rows if benchmark.check] in ([], [None] * 4)
+    assert [benchmark.check(row) for row in rows if benchmark.check] in ([], [None] * count)
     made = score(benchmark, rows, score_defaults(benchmark)).score
-    assert made["benchmark"] == name and made["total"] == 4 and made["rules"]
+    assert made["benchmark"] == name and made["total"] == count and made["rules"]
     assert [item["verdict"] == "correct" for item in made["items"]][3] is False and made["image_failed"] == 1
     assert made["correct"] >= 2, "a boxed reference answer is right"
     assert evaluate.main([name, *support.to_score(tmp_path, rows)]) == 0

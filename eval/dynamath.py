@@ -1,0 +1,127 @@
+"""`python -m eval.dynamath`: DynaMath, ten variants of each problem, with its official prompt, score and worst case."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from adora_vl.utils.cli import imports
+
+with imports():
+    from eval.command import main
+    from eval.inference.dataset import add_revision_option, load_problems
+    from eval.inference.predictions import wrong_fields
+    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
+    from eval.scoring.score import by_problem, counted, extraction_item, verdict
+
+SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
+_TOLERANCE = 0.001
+_GUIDE = """
+## Answer Instruction Please provide an answer to the question outlined above. Your response should adhere \
+to the following JSON format, which includes two keys: 'solution' and 'short answer'. The 'solution' key can contain \
+detailed steps needed to solve the question, and the 'short answer' key should provide a concise response. If the \
+problem is a multiple choice problem, just provide the corresponing choice option, such as 'A', 'B', 'C', or 'D'. If \
+the answer is a numerical value, format it as a three-digit floating-point number.
+
+Example of expected JSON response format:
+
+"""
+_EXAMPLE = {"solution": "[Detailed step-by-step explanation]", "short answer": "[Concise Answer]"}
+
+
+def prompt(row: dict[str, Any]) -> str:
+    """The official prompt of one question."""
+    number = "Please answer in a floating-point number." if row["answer_type"] == "float" else ""
+    return f"## Question\n{row['question']}{number}{_GUIDE}{json.dumps(_EXAMPLE, indent=4)}"
+
+
+def short_answer(response: str) -> tuple[str, str]:
+    """The official extraction (evaluation/opensource_json_eval.py in DynaMath/DynaMath), and how it was found: the key
+    `short answer` of the JSON in a response, whose backslashes are removed; else the last line without its last sign.
+    """
+    start, end = response.find("{"), response.rfind("}")
+    text = response
+    if 0 <= start < end:
+        text = response[start : end + 1].replace("\\", "")
+    try:
+        held = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return text.split("\n")[-1][:-1], "last_line"
+    return (str(held.get("short answer")), "json") if isinstance(held, dict) else ("", "no_object")
+
+
+def official_hit(answer: str, reference: str, kind: str) -> bool:
+    """A number to within a thousandth, in multiples of π too; the letter among the first three signs; a text within
+    the answer.
+    """
+    if kind == "float":
+        number, pi, _ = (answer if answer.isdigit() else answer.split(" ")[0]).partition("π")
+        try:
+            return abs(float(number) * (math.pi if pi else 1) - float(reference)) <= _TOLERANCE
+        except ValueError:
+            return False
+    if kind == "multiple choice":
+        return answer == reference if len(answer) == 1 else reference in answer[:3]
+    return reference in answer
+
+
+def check(row: Prediction) -> str | None:
+    """What is wrong with a DynaMath predictions row; None where nothing is."""
+    return wrong_fields(row, (*_NEEDED[1:], "response"), ("question", "subject", "level", "answer_type"))
+
+
+def grade(row: Prediction, options: Namespace) -> RowGrade:
+    """The verdict on a row."""
+    answer, how = short_answer(row["response"])
+    groups = {name: [row[name]] for name in ("subject", "level", "answer_type")}
+    return RowGrade(verdict(official_hit(answer, row["answer"], row["answer_type"])), answer, how, groups)
+
+
+def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+    """The worst case: the share of problems of which every variant is right; by the accuracy it is the robustness."""
+    variants: dict[tuple[str, int], list[bool]] = defaultdict(list)
+    for item in graded:
+        variants[item.pid.rpartition("/")[2], item.sample].append(item.correct)
+    each = max(map(len, by_problem(graded).values()))
+    worst = counted(sum(map(all, variants.values())), len(variants), each)
+    mean = sum(item.correct for item in graded) / len(graded)
+    robustness = worst["accuracy"] / mean if worst and mean else None
+    most = max(map(len, variants.values()))
+    warning = (
+        [] if most == len(SPLITS) else [f"the worst case is over {most} of the {len(SPLITS)} variants; --split all"]
+    )
+    return OwnFigures({"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warning)
+
+
+def _rules(options: Namespace) -> dict[str, Any]:
+    return {"rules": "official"}
+
+
+_NEEDED = ("id", "question", "answer", "answer_type", "subject", "level")
+_ON_THE_HUB = {"ground_truth": "answer", "knowledge_level": "level"}
+
+
+def load(options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a split, or with `all` of every variant, and a hash of the data."""
+    parts = []
+    for split in SPLITS if options.split == "all" else (options.split,):
+        problems, hashed = load_problems(
+            options, _NEEDED, ("decoded_image", "image"), prompt=prompt, check=check, id_column="id", split=split,
+            renamed=_ON_THE_HUB,
+        )  # fmt: skip
+        parts.append(([replace(one, fields={**one.fields, "pid": f"{split}/{one.pid}"}) for one in problems], hashed))
+    return [problem for problems, _ in parts for problem in problems], "+".join(hashed for _, hashed in parts)
+
+
+BENCHMARK = Benchmark(
+    "dynamath", "all", load, grade, _rules, None, add_revision_option, check, ("data_revision",), id_column="id",
+    summary=_summary, item=extraction_item,
+)  # fmt: skip
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

@@ -1,0 +1,97 @@
+"""`python -m eval.logicvista`: LogicVista; its official score asks a judge which letters an answer names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+from adora_vl.utils.cli import imports
+
+with imports():
+    from adora_vl.rewards.completion import answer_block, last_boxed
+    from eval.command import main
+    from eval.inference.dataset import add_revision_option, load_problems
+    from eval.inference.predictions import wrong_fields
+    from eval.records import Benchmark, Extraction, Prediction, Problem, RowGrade
+    from eval.scoring.choice import extract_choice
+    from eval.scoring.judge import Question, add_extraction_options, extraction_rules, with_extractions
+    from eval.scoring.score import verdict
+
+_LETTERS = "ABCDEFGHI"  # the options stand in the picture
+_JOINED = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
+_SEVERAL = re.compile(
+    rf"(?:\b(?i:answers?|choices?|options?)\b[^.\n]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_JOINED})\W*(?=$|\n|\.)"
+)
+
+
+def letters_of(value: Any) -> list[str]:
+    """The options that an answer or an extraction names, small and sorted, equal for `A, C`, `AC` and `['c', 'a']`."""
+    words = value if isinstance(value, list) else re.split(r"[\s,;&]+|\band\b", str(value or ""))
+    words = [str(word).strip().strip("'\"[](). ").lower() for word in words]
+    if len(words) == 1 and re.fullmatch("[a-i]{2,4}", words[0]):
+        words = list(words[0])
+    return sorted(word for word in words if word)
+
+
+def by_rules(response: str) -> Extraction:
+    """The letters in a response: in a box, or stated together such as `B and D`; else the one by our rules."""
+    response = answer_block(response) or response
+    several = list(_SEVERAL.finditer(response.strip()))
+    for text, how in ((last_boxed(response) or "", "box"), (several[-1][1] if several else "", "stated_letters")):
+        if re.fullmatch(_JOINED, plain := re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)):
+            return Extraction(plain, how)
+    return extract_choice(response, [""] * len(_LETTERS))
+
+
+def check(row: Prediction) -> str | None:
+    """What is wrong with a LogicVista predictions row; None where nothing is."""
+    fault = wrong_fields(row, (*_NEEDED[1:], "response"), ("question",))
+    if fault is None and not (isinstance(row["skill"], list) and all(isinstance(one, str) for one in row["skill"])):
+        return f"has skill = {row['skill']!r:.60}, expected a list of texts"
+    return fault
+
+
+def _question_of(row: Prediction) -> Question:
+    return Question("text", row["question"], (), row["response"])
+
+
+def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
+    """The rows, each with its `Extraction` under the key `read`."""
+    if options.extraction == "rules":
+        return [{**row, "read": by_rules(row["response"])} for row in rows]
+    return with_extractions(rows, _question_of, options)
+
+
+def grade(row: Prediction, options: Namespace) -> RowGrade:
+    """Right if the letters are those of the reference answer, all of them and no other."""
+    read: Extraction = row["read"]
+    named = letters_of(read.text)
+    groups = {"skill": row["skill"]}
+    return RowGrade(verdict(named == letters_of(row["answer"])), ", ".join(named), read.how, groups, read)
+
+
+def _rules(options: Namespace) -> dict[str, Any]:
+    return {"rules": "official", **extraction_rules(options)}
+
+
+_NEEDED = ("id", "question", "answer", "skill")
+
+
+def load(options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a split, the question as it is (its options are in the picture), and a hash of the data."""
+    return load_problems(
+        options, _NEEDED, ("image", "imagename"), prompt=itemgetter("question"), check=check, id_column="id",
+        pictures="images",
+    )  # fmt: skip
+
+
+BENCHMARK = Benchmark(
+    "logicvista", "test", load, grade, _rules, add_extraction_options, add_revision_option, check, ("data_revision",),
+    id_column="id", prepare=_prepare,
+)  # fmt: skip
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

@@ -1,0 +1,130 @@
+"""`python -m eval.mmmu_pro`: MMMU-Pro (vision), whose questions stand in their pictures, with its official score."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from adora_vl.utils.cli import imports
+
+with imports():
+    from adora_vl.utils.cli import amount
+    from eval.command import main
+    from eval.inference.dataset import add_revision_option, load_problems
+    from eval.inference.predictions import wrong_fields
+    from eval.records import Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, RowGrade
+    from eval.scoring.choice import extract_choice
+    from eval.scoring.score import extraction_item, verdict
+
+RULE_SETS = ("official", "letter")
+_LAST_LINE = (
+    "The last line of your response should be of the following format: 'Answer: $LETTER' (without quotes) where LETTER "
+    "is one of options."
+)
+QUERIES = {
+    "cot": f"Write out the multiple-choice question in the image and then solve it. {_LAST_LINE} Think step by step "
+    "before answering.",
+    "direct": f"Answer with the option letter from the given choices directly. {_LAST_LINE}",
+}
+
+
+def options_of(row: Prediction) -> list[str]:
+    """The options, which the hub has as the text of a Python list. Raises `ValueError`, `SyntaxError`."""
+    held = row["options"]
+    return [str(option) for option in (ast.literal_eval(held) if isinstance(held, str) else held)]
+
+
+def official_letter(response: str, options: Sequence[str]) -> str | None:
+    """The official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU): the only letter behind the last `Answer:`,
+    else the last of the letters in brackets, before a space or before a full stop, else the option whose text comes
+    last. None where it would draw a letter.
+    """
+    letters = [chr(ord("A") + index) for index in range(len(options))]
+    _, mark, tail = response.rpartition("Answer:")
+    found = [letter for letter in letters if mark and letter in tail]
+    if len(found) == 1:
+        return found[0]
+    for sign in ",.!?;:'":
+        response = response.strip(sign)
+    response = f" {response} "
+    for form, place in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
+        found = [letter for letter in letters if form.format(letter) in response]
+        if found:
+            return max(found, key=lambda letter: response.rfind(place.format(letter)))
+    lowered = response.lower()
+    texts = dict(zip(letters, map(str.lower, options), strict=True))
+    found = [letter for letter in letters if texts[letter] in lowered] if len(response.split()) > 5 else []
+    return max(found, key=lambda letter: lowered.rfind(texts[letter]), default=None)
+
+
+def check(row: Prediction) -> str | None:
+    """What is wrong with an MMMU-Pro predictions row; None where nothing is."""
+    fault = wrong_fields(row, (*_NEEDED[1:], "response"), ("subject",))
+    if fault:
+        return fault
+    try:
+        options = options_of(row)
+    except (ValueError, SyntaxError, TypeError):
+        return f"has options = {row['options']!r:.60}, expected a list"
+    last = chr(ord("A") + len(options) - 1)
+    if not re.fullmatch("[A-Z]", row["answer"]) or row["answer"] > last:
+        return f"has answer = {row['answer']!r:.60}, expected a letter from A to {last}"
+    return None
+
+
+def grade(row: Prediction, options: Namespace) -> RowGrade:
+    """The verdict on a row by `options.rules`."""
+    read: Callable[[str, Sequence[str]], Any] = extract_choice
+    if options.rules == "official":
+        read = lambda response, choices: Extraction(official_letter(response, choices), "official")  # noqa: E731
+    letter, how = read(row["response"], options_of(row))
+    return RowGrade(verdict(letter == row["answer"]), letter, how if letter else "drawn", {"subject": [row["subject"]]})
+
+
+def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+    """How many answers the official code would have drawn."""
+    drawn = sum(item.grade.reason == "drawn" for item in graded)
+    line = f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws one at random"
+    return OwnFigures(notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else [])
+
+
+_NEEDED = ("id", "options", "answer", "subject")
+
+
+def load(options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a split, the same question for each, and a hash of the data."""
+    return load_problems(
+        options,
+        _NEEDED,
+        ("image",),
+        prompt=lambda row: QUERIES[options.query],
+        check=check,
+        id_column="id",
+        config="vision",
+    )
+
+
+def _data_options(parser: ArgumentParser) -> None:
+    add_revision_option(parser)
+    what = "ask for reasoning (cot), or for the letter alone (direct)"
+    parser.add_argument("--query", choices=tuple(QUERIES), default="cot", help=what)
+
+
+def _score_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--rules", choices=RULE_SETS, default="official", help="letter: ours, for any form of answer")
+
+
+def _rules(options: Namespace) -> dict[str, Any]:
+    return {"rules": options.rules}
+
+
+BENCHMARK = Benchmark(
+    "mmmu_pro", "test", load, grade, _rules, _score_options, _data_options, check, ("data_revision", "query"),
+    id_column="id", summary=_summary, item=extraction_item,
+)  # fmt: skip
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

@@ -1,0 +1,83 @@
+"""MMMU-Pro, LogicVista and DynaMath: their official rules by hand, their own figures, and rows that are named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from eval import dynamath, logicvista, mmmu_pro
+from eval.command import main
+from tests.support import benchmark_data as support
+
+OPTIONS = ["a red fox", "the river bank of a town", "none of them"]
+LETTERS = [
+    ("Answer: B", "B"), ("first Answer: A, then Answer: C", "C"), ("Answer: A or B, thus (B) not (A)", "A"),
+    ("It is (C).", "C"), ("I take B here", "B"), ("B.", "B"), ("so we see that it is the River bank of a town", "B"),
+    ("no letter at all", None), (r"\boxed{B}", None), ("", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("response", "letter"), LETTERS)
+def test_the_letter_that_mmmu_pro_reads(response, letter):
+    assert mmmu_pro.official_letter(response, OPTIONS) == letter
+
+
+@pytest.mark.parametrize(
+    ("response", "letters"),
+    [(r"\boxed{A, C}", "A, C"), (r"\boxed{\text{B and D}}", "B and D"), ("The answers are A and C.", "A and C"),
+     ("B, D", "B, D"), ("The correct choice is D", "D"), (r"so \boxed{B}", "B"), ("<answer>C, A</answer>", "C, A")],
+)  # fmt: skip
+def test_the_letters_of_logicvista(response, letters):
+    assert logicvista.by_rules(response).text == letters
+    assert (
+        logicvista.letters_of("A, C") == logicvista.letters_of("ca") == logicvista.letters_of(["c", "a"]) == ["a", "c"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "kind", "hit"),
+    [
+        ('{"solution": "x", "short answer": "5.1255"}', "5.125", "float", True),
+        ('```json\n{"short answer": "2.0π"}\n```', "6.2832", "float", True),
+        ('{"short answer": "5.127 cm"}', "5.125", "float", False),
+        ("steps\n5.125.", "5.125", "float", True),
+        ("5.125", "5.125", "float", False),  # its JSON is a number, which has no short answer
+        ('{"short answer": "B"}', "B", "multiple choice", True),
+        ('{"short answer": "(B) 3"}', "B", "multiple choice", True),
+        ('{"short answer": "3 is B"}', "B", "multiple choice", False),
+        ('{"short answer": "in May"}', "May", "text", True),
+    ],
+)
+def test_the_short_answer_of_dynamath(response, answer, kind, hit):
+    assert dynamath.official_hit(dynamath.short_answer(response)[0], answer, kind) is hit
+
+
+def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path):
+    kept = {"question": "?", "answer": "5", "answer_type": "float", "subject": "a", "level": "b"}
+    rows = [
+        {
+            **kept,
+            "pid": f"sample_variant{variant}/{problem}",
+            "response": f'{{"short answer": "{5 + (variant == wrong)}"}}',
+        }
+        for problem, wrong in enumerate((0, 3))
+        for variant in range(1, 11)
+    ]
+    score = support.scored(dynamath.BENCHMARK, tmp_path, rows)
+    worst = score["variants"]["worst_case"]
+    assert (score["correct"], worst["correct"], worst["total"]) == (19, 1, 2)
+    assert score["variants"]["robustness"]["accuracy"] == pytest.approx(0.5 / 0.95)
+
+
+def test_rows_that_cannot_be_scored_are_named(tmp_path, capsys):
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (mmmu_pro, {**support.MMMU_PRO, "options": "['1'"}, "has options = \"['1'\", expected a list"),
+        (mmmu_pro, {**support.MMMU_PRO, "answer": "D"}, "expected a letter from A to C"),
+        (logicvista, {**support.LOGICVISTA, "skill": "spatial"}, "has skill = 'spatial', expected a list"),
+    ]
+    for module, row, said in wrong:
+        (tmp_path / "p.jsonl").write_text(json.dumps({"pid": "1", "response": "B", **row}))
+        assert main(module.BENCHMARK, support.to_score(tmp_path, tmp_path / "p.jsonl")) == 2
+        assert said in capsys.readouterr().err
