@@ -206,7 +206,7 @@ def as_text(messages: Sequence[Message]) -> str:
     """A conversation for a person: each role above its text, `<image>` where an image stands."""
     lines = []
     for message in messages:
-        parts = message["content"]
+        parts = message.get("content") or ""
         text = parts if isinstance(parts, str) else "".join(part.get("text", PLACEHOLDER) for part in parts)
         lines += [f"[{message['role']}]", text]
     return "\n".join(lines)

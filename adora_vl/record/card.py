@@ -78,6 +78,9 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     asked_with = manifest.get("prompt", config.get("adora_prompt"))
     load = (_ADAPTER if config.get("use_peft") or model.get("base") else "") + _how_to_load(config, asked_with, sees)
     about = "geometric diagrams" if sees else "problems in words"
+    starts = manifest.get("starts") or [{}]
+    origin = {name: manifest.get(name) for name in ("device", "commit")}
+    origin |= {"started": starts[0].get("time"), "starts": len(starts)}
     sections = [
         _front_matter(name, sees),
         f"# {short_name(name) or 'Model'}, {amount(step, 'step')} of {recipe_of(config)}",
@@ -92,7 +95,7 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
         "## Figures of the training",
         _figures(history),
         "## Made with",
-        _table([*manifest.get("versions", {}).items(), ("device", manifest.get("device")), *_origin(manifest)]),
+        _table([*manifest.get("versions", {}).items(), *origin.items()]),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -112,9 +115,8 @@ def _how_to_load(config: Mapping[str, Any], asked_with: str | None, sees: bool) 
     first = f'\n    {{"role": "system", "content": {told}}},' if system else ""
     asked = '[{"type": "image"}, {"type": "text", "text": problem}]' if sees else "problem"
     messages = f'[{first}\n    {{"role": "user", "content": {asked}}},\n]'
-    load = (_LOAD if sees else _LOAD_TEXT).format(
-        messages=messages, max_new_tokens=config.get("max_completion_length") or 4096
-    )
+    longest = config.get("max_completion_length") or 4096
+    load = (_LOAD if sees else _LOAD_TEXT).format(messages=messages, max_new_tokens=longest)
     if not asked_with:
         return load
     if asked_with == DEFAULT_PROMPT:
@@ -142,16 +144,9 @@ def _figures(history: Sequence[Mapping[str, Any]]) -> str:
     rows = figure_rows(history)
     if not rows:
         return "Nothing was logged before this was saved."
+    said = "Means over the logged steps, of sampled answers to training problems: not comparable with a benchmark."
     lines = ["| | first fifth | last fifth |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
-    return (
-        "Means over the logged steps, of sampled answers to training problems: not comparable with a benchmark.\n\n"
-        + "\n".join(lines)
-    )
-
-
-def _origin(manifest: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    starts = manifest.get("starts") or [{}]
-    return [("commit", manifest.get("commit")), ("started", starts[0].get("time")), ("starts", len(starts))]
+    return "\n".join([said, "", *lines])
 
 
 def _table(entries: Sequence[tuple[str, Any]]) -> str:

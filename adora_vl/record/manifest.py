@@ -73,19 +73,9 @@ def _accelerate(cmdline: Path) -> list[str] | None:
 
 # The methods as their papers write them
 NAMES = {
-    "grpo": "GRPO",
-    "dr_grpo": "Dr. GRPO",
-    "lite_ppo": "Lite PPO",
-    "dapo": "DAPO",
-    "daro": "DARO",
-    "mc_grpo": "MC-GRPO",
-    "ngrpo": "NGRPO",
-    "a_grae": "A-GRAE",
-    "canon": "CANON",
-    "d3s": "D3S",
-    "ssb": "SSB",
-    "rrb": "RRB",
-}
+    "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "lite_ppo": "Lite PPO", "dapo": "DAPO", "daro": "DARO", "mc_grpo": "MC-GRPO",
+    "ngrpo": "NGRPO", "a_grae": "A-GRAE", "canon": "CANON", "d3s": "D3S", "ssb": "SSB", "rrb": "RRB",
+}  # fmt: skip
 _GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # they differ in how they average, and methods set them
 
 
@@ -164,7 +154,13 @@ def run_manifest(
         "made_by": "adora_vl.train",
         "command": launch_command(arguments),
         "config": masked(plain({key: value for key, value in sorted(config.items()) if not is_secret(key)})),
-        "data": _data(data, config.get("adora_mixture"), rows, fingerprint.get("dataset"), left_out),
+        "data": {
+            "folder": ", ".join(data),
+            "rows": rows,
+            "fingerprint": fingerprint.get("dataset"),
+            **({"overlong_rows_left_out": left_out} if left_out else {}),
+            **_sources(data, config.get("adora_mixture")),
+        },
         "model": {"name": config.get("model_name_or_path"), "fingerprint": fingerprint.get("model")},
         "prompt": json.loads(fingerprint.get("adora_prompt", "null")),  # null: each row was its problem alone
         "own": dict(own or {}),
@@ -256,31 +252,24 @@ def git_commit() -> str | None:
         return None
 
 
-def _data(
-    folders: Sequence[str], shares: Sequence[float] | None, rows: int, fingerprint: str | None, left_out: int
-) -> dict[str, Any]:
-    """One data set with its source; of several their folders, and the source and share of each in `sets`."""
-    known: dict[str, Any] = {"folder": ", ".join(folders), "rows": rows, "fingerprint": fingerprint}
-    if left_out:
-        known["overlong_rows_left_out"] = left_out
+def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str, Any]:
+    """Where the data come from, as the manifests of their folders say; of several data sets in `sets`, each with its
+    share.
+    """
+    sets: list[dict[str, Any]] = []
+    for folder in folders:
+        manifest = read_object(Path(folder) / MANIFEST)
+        sets.append({key: manifest[key] for key in ("source", "input", "revision") if key in manifest})
     if len(folders) == 1:
-        return {**known, **_source(Path(folders[0]))}
-    sets = [{"folder": folder, **_source(Path(folder))} for folder in folders]
-    for one, share in zip(sets, shares or (), strict=False):
-        one["share"] = share
-    return {**known, "sets": sets}
+        return sets[0]
+    sets = [{"folder": folder, **source} for folder, source in zip(folders, sets, strict=True)]
+    return {"sets": [{**one, "share": share} for one, share in zip(sets, shares, strict=True)] if shares else sets}
 
 
 def data_name(data: Mapping[str, Any]) -> str:
     """The names of the data sets of a run without their paths, which say where they lie on a machine."""
     folders = [one["folder"] for one in data["sets"]] if data.get("sets") else [data["folder"]]
     return ", ".join(Path(str(folder)).name for folder in folders)
-
-
-def _source(data: Path) -> dict[str, Any]:
-    """Where the data come from, as the manifest of the dataset's folder says."""
-    manifest = read_object(data / MANIFEST)
-    return {key: manifest[key] for key in ("source", "input", "revision") if key in manifest}
 
 
 def short_name(model: str) -> str:

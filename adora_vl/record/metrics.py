@@ -257,10 +257,8 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
             return
         self._ends.clear()
         self._ends.append((state.global_step, time.monotonic()))
-        silent = args.disable_tqdm or not sys.stderr.isatty()
-        self._bar = tqdm(
-            total=state.max_steps, initial=state.global_step, disable=silent, unit="step", dynamic_ncols=True
-        )
+        off, done = args.disable_tqdm or not sys.stderr.isatty(), state.global_step
+        self._bar = tqdm(total=state.max_steps, initial=done, disable=off, unit="step", dynamic_ncols=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if len(self._ends) == 1:  # what comes before the first step, as the self-check, comes once
@@ -333,9 +331,7 @@ def _mean_where(values: Tensor, chosen: Tensor) -> float:
 
 
 def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
-    """Shares of prompts are between 0 and 1. Lengths are in tokens, as means over rollouts. A group without any
-    reward counts nowhere.
-    """
+    """Shares of prompts, and mean lengths of rollouts in tokens. A group without any reward counts nowhere."""
     facts = weighting.facts
     judged_P = facts.any_scored_P
     wrong_all_truncated_P = facts.wrong_PG.any(dim=1) & ~facts.any_finished_wrong_P

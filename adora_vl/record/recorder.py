@@ -30,9 +30,7 @@ from adora_vl.utils.hidden import masked
 
 
 class RolloutNumbers:
-    """Numbers the rollouts of a rank in the current optimizer step, counting over its generations. Every rank knows a
-    rollout by the same number.
-    """
+    """Numbers the rollouts of a rank in the present step, over its generations. All ranks know them by these."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self._rank, self._ranks = rank, ranks
@@ -101,9 +99,7 @@ class Recorder:
         return self.every > 0 and step // self.updates % self.every == 0
 
     def add(self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]) -> None:
-        """Add rollouts that have just been graded. `table`: TRL's completions table. `functions`: the names of the
-        reward functions.
-        """
+        """Add rollouts that were just graded. `table`: TRL's completions table. `functions`: names of the rewards."""
         rows, batch, step = generation.rows, generation.batch, generation.step
         scores, weighed = generation.scores, generation.advantages
         assert scores is not None and weighed is not None

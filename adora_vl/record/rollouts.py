@@ -42,8 +42,7 @@ class Part:
 
 def parts(folder: Path) -> list[Part]:
     """The files that count, in the order of their steps."""
-    every = [] if not folder.is_dir() else [_part(path) for path in folder.iterdir()]
-    found = [part for part in every if part is not None]
+    found = [part for path in folder.glob("*") if (part := _part(path)) is not None]
     return sorted((p for p in found if not any(other.covers(p) for other in found)), key=lambda part: part.first)
 
 

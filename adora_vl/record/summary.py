@@ -18,18 +18,12 @@ from adora_vl.utils.cli import amount, spelled
 from eval.benchmark import for_data
 
 
-def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str | None:
-    """The command that evaluates `model` on the held-out split of `data`; None if there is no such split."""
-    if not list(Path(data).glob("data/test-*.parquet")):
-        return None
-    words = ["--model", str(model), "--data", data, "--output", str(output), "--max-tokens", str(max_tokens)]
-    return shlex.join([interpreter(), "-m", f"eval.{for_data(Path(data))}", "run", *words])
-
-
-def evaluate_any_command(model: Path, output: Path) -> str:
-    """The command that evaluates `model`, with a placeholder for the dataset."""
-    words = ["--model", str(model), "--data", "DATA", "--output", str(output)]
-    return shlex.join([interpreter(), "-m", "eval.geometry3k", "run", *words])
+def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
+    """The command that evaluates `model` on the held-out split of `data`, with a placeholder if there is no such."""
+    held_out = any(Path(data).glob("data/test-*.parquet"))
+    benchmark, more = (for_data(Path(data)), ["--max-tokens", str(max_tokens)]) if held_out else ("geometry3k", [])
+    words = ["--model", str(model), "--data", data if held_out else "DATA", "--output", str(output), *more]
+    return shlex.join([interpreter(), "-m", f"eval.{benchmark}", "run", *words])
 
 
 def merge_command(run: Path) -> str | None:
@@ -100,11 +94,10 @@ def summary_lines(
     lines.append(f"Metrics       {folder / METRICS}")
     if config.adora_record_every:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
-    evaluation = evaluate_command(model, data, folder / "eval", config.max_completion_length)
     steps = {
         "View it": view_command(folder),
         "Merge it": merge_command(model),  # under ZeRO-3, training leaves that to the user
-        "Evaluate it": evaluation or evaluate_any_command(model, folder / "eval"),
+        "Evaluate it": evaluate_command(model, data, folder / "eval", config.max_completion_length),
         "Train longer": _longer(config, command),
     }
     return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from trl.trainer.utils import strip_images_from_messages
 
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.data.prompts import as_text
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scores import Scores
 from adora_vl.utils.errors import UserError
@@ -51,17 +52,15 @@ def check_trackers(report_to: Sequence[str]) -> None:
             )
 
 
-def prepare_trackers(
-    report_to: Sequence[str], output_dir: str, environment: MutableMapping[str, str] = os.environ
-) -> None:
+def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:
     """wandb writes into `output_dir` without a network, unless WANDB_MODE is set; tensorboard and trackio are local by
     themselves (trackio_space_id sends it elsewhere).
     """
     if "wandb" in report_to:
-        environment.setdefault("WANDB_MODE", "offline")
-        environment.setdefault("WANDB_DIR", output_dir)
+        os.environ.setdefault("WANDB_MODE", "offline")
+        os.environ.setdefault("WANDB_DIR", output_dir)
         # what it keeps to be sent later, such as the images of tables; in the home folder by default
-        environment.setdefault("WANDB_DATA_DIR", str(Path(output_dir, "wandb").absolute()))
+        os.environ.setdefault("WANDB_DATA_DIR", str(Path(output_dir, "wandb").absolute()))
 
 
 _COLUMNS = ("prompt", "completion", "advantages")  # one deque each in TRL's `_logs`
@@ -101,7 +100,7 @@ class TableRows:
         for name, values in [*self.scores.extra.items(), *((name, own.tolist()) for name, own in columns.items())]:
             table["extra"][name].extend(values)
         if texts:
-            prompts = [conversation_text(prompt) for prompt in table["prompt"]]
+            prompts = [prompt if isinstance(prompt, str) else as_text(prompt) for prompt in table["prompt"]]
             table["prompt"].clear()
             table["prompt"].extend(prompts)
 
@@ -113,19 +112,6 @@ def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) ->
     for place in range(-min(len(column), len(values)), 0):
         if not math.isnan(values[place]):
             column[place] = values[place]
-
-
-def conversation_text(messages: Any) -> str:
-    """A prompt as one text, with the role before each message and `<image>` for an image; a text stays as it is."""
-    if isinstance(messages, str):
-        return messages
-    return "\n\n".join(f"{message['role']}: {_content(message.get('content'))}" for message in messages)
-
-
-def _content(content: Any) -> str:
-    if not isinstance(content, list):
-        return str(content or "")
-    return "".join("<image>" if part.get("type") == "image" else part.get("text") or "" for part in content)
 
 
 def in_one_form(prompts: Any) -> None:
@@ -183,7 +169,5 @@ def logs_tables(args: AdoraGRPOConfig) -> bool:
 
 
 def logs_images(args: AdoraGRPOConfig) -> bool:
-    """TRL's `log_multimodal`, where a tracker has a table for the images: stock TRL gathers all images of a generation
-    on every rank even where there is none.
-    """
+    """TRL's `log_multimodal`, where a tracker has a table for it: stock TRL gathers all images on every rank anyway."""
     return bool(args.log_multimodal and logs_tables(args))

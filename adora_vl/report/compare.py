@@ -195,9 +195,7 @@ def _sorted_out(runs: Sequence[ComparedRun]) -> tuple[Sequence[ComparedRun], Seq
 
 
 def config_differences(a: Side, b: Side) -> dict[str, tuple[str, str]]:
-    """What differs between the sides beside the seed, with the values of both. The options of a method that one side
-    has not are no difference of their own.
-    """
+    """What differs beside the seed, with the values of both sides; not the options of a method that one has not."""
     runs = (*a.runs, *b.runs)
     keys = sorted({key for run in runs for key in run.settings
                    if not key.startswith("adora_method.") or all(key in one.settings for one in runs)})  # fmt: skip
@@ -218,8 +216,8 @@ def between_seeds(first: Mapping[int, float], second: Mapping[int, float]) -> Di
 
 
 def at_budget(points: Sequence[tuple[float, float]], budget: float, window: float = WINDOW) -> float | None:
-    """The mean of the values within the last `window` of the budget; the newest before it if none is there; None for
-    none. `points`: (spent, value), in order.
+    """The mean of the values within the last `window` of the budget, else the newest before it, else None. `points`:
+    (spent, value), in order.
     """
     before = [(spent, value) for spent, value in points if spent <= budget * (1 + 1e-9)]
     if not before:
@@ -282,11 +280,9 @@ def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
 
 def _at(side: Side, name: str, axis: Axis, budget: float) -> dict[int, float]:
     window = WINDOW if name == PASS_RATE else 0.0  # an evaluation is taken as it is
-    values = [
-        at_budget([(getattr(point, axis), point.value) for point in run.curves[name]], budget, window)
-        for run in side.runs
-    ]
-    return side.by_seed([value for value in values if value is not None]) if None not in values else {}
+    curves = [[(getattr(point, axis), point.value) for point in run.curves[name]] for run in side.runs]
+    values = [value for curve in curves if (value := at_budget(curve, budget, window)) is not None]
+    return side.by_seed(values) if len(values) == len(curves) else {}
 
 
 def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]:
@@ -299,9 +295,10 @@ def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]
     return [*lines, *_notes(a, b)]
 
 
-def _paragraph(
-    a: Side, b: Side, held_out: Sequence[ComparedFigure], rest: Sequence[ComparedFigure], keys: Sequence[str]
-) -> str:
+Figures = Sequence[ComparedFigure]
+
+
+def _paragraph(a: Side, b: Side, held_out: Figures, rest: Figures, keys: Sequence[str]) -> str:
     """The answer first, then what it rests on. `keys`: those in which the configs differ."""
     if not held_out:
         return (
@@ -331,13 +328,14 @@ def _interval(difference: Difference) -> str:
     return f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
 
 
-def _table(a: Side, b: Side, rows: Sequence[ComparedFigure]) -> list[str]:
+def _table(a: Side, b: Side, rows: Figures) -> list[str]:
     """Means in percent, the difference in points."""
     width = max([_WIDTH, *(len(line.title) for line in rows)])
-    lines = [
-        f"{side.letter} = {side.recipe}: " + ", ".join(f"{run.name} (seed {run.seed})" for run in side.runs)
-        for side in (a, b)
-    ]
+    lines = []
+    for side in (a, b):
+        lines.append(
+            f"{side.letter} = {side.recipe}: {', '.join(f'{run.name} (seed {run.seed})' for run in side.runs)}"
+        )
     lines += ["", f"{'in %':<{width}}{'A':>8}{'B':>8}{'B - A':>8}  95 % interval"]
     for line in rows:
         found = line.difference
@@ -379,7 +377,10 @@ def gain_lines(before: ScoreFile, after: ScoreFile, beside: ScoreFile | None = N
     runs = [before, after, *([beside] if beside else [])]
     check_one_benchmark(runs)
     for run in runs[1:]:
-        _check_as_many_answers(before, run)
+        if before.score["total"] != run.score["total"]:
+            missing = [f"{one.name}: {line}" for one in (before, run) if (line := missing_answers(one.score))]
+            numbers = f"{before.name} has {before.score['total']} answers and {run.name} {run.score['total']}"
+            raise UserError(f"{numbers}; {'; '.join(missing) or 'compare scores of the same problems'}")
     head = f"{'held-out accuracy':<18}{'N':>6}  {'before [95 %]':<{_CELL}} {'after [95 %]':<{_CELL}} {'gain':>7}"
     lines = ["  ".join([head, *(f"{run.name} [95 %]" for run in runs[2:])])]
     lines += [_gain_row("all", [run.score for run in runs]), *_group_rows(runs)]
@@ -391,14 +392,6 @@ def gain_lines(before: ScoreFile, after: ScoreFile, beside: ScoreFile | None = N
         if _problems(before) != _problems(run):
             lines.append(f"warning: before and {run.name} do not have the same problems")
     return lines + cautions([_as_if_made_now(run, before) for run in runs])
-
-
-def _check_as_many_answers(first: ScoreFile, other: ScoreFile) -> None:
-    if first.score["total"] != other.score["total"]:
-        parts = [f"{run.name}: {line}" for run in (first, other) if (line := missing_answers(run.score))]
-        remedy = "; ".join(parts) or "compare scores of the same problems"
-        numbers = f"{first.name} has {first.score['total']} answers and {other.name} {other.score['total']}"
-        raise UserError(f"{numbers}; {remedy}")
 
 
 def _group_rows(runs: Sequence[ScoreFile]) -> list[str]:
@@ -448,9 +441,7 @@ def _beside_lines(after: ScoreFile, beside: ScoreFile) -> list[str]:
 def _problems(run: ScoreFile) -> tuple[set[str], dict[str, dict[str, int]]]:
     """What is known of a score's problems: their ids, and how many of each family, kind and form there are."""
     groups = {key: run.score["groups"].get(key, {}) for key in ("family", "kind", "answer_form")}
-    return set(run.shares), {
-        key: {name: cell["total"] for name, cell in found.items()} for key, found in groups.items()
-    }
+    return set(run.shares), {key: {name: cell["total"] for name, cell in of.items()} for key, of in groups.items()}
 
 
 def _as_if_made_now(run: ScoreFile, before: ScoreFile) -> ScoreFile:
@@ -475,9 +466,7 @@ def _named(value: str) -> tuple[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The table of scores. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
-    parser = Parser(
-        prog="python -m adora_vl.report.compare", description="What training changed, on held-out problems."
-    )
+    parser = Parser(prog="python -m adora_vl.report.compare", description="What training changed on held-out problems.")
     parser.add_argument("before", type=text, metavar="BEFORE.json", help="the score of the model before training")
     parser.add_argument("after", type=text, metavar="AFTER.json", help="and after it")
     parser.add_argument("--beside", type=_named, metavar="NAME=FILE", help="the score of another way of training")

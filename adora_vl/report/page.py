@@ -129,17 +129,10 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
     problems = [problem for view in views for problem in view.problems.values()]
     extracted, compared = ROLLOUT.index("extracted"), ROLLOUT.index("compared")
     rollouts = [one for view in views for group in view.groups for one in group["rollouts"]]
-    math = formulas(
-        [
-            *(text for problem in problems for text in (problem["problem"], *problem["choices"])),
-            *(one[-1] for one in rollouts),
-        ],
-        [
-            *(problem["answer"] for problem in problems),
-            *(one[extracted] for one in rollouts),
-            *(text for one in rollouts for answer, reference, _ in one[compared] or () for text in (answer, reference)),
-        ],
-    )
+    texts = [text for problem in problems for text in (problem["problem"], *problem["choices"])]
+    answers = [*(problem["answer"] for problem in problems), *(one[extracted] for one in rollouts)]
+    answers += [text for one in rollouts for pair in one[compared] or () for text in pair[:2]]
+    math = formulas([*texts, *(one[-1] for one in rollouts)], answers)
     completions = [[one[-1] for group in view.groups for one in group["rollouts"]] for view in views]
     style = (_VIEWER / "viewer.css").read_text(encoding="utf-8")
     script = "".join((_VIEWER / name).read_text(encoding="utf-8") for name in _SCRIPTS)

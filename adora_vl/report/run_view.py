@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -63,16 +63,11 @@ def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Whether the criteria call the group TAS or TDS, and why. The page shows the figures beside it, rounded once."""
     sayings = {"length": _length, "difficulty": _difficulty}
     criteria = options["criteria"]
-    if not group["pass_rate"] and not group["tds"] and not _hard_is_enough(options):
+    alone = [*criteria] == ["difficulty"] or options["combine"] == "any"
+    hard_is_enough = "difficulty" in criteria and alone and not options["needs_correct"]  # with no length to compare
+    if not group["pass_rate"] and not group["tds"] and not hard_is_enough:
         return "neither TAS nor TDS, since no rollout is right"
     return ", ".join(["TDS" if group["tds"] else "TAS", *(sayings[name](group, options) for name in criteria)])
-
-
-def _hard_is_enough(options: Mapping[str, Any]) -> bool:
-    """Whether a group without a right rollout can be TAS, although there is no length to compare."""
-    criteria = [*options["criteria"]]
-    alone = criteria == ["difficulty"] or options["combine"] == "any"
-    return "difficulty" in criteria and alone and not options["needs_correct"]
 
 
 def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -85,10 +80,7 @@ def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         return f"{nothing}, so there is no finished wrong one to compare lengths with, which counts as {holds}"
     if longest == mean:
         holds = "holding" if options["ties"] == "keep" else "failing"
-        return (
-            "the longest right rollout is exactly as long as the mean of the finished wrong ones, "
-            f"which counts as {holds}"
-        )
+        return f"the longest right rollout is as long as the mean of the finished wrong ones, which counts as {holds}"
     relation = "longer" if longest > mean else "not longer"
     return f"the longest right rollout is {relation} than the mean of the finished wrong ones"
 
@@ -163,8 +155,8 @@ def _add_groups(view: RunView, found: list[Part], max_rollouts: int) -> None:
             continue
         table = read_part(part).filter(pc.field("step").isin(wanted))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
-        for rows in _grouped(table):
-            view.groups.append(_group(rows, settings, view.problems))
+        for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):  # those of a group in a row
+            view.groups.append(_group(list(rows), settings, view.problems))
     shown = sum(len(group["rollouts"]) for group in view.groups)
     if shown < total:
         view.notes.append(f"{shown:,} of {total:,} recorded rollouts are shown, those of {len(steps)} steps.")
@@ -182,27 +174,18 @@ def _chosen_steps(found: list[Part], max_rollouts: int) -> tuple[list[int], int]
     return sorted(set(chosen)), total
 
 
-def _grouped(table: pa.Table) -> Iterator[list[Json]]:
-    """The rows, group by group. In the record the rows of a group follow one another."""
-    for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
-        yield list(rows)
-
-
 def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     first = rows[0]
     row_id = str(first["id"])
-    problems.setdefault(
-        row_id,
-        {
-            "problem": _cut(first["problem"]),
-            "choices": [_cut(choice) for choice in lettered(first.get("choices") or ())],  # earlier records have none
-            "answer": _cut(first["answer"]),
-            "images": first["images"] or [],
-        },
-    )
-    group = {name: first[name] for name in _GROUP} | {"id": row_id}
+    problem = {
+        "problem": _cut(first["problem"]),
+        "choices": [_cut(choice) for choice in lettered(first.get("choices") or ())],  # earlier records have none
+        "answer": _cut(first["answer"]),
+        "images": first["images"] or [],
+    }
+    problems.setdefault(row_id, problem)
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    group["equal"] = len(set(rewards)) <= 1
+    group = {name: first[name] for name in _GROUP} | {"id": row_id, "equal": len(set(rewards)) <= 1}
     group |= {"left": len(rows) - len(rewards), "size": len(rows)}
     return {
         **{name: _rounded(value) for name, value in group.items()},

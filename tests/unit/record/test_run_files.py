@@ -367,7 +367,8 @@ def test_the_command_that_started_a_run(tmp_path):
 
 
 def test_the_commands_after_a_run(tmp_path):
-    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) is None
+    place = f"{interpreter()} -m eval.geometry3k run --model m --data DATA --output o"
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == place
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
     words = f"{interpreter()} -m eval.geometry3k run --model m --data {tmp_path} --output o --max-tokens 40"

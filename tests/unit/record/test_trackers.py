@@ -20,7 +20,7 @@ import pytest
 
 from adora_vl.record import trackers as backends
 from adora_vl.record.metrics import read_metrics
-from adora_vl.record.trackers import conversation_text, from_json, in_one_form, prepare_trackers, to_json
+from adora_vl.record.trackers import from_json, in_one_form, prepare_trackers, to_json
 from adora_vl.train import main
 from tests.support.tiny_run import arguments
 
@@ -125,23 +125,13 @@ def test_every_tracker_of_transformers_is_known():
 
 def test_trackers_are_offline(monkeypatch):
     environment: dict[str, str] = {}
-    monkeypatch.setattr(backends, "find_spec", lambda name: object())
-    prepare_trackers(["wandb", "trackio"], "out", environment)
+    monkeypatch.setattr(os, "environ", environment)
+    prepare_trackers(["wandb", "trackio"], "out")
     kept = str(Path.cwd() / "out" / "wandb")
     assert environment == {"WANDB_MODE": "offline", "WANDB_DIR": "out", "WANDB_DATA_DIR": kept}
-    environment = {"WANDB_MODE": "online"}
-    prepare_trackers(["wandb"], "out", environment)
+    environment["WANDB_MODE"] = "online"
+    prepare_trackers(["wandb"], "out")
     assert environment["WANDB_MODE"] == "online"
-
-
-def test_a_prompt_as_a_text():
-    image = {"type": "image"}
-    messages = [
-        {"role": "system", "content": "Think."},
-        {"role": "user", "content": [image, {"type": "text", "text": "Find x in "}, image]},
-    ]
-    assert conversation_text(messages) == "system: Think.\n\nuser: <image>Find x in <image>"
-    assert conversation_text("plain") == "plain" and conversation_text([]) == ""
 
 
 def logs(size: int = 2) -> dict[str, Any]:

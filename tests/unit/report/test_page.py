@@ -33,10 +33,10 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
      "finished wrong ones."),
     ({"weight": 1.0, "tds": False, "longest_right": 30.0}, {}, "Kept at weight 1: TAS, the longest right rollout "
      "is longer than the mean of the finished wrong ones."),
-    ({"longest_right": 21.25}, {}, "Attenuated to 0.1: TDS, the longest right rollout is exactly as long as the mean "
+    ({"longest_right": 21.25}, {}, "Attenuated to 0.1: TDS, the longest right rollout is as long as the mean "
      "of the finished wrong ones, which counts as failing."),
     ({"longest_right": 21.25, "weight": 1.0, "tds": False}, {"adora_method": {"adora": {"ties": "keep"}}},
-     "Kept at weight 1: TAS, the longest right rollout is exactly as long as the mean of the finished wrong ones, "
+     "Kept at weight 1: TAS, the longest right rollout is as long as the mean of the finished wrong ones, "
      "which counts as holding."),
     ({"mean_wrong": None}, {}, "Attenuated to 0.1: TDS, every wrong rollout was cut off, so there is no finished "
      "wrong one to compare lengths with, which counts as failing."),

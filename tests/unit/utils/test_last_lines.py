@@ -20,7 +20,7 @@ from adora_vl.builtin.assets import resolve_model
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.manifest import as_called, interpreter, write_manifest
-from adora_vl.record.summary import evaluate_any_command, view_command
+from adora_vl.record.summary import evaluate_command, view_command
 from adora_vl.report.page import write_page
 from adora_vl.train import main as train
 from adora_vl.utils.errors import RunError, UserError
@@ -35,7 +35,7 @@ NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 def test_a_path_of_any_letters_can_be_copied_into_a_shell(name):
     folder = Path("runs") / name
     assert shlex.split(view_command(folder))[-1] == str(folder)
-    words = shlex.split(evaluate_any_command(folder, folder / "eval"))
+    words = shlex.split(evaluate_command(folder, "DATA", folder / "eval", 40))
     assert str(folder) in words and str(folder / "eval") in words
 
 
