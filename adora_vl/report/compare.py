@@ -333,9 +333,8 @@ def _table(a: Side, b: Side, rows: Figures) -> list[str]:
     width = max([_WIDTH, *(len(line.title) for line in rows)])
     lines = []
     for side in (a, b):
-        lines.append(
-            f"{side.letter} = {side.recipe}: {', '.join(f'{run.name} (seed {run.seed})' for run in side.runs)}"
-        )
+        names = ", ".join(f"{run.name} (seed {run.seed})" for run in side.runs)
+        lines.append(f"{side.letter} = {side.recipe}: {names}")
     lines += ["", f"{'in %':<{width}}{'A':>8}{'B':>8}{'B - A':>8}  95 % interval"]
     for line in rows:
         found = line.difference

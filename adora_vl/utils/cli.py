@@ -211,11 +211,8 @@ def split_list(words: Sequence[Any]) -> list[Any]:
             return entries
     if texts and texts[0].startswith("[") and "]" not in "".join(texts):
         raise ValueError("has an opening bracket only")
-    return [entry for word in words for entry in (word.split(",") if _is_plain_list(word) else [word])]
-
-
-def _is_plain_list(word: Any) -> bool:
-    return isinstance(word, str) and _PLAIN_LIST.fullmatch(word) is not None
+    listed = (word.split(",") if isinstance(word, str) and _PLAIN_LIST.fullmatch(word) else [word] for word in words)
+    return [entry for entries in listed for entry in entries]
 
 
 @cache
@@ -237,10 +234,8 @@ def _loader() -> Any:
             seen: set[str] = set()
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
                 if key.value in seen:
-                    line = key.start_mark.line + 1
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"line {line} gives {key.value!r} a second time"
-                    )
+                    twice = f"line {key.start_mark.line + 1} gives {key.value!r} a second time"
+                    raise yaml.constructor.ConstructorError(None, None, twice)
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
 
@@ -267,9 +262,7 @@ def _written_out(node: Any, sizes: dict[int, int | None]) -> int:
 
 
 def read_json(text: str | bytes) -> Any:
-    """What a JSON text stands for. Raises `ValueError`; also where an object gives a key twice: Python takes the last
-    one in silence.
-    """
+    """What a JSON text stands for. Raises `ValueError`, also for a key given twice, of which Python takes one."""
     return json.loads(text, object_pairs_hook=each_once)
 
 

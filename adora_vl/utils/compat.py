@@ -1,9 +1,8 @@
 """All patches of libraries: what the library does, why that is not enough, and when the patch can go.
 
 A `Patch` replaces an attribute of a library, because the library leaves no argument and no method to override for it.
-A `Correction` is code of ours that is right on its own, and that a later version of a library makes superfluous.
 `tests/unit/utils/test_compat.py` holds that the attributes exist in the installed versions, and that nothing is
-replaced past this list. `issue` is the report upstream, "" where we know of none.
+replaced past this list.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class Patch:
     name: str
     upstream: str  # what the library does there, and why that is not enough
     until: str  # what has to happen for the patch to go
-    issue: str = ""
 
     @contextmanager
     def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
@@ -45,17 +43,6 @@ class Patch:
         """Set the attribute for good: of an object that is ours to change, or of a module in this process."""
         assert hasattr(on, self.name), f"{type(on).__name__} has no {self.name}"
         setattr(on, self.name, value)
-
-
-@dataclass(frozen=True)
-class Correction:
-    """Code of ours that stands in for what a library does not do, or not well."""
-
-    where: str  # our module, and the name in it
-    library: str
-    upstream: str
-    until: str
-    issue: str = ""
 
 
 GENERATION_CLASS = Patch(
@@ -142,84 +129,57 @@ SHARDED_BUILD = Patch(
 )
 
 
-CORRECTIONS = (
-    Correction(
-        where="adora_vl.rollout.weight_sync:reset_caches",
-        library="trl",
-        upstream="resets the prefix cache after a sync, and leaves features of the old vision tower in vLLM's encoder "
-        "cache",
-        until="TRL or vLLM resets the encoder cache with the prefix cache",
-        issue="huggingface/trl#7198, vllm-project/vllm#44910",
+# Code of ours that is right on its own, and that a later version of a library makes superfluous: what the library does,
+# when the code can go, and the report upstream where we know of one.
+CORRECTIONS = {
+    "adora_vl.rollout.weight_sync:reset_caches": (
+        "TRL resets the prefix cache after a sync, and leaves features of the old vision tower in vLLM's encoder "
+        "cache; until TRL or vLLM resets the encoder cache with the prefix cache (huggingface/trl#7198, "
+        "vllm-project/vllm#44910)"
     ),
-    Correction(
-        where="adora_vl.rollout.prompt_tokens:never_sampled_ids",
-        library="trl",
-        upstream="lets the engine sample image and video tokens, on which the training forward stops",
-        until="TRL bans them in vLLM's sampling",
-        issue="huggingface/trl#3847",
+    "adora_vl.rollout.prompt_tokens:never_sampled_ids": (
+        "TRL lets the engine sample image and video tokens, on which the training forward stops; until TRL bans them "
+        "in vLLM's sampling (huggingface/trl#3847)"
     ),
-    Correction(
-        where="adora_vl.rollout.weight_sync:push_weights",
-        library="trl",
-        upstream="loads tensor by tensor, which the repacked layers of vLLM on a CPU refuse",
-        until="load_weights of vLLM on a CPU takes single tensors",
+    "adora_vl.rollout.weight_sync:push_weights": (
+        "TRL loads tensor by tensor, which the repacked layers of vLLM on a CPU refuse; until load_weights of vLLM on "
+        "a CPU takes single tensors"
     ),
-    Correction(
-        where="adora_vl.rollout.engine_settings:refuse_on_cpu",
-        library="vllm",
-        upstream="on a CPU refreshes only one of the two uses of a tied embedding",
-        until="reload_weights on a CPU refreshes both",
+    "adora_vl.rollout.engine_settings:refuse_on_cpu": (
+        "vLLM on a CPU refreshes only one of the two uses of a tied embedding; until reload_weights on a CPU refreshes "
+        "both"
     ),
-    Correction(
-        where="adora_vl.rollout.engine_settings:prefill_options",
-        library="vllm",
-        upstream="cannot rewind a CPU generator where a seeded request's prompt is cut in two",
-        until="vLLM on a CPU cuts the prompts of seeded requests",
+    "adora_vl.rollout.engine_settings:prefill_options": (
+        "vLLM cannot rewind a CPU generator where a seeded request's prompt is cut in two; until vLLM on a CPU cuts "
+        "the prompts of seeded requests"
     ),
-    Correction(
-        where="adora_vl.rollout.weight_sync:zero_scratch",
-        library="vllm",
-        upstream="allocates M-RoPE positions (model runner V2) and Qwen3-VL's inputs of its first layers with the "
-        "weights, and writes no zeros into them again after sleep level 2 has discarded them",
-        until="vLLM makes them outside the pool of the weights, or as buffers, which sleep keeps",
+    "adora_vl.rollout.weight_sync:zero_scratch": (
+        "vLLM allocates M-RoPE positions (model runner V2) and Qwen3-VL's inputs of its first layers with the weights, "
+        "and writes no zeros into them again after sleep level 2 has discarded them; until vLLM makes them outside the "
+        "pool of the weights, or as buffers, which sleep keeps"
     ),
-    Correction(
-        where="adora_vl.rollout.llm:LoadLater",
-        library="vllm",
-        upstream="the load format `dummy` gives random values to the constants with which the vision tower normalises "
-        "pixels",
-        until="vLLM's dummy loader leaves buffers that no checkpoint has as they are computed",
+    "adora_vl.rollout.llm:LoadLater": (
+        "vLLM: the load format `dummy` gives random values to the constants with which the vision tower normalises "
+        "pixels; until vLLM's dummy loader leaves buffers that no checkpoint has as they are computed"
     ),
-    Correction(
-        where="adora_vl.dedup.split_attention:plan_no_shapes",
-        library="torch",
-        upstream="prefers cuDNN's attention on H100, H200 and B200, which builds a plan for every new shape",
-        until="cuDNN's attention takes a new shape without a new plan, or torch prefers flash attention",
+    "adora_vl.dedup.split_attention:plan_no_shapes": (
+        "torch prefers cuDNN's attention on H100, H200 and B200, which builds a plan for every new shape; until "
+        "cuDNN's attention takes a new shape without a new plan, or torch prefers flash attention"
     ),
-    Correction(
-        where="adora_vl.models.precision:restore_buffers",
-        library="deepspeed",
-        upstream="zero.Init gives computed buffers the training dtype too, which rounds the rotary frequencies",
-        until="zero.Init leaves buffers as they are computed",
+    "adora_vl.models.precision:restore_buffers": (
+        "zero.Init of DeepSpeed gives computed buffers the training dtype too, which rounds rotary frequencies; until "
+        "zero.Init leaves buffers as they are computed"
     ),
-    Correction(
-        where="adora_vl.utils.files:usual_modes",
-        library="safetensors",
-        upstream="writes a temporary file of mode 600 and renames it, so nobody else can read a saved model",
-        until="safetensors keeps to the umask",
-        issue="safetensors/safetensors#782",
+    "adora_vl.utils.files:usual_modes": (
+        "safetensors writes a temporary file of mode 600 and renames it, so nobody else can read a saved model; until "
+        "safetensors keeps to the umask (safetensors/safetensors#782)"
     ),
-    Correction(
-        where="adora_vl.models.load:restore_weights",
-        library="transformers",
-        upstream="loads a checkpoint by the names in the file, which are not those of Qwen2.5-VL's modules",
-        until="Trainer._load_from_checkpoint converts names as from_pretrained does",
+    "adora_vl.models.load:restore_weights": (
+        "Transformers loads a checkpoint by the names in the file, which are not those of Qwen2.5-VL's modules; until "
+        "Trainer._load_from_checkpoint converts names as from_pretrained does"
     ),
-    Correction(
-        where="adora_vl.checkpoint.universal:_GroupsAsBefore",
-        library="deepspeed",
-        upstream="gives all groups the first one's weight decay, and all parameters one step counter, when ZeRO-3 "
-        "loads a universal checkpoint",
-        until="ZeRO-3 loads the settings of each group, and a counter per parameter",
+    "adora_vl.checkpoint.universal:_GroupsAsBefore": (
+        "DeepSpeed gives all groups the first one's weight decay, and all parameters one step counter, when ZeRO-3 "
+        "loads a universal checkpoint; until ZeRO-3 loads the settings of each group, and a counter per parameter"
     ),
-)
+}

@@ -59,10 +59,8 @@ def lost_contact(error: BaseException) -> str:
     """What to say where a collective call failed because another process is gone; empty for any other error."""
     if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
         return ""
-    return (
-        "another process has ended, or its machine cannot be reached; its own last lines say why "
-        f"({in_one_line(error)})"
-    )
+    why = in_one_line(error)
+    return f"another process has ended, or its machine cannot be reached; its own last lines say why ({why})"
 
 
 def in_one_line(error: BaseException) -> str:

@@ -60,8 +60,13 @@ def masked_text(text: str, *secrets: str) -> str:
     """The text without logins in addresses, values of secret keys, `secrets` and all that was noted."""
     for secret in (*secrets, *_noted):
         text = _without(text, secret)
-    text = _QUERY.sub(rf"\g<1>{HIDDEN}", _LOGIN.sub(_hide_login, text))
-    return _ENTRY.sub(_hide_entry, text)
+
+    def hide_entry(found: re.Match[str]) -> str:
+        key, between, value = found.groups()
+        mark = value[0] if value[0] in "\"'" else ""
+        return f"{key}{between}{mark}{HIDDEN}{mark}" if is_secret(key) else found[0]
+
+    return _ENTRY.sub(hide_entry, _QUERY.sub(rf"\g<1>{HIDDEN}", _LOGIN.sub(_hide_login, text)))
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
@@ -89,12 +94,6 @@ def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
 def _hide_login(found: re.Match[str]) -> str:
     note_secret(unquote(found[0][:-1].partition(":")[2]))
     return f"{HIDDEN}@"
-
-
-def _hide_entry(found: re.Match[str]) -> str:
-    key, between, value = found.groups()
-    mark = value[0] if value[0] in "\"'" else ""
-    return f"{key}{between}{mark}{HIDDEN}{mark}" if is_secret(key) else found[0]
 
 
 def _without(text: str, secret: str) -> str:

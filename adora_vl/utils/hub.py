@@ -42,16 +42,12 @@ def no_hub() -> str:
     asking.join(_HUB_SECONDS)
     if answered == [True]:
         return ""
-    _go_offline()
-    return f"{constants.ENDPOINT} does not answer"
-
-
-def _go_offline() -> None:
-    """Do what `HF_HUB_OFFLINE=1` does for libraries that are imported after this, and for those already imported."""
+    # What `HF_HUB_OFFLINE=1` does, also for libraries that are imported already.
     os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes
     compat.HUB_OFFLINE.install(True, on=constants)
     if "datasets" in sys.modules:
         compat.DATASETS_OFFLINE.install(True, on=sys.modules["datasets"].config)
+    return f"{constants.ENDPOINT} does not answer"
 
 
 def only_here(name: str) -> bool:

@@ -37,9 +37,7 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RunError(
-        f"none of 100 ports from {_LISTENING[0]} to {_LISTENING[-1]} is free; set MASTER_PORT to one that is"
-    )
+    raise RunError(f"of 100 ports from {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to a free one")
 
 
 def put_own_programs_on_path() -> None:
@@ -160,11 +158,8 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
                 print(f"removed {lock}: the build that it guarded was killed", file=sys.stderr, flush=True)
                 break
             if first and not said:
-                print(
-                    f"waiting up to {PATIENCE_S:.0f} s for a build of {lock.parent.name}, which another machine may be "
-                    f"making (if none is: rm {lock})",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                what = f"a build of {lock.parent.name}, which another machine may be making (if none is: rm {lock})"
+                print(f"waiting up to {PATIENCE_S:.0f} s for {what}", file=sys.stderr, flush=True)
                 said = True
             sleep(0.5)
 
@@ -200,10 +195,7 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
     asked = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
     if not asked or under_elastic(environment) or any(name.endswith("WORLD_SIZE") for name in environment):
         return ""
-    return (
-        "accelerate was asked for several processes and has started one, because its config has distributed_type: "
-        f"'NO'; {SEVERAL}"
-    )
+    return f"accelerate was asked for several processes and has started one, by distributed_type: 'NO'; {SEVERAL}"
 
 
 def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
@@ -226,14 +218,15 @@ def watch_launcher() -> None:
 
 def watch_parent() -> None:
     """As `watch_launcher`, whoever the parent is."""
-    threading.Thread(target=_hang_up_without, args=(os.getppid(),), name="launcher-watch", daemon=True).start()
+    parent = os.getppid()
 
+    def hang_up_without_it() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_S)
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # the launcher was started with nohup
+        os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)
 
-def _hang_up_without(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_WATCH_S)
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # the launcher was started with nohup
-    os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)
+    threading.Thread(target=hang_up_without_it, name="launcher-watch", daemon=True).start()
 
 
 _GONE = select.POLLERR | select.POLLHUP

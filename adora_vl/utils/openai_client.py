@@ -107,26 +107,33 @@ class ChatClient:
     """Asks an endpoint, from several threads at once."""
 
     def __init__(self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None) -> None:
-        """`cache`: a file of earlier answers. `budget`: calls that this client may make, each attempt one; None: any
-        number.
-        """
+        """`cache`: a file of earlier answers. `budget`: of calls, each attempt one; None: any number."""
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint, self.budget = endpoint, budget
         self.calls = 0
         self._lock = threading.Lock()
-        self._cache = None if cache is None else ReplyCache(cache, [endpoint.url, self._fields])
+        self._cache_file, self._cache = cache, None
+        if cache is not None:
+            with written_to("judge_cache", cache):
+                self._cache = KeptAnswers(cache)
 
     def cached(self, messages: Messages) -> str | None:
         """The answer to these messages that is on the disk."""
-        return None if self._cache is None else self._cache.get(messages)
+        return None if self._cache is None else self._cache.get(self._key(messages))
+
+    def _key(self, messages: Messages) -> str:
+        """Of a conversation, and of all else that is asked."""
+        request = [self.endpoint.url, self._fields, list(messages)]
+        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
         """What `read` makes of the answer, which `cached` gives from now on. `read` may raise `EndpointError` for an
         answer of the wrong form, which is then asked for again.
         """
         answer: str = self._patiently(lambda: read(self._call(messages, {}).text))
-        if self._cache is not None:
-            self._cache.put(messages, answer)
+        if self._cache is not None and self._cache_file is not None:
+            with written_to("judge_cache", self._cache_file):
+                self._cache.put(self._key(messages), answer)
         return answer
 
     def chat(self, messages: Messages, **body: Any) -> Reply:
@@ -140,7 +147,11 @@ class ChatClient:
         Its threads are daemons, so that after Ctrl-C nobody waits for the calls under way: with their further attempts
         they may take many minutes.
         """
-        with ThreadPool(self.endpoint.workers, _call_it_endpoint) as threads:
+
+        def named() -> None:
+            threading.current_thread().name = "endpoint"
+
+        with ThreadPool(self.endpoint.workers, named) as threads:
             return threads.map(function, items, chunksize=1)
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
@@ -157,7 +168,10 @@ class ChatClient:
         raise AssertionError("at least one attempt")
 
     def _call(self, messages: Messages, body: Mapping[str, Any]) -> Reply:
-        self._spend()
+        with self._lock:
+            if self.budget is not None and self.calls >= self.budget:
+                raise EndpointError(f"the budget of {self.budget} calls is used up", again=False)
+            self.calls += 1
         content = json.dumps({**self._fields, "messages": list(messages), **body}).encode()
         received = self._post(content)
         try:
@@ -174,12 +188,6 @@ class ChatClient:
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise EndpointError("the reply is not a chat completion") from error
-
-    def _spend(self) -> None:
-        with self._lock:
-            if self.budget is not None and self.calls >= self.budget:
-                raise EndpointError(f"the budget of {self.budget} calls is used up", again=False)
-            self.calls += 1
 
     def _post(self, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
@@ -266,10 +274,6 @@ def is_here(address: str) -> bool:
     return found.is_loopback or found.is_unspecified
 
 
-def _call_it_endpoint() -> None:
-    threading.current_thread().name = "endpoint"
-
-
 def _count(value: Any) -> int:
     """A number of tokens as a server says it; 0 for what is none."""
     return int(value) if isinstance(value, int | float) and 0 < value < 2**53 else 0
@@ -289,23 +293,3 @@ def _seconds(asked: str | None) -> float:
         return max(0.0, float(asked or 0))
     except ValueError:  # a date
         return 0.0
-
-
-class ReplyCache:
-    """Answers by conversation and by `asked`: the address, and all else of the request."""
-
-    def __init__(self, file: Path, asked: Sequence[Any]) -> None:
-        self._file, self._asked = file, asked
-        with written_to("judge_cache", file):
-            self._answers = KeptAnswers(file)
-
-    def get(self, messages: Messages) -> str | None:
-        return self._answers.get(self._key(messages))
-
-    def put(self, messages: Messages, answer: str) -> None:
-        with written_to("judge_cache", self._file):
-            self._answers.put(self._key(messages), answer)
-
-    def _key(self, messages: Messages) -> str:
-        request = [*self._asked, list(messages)]
-        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()

@@ -186,9 +186,7 @@ def in_one_process(what: str) -> Iterator[None]:
 
 @contextmanager
 def back_in(folder: Path) -> Iterator[None]:
-    """Makes `folder` the working directory again when the block ends: paths of the run, such as output_dir, start
-    there.
-    """
+    """Makes `folder` the working directory again when the block ends: paths of the run start there."""
     try:
         yield
     finally:

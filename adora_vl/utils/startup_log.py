@@ -1,6 +1,4 @@
-"""What libraries say while they load goes into a file of the run; the screen has our lines, and on failure the last of
-theirs.
-"""
+"""What libraries say while they load goes into a file of the run, and on failure its last lines to the screen."""
 
 from __future__ import annotations
 
@@ -55,16 +53,11 @@ class StartupLog:
         open_until_now = bool(self._screen)
         self.release()
         if open_until_now and isinstance(error, Exception) and not isinstance(error, UserError):
-            lines = self._last_lines()
-            if lines:
-                head = f"The last of what the libraries have said ({self.path} has all of it):"
-                print("\n".join([head, *lines]), file=sys.stderr, flush=True)
-
-    def _last_lines(self) -> list[str]:
-        with suppress(OSError):
-            said = self.path.read_bytes()[self._began :].decode(errors="replace")
-            return [line for line in said.splitlines() if line.strip()][-_SHOWN:]
-        return []
+            with suppress(OSError):
+                said = self.path.read_bytes()[self._began :].decode(errors="replace")
+                if lines := [line for line in said.splitlines() if line.strip()][-_SHOWN:]:
+                    head = f"The last of what the libraries have said ({self.path} has all of it):"
+                    print("\n".join([head, *lines]), file=sys.stderr, flush=True)
 
 
 def flush_outputs() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import pydoc
 from collections.abc import Iterator
@@ -134,23 +133,13 @@ def test_what_is_replaced_is_there_in_the_installed_version_and_replaced_somewhe
 
 
 def test_every_entry_says_what_upstream_does_and_when_it_can_go():
-    entries: list[compat.Patch | compat.Correction] = [*PATCHES.values(), *compat.CORRECTIONS]
-    for entry in entries:
-        texts = dataclasses.asdict(entry)
-        known = texts.pop("issue")
-        assert all(text.strip() for text in texts.values()), entry
-        for issue in known.split(", ") if known else []:
-            repository, number = issue.split("#")
-            assert repository.count("/") == 1 and number.isdigit(), issue
+    assert all(text.strip() for patch in PATCHES.values() for text in dataclasses.astuple(patch))
+    assert all("; until " in said for said in compat.CORRECTIONS.values())
 
 
-def test_every_correction_is_where_the_list_says():
-    for correction in compat.CORRECTIONS:
-        module, _, names = correction.where.partition(":")
-        found = importlib.import_module(module)
-        for name in names.split("."):
-            assert hasattr(found, name), correction.where
-            found = getattr(found, name)
+@pytest.mark.parametrize("where", compat.CORRECTIONS)
+def test_every_correction_is_where_the_list_says(where):
+    assert pydoc.locate(where.replace(":", ".")) is not None
 
 
 def test_a_patch_lasts_for_its_block_and_leaves_nothing_behind():
