@@ -67,10 +67,11 @@ def fingerprint(
         for key, value in values.items()
         if not {key, key.partition(".")[0]} & free and not key.startswith(_FREE_PREFIXES)
     }
+    without = f"{len(left_out)} ({hashlib.sha256(json.dumps(list(left_out)).encode()).hexdigest()[:16]})"
     return {
         **kept,
         **(own or {}),
-        **({"rows left out": _summary(left_out)} if left_out else {}),
+        **({"rows left out": without} if left_out else {}),
         "processes": str(processes),
         "sharding": sharding,
         # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a stream.
@@ -90,11 +91,6 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     changed.sort(key=lambda key: (not key.startswith("adora_"), key))
     return [f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in changed]
-
-
-def _summary(ids: Sequence[str]) -> str:
-    """How many there are, and a hash of which."""
-    return f"{len(ids)} ({hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]})"
 
 
 _PREFIX = ".seen-by-all-"

