@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adora_vl.utils.content import file_sha256
 from adora_vl.utils.files import appears, flush, put_in_place, remove_partial, replace_file
 
 MANIFEST, MARK, STAGING = "manifest.json", "complete", ".saving"
@@ -157,8 +158,7 @@ def hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
     """SHA-256 and size of files, by their names in the folder."""
 
     def entry(path: Path) -> dict[str, Any]:
-        with path.open("rb") as stream:
-            return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "bytes": path.stat().st_size}
+        return {"sha256": file_sha256(path), "bytes": path.stat().st_size}
 
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return dict(zip((path.relative_to(folder).as_posix() for path in paths), pool.map(entry, paths), strict=True))

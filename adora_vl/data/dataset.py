@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from itertools import islice
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from adora_vl.data.images import png_bytes
-from adora_vl.utils.content import content_hash
+from adora_vl.utils.content import content_hash, file_sha256
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import read_object, refuse_dangling
 
@@ -100,11 +100,8 @@ def _group(rows: Iterator[Row]) -> Iterator[Row]:
 def _stored(row: Row, features: Features) -> Row:
     assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
     assert row["meta"].keys() == features["meta"].keys(), f"meta {sorted(row['meta'])} is not that of the schema"
-    images = [
-        {"bytes": png_bytes(image), "path": None} if isinstance(image, Image.Image) else image
-        for image in row["images"]
-    ]
-    return {**row, "images": images}
+    made = (png_bytes(image) if isinstance(image, Image.Image) else image for image in row["images"])
+    return {**row, "images": [{"bytes": each, "path": None} if isinstance(each, bytes) else each for each in made]}
 
 
 def write_manifest(
@@ -141,13 +138,8 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """SHA-256 in hexadecimal of every file below `folder` but the manifest, by its path inside `folder`."""
-    hashes = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != MANIFEST_NAME:
-            with path.open("rb") as stream:
-                hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return hashes
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: file_sha256(path) for name, path in files.items() if name != MANIFEST_NAME}
 
 
 def data_hash(folder: Path, split: str = "*") -> str:
@@ -174,11 +166,8 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
     for path in _files_of(folder, split):
         with _parquet(path) as file:
             _require_columns(file.schema_arrow, folder, split)
-            try:
-                for batch in file.iter_batches(_BATCH_ROWS):
-                    yield from batch.to_pylist()
-            except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-                raise UserError(f"dataset: {str(path)!r} cannot be read ({error}); prepare it again") from error
+            for batch in file.iter_batches(_BATCH_ROWS):
+                yield from batch.to_pylist()
 
 
 def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
@@ -189,34 +178,29 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
     first: tuple[Path, int, int] | None = None
     for path in (path for split in splits for path in _files_of(folder, split)):
         with _parquet(path) as file:
-            for group in range(file.num_row_groups):
-                choices = _column(file, group, "choices")
+            for group in range(file.num_row_groups if "choices" in file.schema_arrow.names else 0):
+                choices = file.read_row_group(group, columns=["choices"])["choices"].to_pylist()
                 found = next((index for index, listed in enumerate(choices) if listed), None)
                 if found is not None:
                     return _row_at(path, group, found)
-                first = first or (path, group, 0)
+            if file.num_row_groups:
+                first = first or (path, 0, 0)
     return None if first is None else _row_at(*first)
-
-
-def _column(file: Any, group: int, name: str) -> list[Any]:
-    """The values of a column in a row group; none where there is no such column."""
-    if name not in file.schema_arrow.names:
-        return []
-    return list(file.read_row_group(group, columns=[name])[name].to_pylist())
 
 
 def _row_at(path: Path, group: int, index: int) -> Row:
     with _parquet(path) as file:
-        try:
-            (row,) = next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise UserError(f"dataset: {str(path)!r} cannot be read ({error}); prepare it again") from error
+        (row,) = next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()
     return dict(row)
 
 
 def row_count(folder: Path, split: str) -> int:
     """The number of rows of a split, from the footers of its files."""
-    return sum(int(_parquet(path).metadata.num_rows) for path in _files_of(folder, split))
+    count = 0
+    for path in _files_of(folder, split):
+        with _parquet(path) as file:
+            count += file.metadata.num_rows
+    return count
 
 
 def features_of(folder: Path, split: str) -> Features:
@@ -246,7 +230,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
             rows += file.metadata.num_rows
     if not rows:
         raise UserError(
-            f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or name another"
+            f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it anew, or name another"
         )
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log is no place for one, and an error is one line
@@ -265,11 +249,14 @@ def load_split(folder: str | Path, split: str) -> Dataset:
         ) from error
 
 
-def _parquet(path: Path) -> Any:
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """An open Parquet file. What goes wrong in reading it is one line for the user."""
     try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"dataset: {str(path)!r} is not a Parquet file ({error}); prepare the dataset again") from error
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"dataset: {str(path)!r} cannot be read ({error}); prepare it again") from error
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:

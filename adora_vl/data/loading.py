@@ -57,9 +57,8 @@ def only_decodes(dataset: Any) -> bool:
     """
     if not isinstance(dataset, Dataset):
         return False
-    return dataset.format["type"] != "custom" or isinstance(
-        dataset.format["format_kwargs"].get("transform"), DecodedRows
-    )
+    transform = dataset.format["format_kwargs"].get("transform")
+    return dataset.format["type"] != "custom" or isinstance(transform, DecodedRows)
 
 
 def mark_unreadable(dataset: Dataset) -> Dataset:
@@ -116,7 +115,11 @@ def load_rows(script: RowKeys, folders: Sequence[str], seed: int, fitting: Fitti
         prompts += problem_texts(dataset, made, where)
         parts.append(dataset)
     _require_different_ids(parts, folders)
-    dataset = parts[0] if len(parts) == 1 else _one_table(parts)
+    try:
+        dataset = parts[0] if len(parts) == 1 else concatenate_datasets(parts)  # a column that one lacks is null there
+    except (ValueError, TypeError) as error:
+        differ = f"the data sets have columns of different types ({error})"
+        raise UserError(f"dataset_name: {differ}; prepare them in one way") from error
     images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
     messages = conversations(prompts, images, script.adora_system_prompt)
     dataset = mark_unreadable(dataset.add_column("prompt", messages))
@@ -125,18 +128,12 @@ def load_rows(script: RowKeys, folders: Sequence[str], seed: int, fitting: Fitti
         return dataset if len(kept) == len(dataset) else dataset.select(kept)
     ends = [bisect_left(kept, end) for end in accumulate(len(part) for part in parts)]
     sizes = [end - start for start, end in pairwise([0, *ends])]
-    require_rows(sizes, folders)
-    return dataset.select([kept[number] for number in mixed_rows(sizes, script.adora_mixture, seed)])
-
-
-def require_rows(sizes: Sequence[int], folders: Sequence[str]) -> None:
-    """Raise `UserError` for a data set of a mixture of which nothing is left to draw. `sizes`: rows of each."""
-    empty = next((name for name, size in zip(folders, sizes, strict=True) if not size), None)
-    if empty is not None:
+    if 0 in sizes:
         raise UserError(
-            f"adora_mixture: {Path(empty).name} has a share, but adora_overlong_prompts: drop leaves none of its rows; "
-            "remove it from dataset_name, or raise the limit"
+            f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but adora_overlong_prompts: drop leaves "
+            "none of its rows; remove it from dataset_name, or raise the limit"
         )
+    return dataset.select([kept[number] for number in mixed_rows(sizes, script.adora_mixture, seed)])
 
 
 def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[str]:
@@ -177,20 +174,9 @@ def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list
     for size in sizes:
         numbers.append(Dataset.from_dict({"row": list(range(first, first + size))}))
         first += size
-    drawn = interleave_datasets(
-        numbers, probabilities=[share / sum(shares) for share in shares], seed=seed, stopping_strategy="all_exhausted"
-    )
+    parts = [share / sum(shares) for share in shares]
+    drawn = interleave_datasets(numbers, probabilities=parts, seed=seed, stopping_strategy="all_exhausted")
     return list(drawn["row"])
-
-
-def _one_table(parts: Sequence[Dataset]) -> Dataset:
-    """All rows one after the other; a column that one data set lacks is null there."""
-    try:
-        return concatenate_datasets(list(parts))
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"dataset_name: the data sets have columns of different types ({error}); prepare them in one way"
-        ) from error
 
 
 def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> None:

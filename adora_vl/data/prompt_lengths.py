@@ -247,9 +247,8 @@ def context_limit(config: Any, model_config: Any, served: int | None = None) -> 
         return ContextLimit(config.vllm_max_model_length, completion, name, "set it to", most)
     if most is None:
         return None
-    return ContextLimit(
-        most, completion, f"the model's max_position_embeddings: {most}", "", most, cuts=config.use_vllm
-    )
+    name = f"the model's max_position_embeddings: {most}"
+    return ContextLimit(most, completion, name, "", most, cuts=config.use_vllm)
 
 
 def uncountable(model_config: Any) -> str:
@@ -291,31 +290,27 @@ def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: in
     return Limits(low, high, unit)
 
 
-def tokenizer_counter(
-    processor: Any, system_prompt: str | None, template_options: dict[str, Any] | None = None
-) -> TextTokens:
-    """Counts by the trainer's own template and tokenizer; an image is one token, its run is added by the caller.
+TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
 
-    `template_options`: TRL's `chat_template_kwargs`.
-    """
-    tokenizer = getattr(processor, "tokenizer", processor)
-    reads_text_only = tokenizer is processor  # whose template takes no parts
+
+def _chat_tokens(processor: Any, messages: Any, options: TemplateOptions) -> int:
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **(options or {}))
+    return len(getattr(processor, "tokenizer", processor)(text, add_special_tokens=False)["input_ids"])
+
+
+def tokenizer_counter(processor: Any, system_prompt: str | None, options: TemplateOptions = None) -> TextTokens:
+    """Counts by the trainer's own template and tokenizer; an image is one token, its run is added by the caller."""
+    with_parts = hasattr(processor, "tokenizer")  # a tokenizer's own template takes none
 
     def count(problem: str, images: int) -> int:
-        messages = (
-            conversation(problem, system_prompt)
-            if reads_text_only
-            else conversation_with_images(problem, images, system_prompt)
-        )
-        text = processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **(template_options or {})
-        )
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if with_parts:
+            return _chat_tokens(processor, conversation_with_images(problem, images, system_prompt), options)
+        return _chat_tokens(processor, conversation(problem, system_prompt), options)
 
     return count
 
 
-def message_counter(processor: Any, template_options: dict[str, Any] | None = None) -> TextTokens:
+def message_counter(processor: Any, options: TemplateOptions = None) -> TextTokens:
     """Counts a prompt of TRL's form, a text or messages, as TRL gives it to the processor."""
     from trl.data_utils import prepare_multimodal_messages  # importing it takes seconds
 
@@ -326,12 +321,9 @@ def message_counter(processor: Any, template_options: dict[str, Any] | None = No
             return len(tokenizer(prompt)["input_ids"])
         try:
             messages = prompt if tokenizer is processor else prepare_multimodal_messages(prompt, [None] * images)
-            text = processor.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **(template_options or {})
-            )
+            return _chat_tokens(processor, messages, options)
         except Exception as error:  # a template raises what it likes
             raise UserError(f"train_dataset: the prompt {prompt!r:.80} is refused ({in_one_line(error)})") from error
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return count
 
@@ -347,9 +339,7 @@ def character_counter(system_prompt: str | None) -> TextTokens:
 
 
 def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
-    """One row of the worst kind, for data that are not here: an image of `max_pixels`, if the policy sees images. With
-    what to say of it.
-    """
+    """One row of the worst kind, for data that are not here, with an image of `max_pixels`; and what to say of it."""
     tokens = limits.high // limits.unit**2 if sees else 0
     picture = f"one image of {tokens} tokens and " if sees else ""
     words = f"assumed: {picture}{TEXT_TOKENS} tokens{' of text' if sees else ''} in every prompt"
@@ -369,11 +359,8 @@ def measured(
     An image whose size cannot be read counts nothing: what becomes of its row is decided elsewhere. `show`: a progress
     bar, on a terminal and where it takes longer. Raises `UserError` for an image that the model's processor refuses.
     """
-    found = Measured([], [], [])
-    bar = tqdm(
-        rows, total=total, desc="prompt lengths", unit="row", delay=_SHOW_AFTER_S, disable=None if show else True
-    )
-    for name, text, sizes in bar:
+    found, off = Measured([], [], []), None if show else True  # None: unless it is a terminal
+    for name, text, sizes in tqdm(rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=off):
         tokens = sum(_image_tokens(size, limits, name) for size in sizes if size is not None)
         found.ids.append(name)
         found.prompt.append(text_tokens(text, len(sizes)) - len(sizes) + tokens)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
+from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError, did_you_mean
 
 PLACEHOLDER = "<image>"  # in a problem: the place of its next image
@@ -43,7 +44,6 @@ _MADE = "multiple_choice"  # a name that is no column: the choices of the row, a
 _CHOICES = "choices"  # a column that a data set may lack, as one without any choices does
 NAMES_OF_CHOICES = (_MADE, _CHOICES)
 _HIDDEN = ("answer", "answer_raw", "meta")  # the reference answer, and what gives it away
-_SHOWN = 60  # characters of a template in a message
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,17 @@ class Template:
         values = {**row, _CHOICES: choices, _MADE: multiple_choice(choices)}
         made = []
         for line in self.lines:
-            names = [name for _, name in line if name is not None]
-            if names and all(values[name] in (None, [], ()) for name in names):
+            named = [values[name] for _, name in line if name is not None]
+            if named and all(value in (None, [], ()) for value in named):
                 continue
-            made.append("".join(text + (value_text(values[name]) if name is not None else "") for text, name in line))
+            made.append("".join(text + (_value_text(values[name]) if name is not None else "") for text, name in line))
         return "\n".join(made)
 
 
 def template(source: str) -> Template:
     """Read a template. Raises `UserError` for anything but text and `{column}`; `{{` and `}}` are braces."""
     if not isinstance(source, str) or not source.strip():
-        raise UserError(
-            f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave the key out"
-        )
+        raise UserError(f"adora_prompt: {source!r} is no text such as '{{problem}}'; write one, or leave the key out")
     lines: list[list[tuple[str, str | None]]] = [[]]
     try:
         pieces = list(string.Formatter().parse(source))
@@ -121,18 +119,14 @@ def template(source: str) -> Template:
     return found
 
 
-def value_text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """A column's value in a prompt: a list as `(A) 12 (B) 13`, null as nothing."""
-    if value is None:
-        return ""
-    if isinstance(value, list | tuple):
-        return " ".join(lettered(value))
-    return str(value)
+    text = " ".join(lettered(value)) if isinstance(value, list | tuple) else value
+    return "" if text is None else str(text)
 
 
 def _wrong(source: str, why: str) -> UserError:
-    shown = repr(source if len(source) <= _SHOWN else source[:_SHOWN] + "...")
-    return UserError(f"adora_prompt: {shown} {why}; write {{column}} for a value, and {{{{ or }}}} for a brace")
+    return UserError(f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for a brace")
 
 
 def lettered(values: Sequence[Any]) -> list[str]:

@@ -9,7 +9,7 @@ import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 
 from adora_vl.data.prompts import CONTROL_TOKENS, PLACEHOLDER
-from adora_vl.utils.cli import shown
+from adora_vl.utils.cli import amount, shown
 from adora_vl.utils.errors import UserError
 
 _TEXTS = ("id", "problem", "answer")
@@ -34,31 +34,32 @@ def problem_with_row(row: Row) -> str | None:
     for number, image in enumerate(images):
         if any(image is empty or (isinstance(image, dict) and image == empty) for empty in _EMPTY_IMAGES):
             return f"images: image {number} of {len(images)} is null; put the picture in, or remove the row"
-    return _problem_with_texts(row["problem"], row.get("choices"), len(images))
-
-
-def _problem_with_texts(problem: str, choices: Any, images: int) -> str | None:
+    choices = row.get("choices")
     if choices is not None and not (isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)):
         return f"choices: {shown(choices)} is not a list of texts; make it one, or null for an open question"
-    for column, text in (("problem", problem), *(("choices", choice) for choice in choices or ())):
-        token = next((token for token in CONTROL_TOKENS if token in text), None)
-        if token:
-            return f"{column}: {shown(text)} has the model's own token {token}; remove it from the text"
-    found = problem.count(PLACEHOLDER)
-    if found and found != images:
-        has = f"{found} {PLACEHOLDER} with {images} image{'' if images == 1 else 's'}"
-        return f"problem: {shown(problem)} has {has}; give one for each image, or none to have them before the text"
+    fault = _fault_in(row["problem"], len(images))
+    if fault:
+        return f"problem: {shown(row['problem'])} {fault}"
+    wrong = ((choice, fault) for choice in choices or () if (fault := _fault_in(choice)))
+    return next((f"choices: {shown(choice)} {fault}" for choice, fault in wrong), None)
+
+
+def _fault_in(text: str, images: int | None = None) -> str | None:
+    """What makes a text of a prompt unusable, behind its name. `images`: how many it may have places for."""
+    token = next((token for token in CONTROL_TOKENS if token in text), None)
+    if token:
+        return f"has the model's own token {token}; remove it from the text"
+    found = text.count(PLACEHOLDER)
+    if images is not None and found and found != images:
+        has = f"has {found} {PLACEHOLDER} with {amount(images, 'image')}"
+        return f"{has}; give one for each image, or none to have them before the text"
     return None
 
 
 def problem_with_prompt(text: str, images: int) -> str | None:
     """What makes the text that a template made of a row unusable, in one line; None where nothing does."""
-    token = next((token for token in CONTROL_TOKENS if token in text), None)
-    if token:
-        return f"its text has the model's own token {token}; remove it from the row's columns"
-    found = text.count(PLACEHOLDER)
-    if found and found != images:
-        return f"its text has {found} {PLACEHOLDER} with {images} images; write one for each, or none"
+    if fault := _fault_in(text, images):
+        return f"its text {fault}"
     return None if text.strip() else "its text is empty; name a column that has a value"
 
 
@@ -88,12 +89,11 @@ def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
 
     Neither is an image decoded nor its bytes copied, so thousands of rows take a fraction of a second.
     """
-    columns = {
-        name: table[name].to_pylist() for name in ("id", "problem", "answer", "choices") if name in table.column_names
-    }
-    images: Iterable[Any] = (
-        part for chunk in table["images"].chunks for part in _image_marks(chunk)
-    ) if "images" in table.column_names else (None for _ in range(table.num_rows))  # fmt: skip
+    names = [name for name in (*_TEXTS, "choices") if name in table.column_names]
+    columns = {name: table[name].to_pylist() for name in names}
+    images: Iterable[Any] = [None] * table.num_rows
+    if "images" in table.column_names:
+        images = (part for chunk in table["images"].chunks for part in _image_marks(chunk))
     for number, marks in enumerate(images):
         yield {**{name: values[number] for name, values in columns.items()}, "images": marks}
 

@@ -70,3 +70,9 @@ def _kept(file: Path) -> KeptAnswers:
         return KeptAnswers(file)
     except OSError:  # without a place on the disk each process remembers for itself
         return KeptAnswers(Path(os.devnull))
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal, as people check it with other programs. Raises `OSError`."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -186,7 +186,8 @@ def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(
 def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
     row = {"id": "mine/1", "problem": "Which?", "choices": ["<image>", "2"], "images": []}
     assert whole_prompt(row) == [
-        "the prompt of mine/1 cannot be made: its text has 1 <image> with 0 images; write one for each, or none"
+        "the prompt of mine/1 cannot be made: its text has 1 <image> with 0 images; give one for each image, or none "
+        "to have them before the text"
     ]
 
 
