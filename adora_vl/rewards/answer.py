@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from adora_vl.rewards.canonical import CURRENCY, MAX_CHARS, UncanonicalError, canonical, whole
+from adora_vl.rewards.canonical import CURRENCY, MAX_CHARS, canonical, whole
 from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
 from adora_vl.rewards.numeric import Real, number_of
 from adora_vl.rewards.solutions import Solution
@@ -89,13 +89,8 @@ _READABLE = re.compile(
     r"|widehat|theta|alpha|beta|gamma|phi)(?![A-Za-z]))*"
 )
 _DAY, _MONTH, _YEAR = "(?:0?[1-9]|[12][0-9]|3[01])", "(?:0?[1-9]|1[0-2])", "(?:1[0-9]|20)[0-9]{2}"
-_DATE = re.compile(
-    "|".join(
-        sign.join(parts)
-        for sign in "-/"
-        for parts in ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
-    )
-)
+_ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
+_DATE = re.compile("|".join(sign.join(parts) for sign in "-/" for parts in _ORDERS))
 _RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
 
 
@@ -109,7 +104,7 @@ def _plain(raw: str) -> Answer:
     """The rollouts of a group share their reference answer, and often their answer."""
     try:
         text, unit = canonical(raw)
-    except UncanonicalError as error:
+    except NotReadError as error:
         return Answer("unreadable", "", error.reason)
     found = _valued(text, raw)
     return replace(found, unit=unit_of(unit)) if unit else found
@@ -151,6 +146,5 @@ def in_unit(answer: Answer, unit: Unit) -> Answer:
         return answer
     above, below = (answer.unit.factor / unit.factor).as_integer_ratio()
     tree = ("product", ("*", answer.tree), ("*", ("num", str(above))), ("/", ("num", str(below))))
-    return replace(
-        answer, tree=tree, real=answer.real and replace(number_of(tree), unevaluated=answer.real.unevaluated)
-    )
+    real = answer.real and replace(number_of(tree), unevaluated=answer.real.unevaluated)
+    return replace(answer, tree=tree, real=real)

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from decimal import Decimal
 
+from adora_vl.rewards.grammar import NotReadError
 from adora_vl.rewards.units import DEGREE, MEASURED, upright
 
 _DIGITS = "0123456789."
@@ -17,26 +18,10 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 MAX_CHARS = 500  # an honest answer has under 60; every regular expression below runs on at most this much
 
 
-class UncanonicalError(ValueError):
-    """The text has no canonical form. `reason` names the rule that refused it: `too_long` or `hidden_characters`."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-_SYMBOLS = str.maketrans(
-    {
-        "\u2212": "-",
-        "√": r"\surd ",
-        "π": r"\pi ",
-        **dict.fromkeys("°º˚∘", r"^\circ "),
-        "\u00d7": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "÷": "/",
-    }
-)
+_SYMBOLS = str.maketrans({
+    "\u2212": "-", "√": r"\surd ", "π": r"\pi ", **dict.fromkeys("°º˚∘", r"^\circ "), "\u00d7": r"\times ",
+    "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/",
+})  # fmt: skip
 # What may stand between groups of three digits: `1,234`, `1{,}234`, `1\,234`, and thin spaces of Unicode.
 _THIN = r"(?:,\\! ?|,|\{,\}|\\,|\\!|[\u2009\u202f])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THIN}\d{{3}})+(?!\d|{_THIN})", re.ASCII)
@@ -144,7 +129,7 @@ _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
 def canonical(text: str) -> tuple[str, str]:
     r"""The canonical form of an answer and its unit: `2\sqrt{221}` and `cm^2` for `$2 \sqrt { 221 }\text{ cm}^2$.`.
 
-    Raises `UncanonicalError` for text over `MAX_CHARS` and for control, bidirectional and zero-width characters, which
+    Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width characters, which
     can make an answer look like another one.
     """
     text = _spelled(_formula(text))
@@ -173,7 +158,7 @@ def whole(text: str) -> str:
 def _formula(text: str) -> str:
     r"""`text` without the words or box around one formula: `9` for `The answer is $9$.`, `\(9\)` and `\boxed{9}`."""
     if len(text) > MAX_CHARS:
-        raise UncanonicalError("too_long")
+        raise NotReadError("too_long")
     if "\x0c" in text:
         text = _FORM_FEED.sub(r"\\frac", text)
     text = _DISPLAYED.sub("$$", _INLINE.sub("$", _ESCAPED.sub(r"\\", text))).strip(" \t\n\r")
@@ -186,8 +171,10 @@ def _formula(text: str) -> str:
 
 def _spelled(text: str) -> str:
     """`text` in one spelling, with its name, degree signs and units."""
-    if not (text.isascii() and text.isprintable()) and any(map(_is_hidden, text)):
-        raise UncanonicalError("hidden_characters")
+    if not (text.isascii() and text.isprintable()):
+        categories = (unicodedata.category(char) for char in text if char not in "\t\n\r")
+        if not {"Cc", "Cf", "Cn", "Co", "Cs"}.isdisjoint(categories):
+            raise NotReadError("hidden_characters")
     if not text.isascii():
         text = _RAISED.sub(_normal, _SMALL.sub(_normal, text))
         text = _DOUBLE_RAISED.sub(r"\1", text.translate(_SYMBOLS))
@@ -216,14 +203,8 @@ def _normal(found: re.Match[str]) -> str:
     return f"^{{{text}}}" if found.re is _RAISED else f" {text} "
 
 
-def _is_hidden(char: str) -> bool:
-    return char not in "\t\n\r" and unicodedata.category(char) in {"Cc", "Cf", "Cn", "Co", "Cs"}
-
-
 def _grouped(number: re.Match[str]) -> str:
-    r"""`1,234` becomes `1234`. Right after a bracket, as in `(1,234)` or `\{1,234\}`, the comma separates two entries,
-    and the text stays as it is.
-    """
+    r"""`1,234` becomes `1234`. Right after a bracket, as in `(1,234)` or `\{1,234\}`, it stands between entries."""
     if number.string[: number.start()].rstrip().endswith(("(", "[", r"\{")):
         return number.group()
     return re.sub(r"\D", "", number.group())

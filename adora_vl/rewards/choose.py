@@ -41,9 +41,7 @@ def with_options(entry: str, function: Callable[..., Any], options: Mapping[str,
         if option in GIVEN:
             raise UserError(f"adora_reward.{own_name(entry)}: {option!r} is given by the trainer; choose another name")
         if option not in named and not takes_any:
-            raise UserError(
-                f"adora_reward.{own_name(entry)}: no argument {option!r} there{did_you_mean(option, named)}"
-            )
+            raise UserError(f"adora_reward.{own_name(entry)}: no argument {option!r}{did_you_mean(option, named)}")
     filled = partial(function, **options)
     filled.__name__ = own_name(entry)  # type: ignore[attr-defined]  # TRL names the reward in the log by it
     return filled
@@ -54,18 +52,15 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     options = set(function.keywords) if isinstance(function, partial) else set()
     taken = sorted(options & set(columns))
     if taken:
-        raise UserError(
-            f"adora_reward.{own_name(entry)}: {taken[0]!r} is a column of the data set; rename the argument"
-        )
+        raise UserError(f"adora_reward.{own_name(entry)}: {taken[0]!r} is a column of the data; rename the argument")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin may not say what it takes
         return
     given = {*GIVEN, *columns} - {"prompt", "completion"}
     for parameter in signature.parameters.values():
-        needed = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL,
-        )  # fmt: skip
+        takes_several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        needed = parameter.default is parameter.empty and not takes_several
         if parameter.kind is parameter.POSITIONAL_ONLY and needed:
             raise UserError(f"adora_reward: {entry!r} takes {parameter.name!r} by position; TRL gives it by name")
         if needed and parameter.name not in given:
@@ -122,9 +117,7 @@ def _asked(asked: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
         pairs = [(entry, {})] if isinstance(entry, str) else [*entry.items()]
         for name, options in pairs:
             if not isinstance(options or {}, Mapping):
-                raise UserError(
-                    f"adora_reward.{own_name(name)}: {options!r:.80} is not a mapping, such as {{target: 50}}"
-                )
+                raise UserError(f"adora_reward.{own_name(name)}: {options!r:.80} is no mapping, such as {{target: 50}}")
             found.append((str(name), {str(option): value for option, value in (options or {}).items()}))
     return found
 
@@ -144,7 +137,12 @@ def choose_rewards(
     for name, options in presets.items():
         if name not in NAMES and ":" in name:
             raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
-        _check_preset(name, options)
+        known = ["rounding"] if name in PRESETS else []
+        for option, value in options.items():
+            if option not in known:
+                raise UserError(f"adora_reward.{name}: unknown option {option!r}, it has {', '.join(known) or 'none'}")
+            if not isinstance(value, bool):
+                raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")
     _check_names(entries, [own_name(name) if is_own(name) else name for name in entries])
     rounded = [name for name, options in presets.items() if options.get("rounding")]
     functions = reward_functions([*presets], rounded, answer_tags) if presets or not entries else []
@@ -161,15 +159,6 @@ def choose_rewards(
         found.append(in_trl_form(with_options(name, own.value, options)))
     _check_names(entries, [own_name(name) if is_own(name) else made[name].__name__ for name in entries])
     return ChosenRewards(tuple(entries), tuple(found), hashes)
-
-
-def _check_preset(name: str, options: Mapping[str, Any]) -> None:
-    known = ["rounding"] if name in PRESETS else []
-    for option, value in options.items():
-        if option not in known:
-            raise UserError(f"adora_reward.{name}: unknown option {option!r}, it has {', '.join(known) or 'none'}")
-        if not isinstance(value, bool):
-            raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")
 
 
 def try_rewards(

@@ -64,9 +64,8 @@ def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compa
     rounded = "." in reference.text and any(sign == "~" for sign, _ in chain)
     sure = False
     for sign, value in chain:
-        found = _same_value(
-            replace(value, real=value.real and replace(value.real, unevaluated=False)), reference, False
-        )
+        worked_out = replace(value, real=value.real and replace(value.real, unevaluated=False))
+        found = _same_value(worked_out, reference, False)
         sure = sure or found.verdict == "correct"
         near = sign == "~" and reference.real and _is_rounded(value.text, reference.real.value)
         near = near or (rounded and sign != "~" and value.real and _is_rounded(reference.text, value.real.value))
@@ -76,9 +75,7 @@ def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compa
 
 
 def _as_value(answer: Answer, reference: Answer) -> Answer:
-    r"""The value in `y = 2x + 1` and `|AB| = 5`, and in `x \approx 5` where the reference answer is in digits; else the
-    answer itself.
-    """
+    r"""The value in `y = 2x + 1` and `|AB| = 5`, and in `x \approx 5` for a reference answer in digits, else itself."""
     value = answer
     label = answer.whole.partition("=")[0] if "=" in answer.raw else ""
     if answer.reason == "enumeration" and reference.real and _DECIMAL_COMMA.fullmatch(answer.text):

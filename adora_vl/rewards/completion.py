@@ -132,9 +132,7 @@ def _peel(response: str, complete: list[_Box]) -> _Box:
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion, or of a prompt's last message, in either of TRL's forms: a string, or messages whose
-    content is a string or parts.
-    """
+    """The text of a completion, or of a prompt's last message: a string, or messages with a string or parts."""
     if isinstance(completion, str):
         return completion
     content = completion[-1]["content"] if completion else ""
@@ -152,60 +150,40 @@ def shows_working(text: str) -> bool:
     return "=" in (before if box else after)
 
 
-def is_think(text: str) -> bool:
-    """`<think> ... </think> ...`: one block with something in it, first, and something after it."""
-    rest = _after_block(text.strip(), THINK_TAGS)
-    return rest is not None and rest != "" and not _has(rest, (*THINK_TAGS, *ANSWER_TAGS))
-
-
-def is_think_answer(text: str) -> bool:
-    """`<think> ... </think> <answer> ... </answer>`: both blocks once, with something in them, and nothing else."""
-    rest = _after_block(text.strip(), THINK_TAGS)
-    return rest is not None and _after_block(rest, ANSWER_TAGS) == ""
-
-
 def _after_block(text: str, tags: tuple[str, str]) -> str | None:
     """What follows the block that `text` begins with, stripped; None where there is no such block, or an empty one."""
     begin, end = tags
     inside, found, rest = text.removeprefix(begin).partition(end)
-    if not text.startswith(begin) or not found or not inside.strip() or _has(inside, (*THINK_TAGS, *ANSWER_TAGS)):
-        return None
-    return rest.strip()
+    sound = text.startswith(begin) and found and inside.strip() and not _has_tag(inside)
+    return rest.strip() if sound else None
 
 
-def _has(text: str, tags: Sequence[str]) -> bool:
-    return any(tag in text for tag in tags)
+def _has_tag(text: str) -> bool:
+    return any(tag in text for tag in (*THINK_TAGS, *ANSWER_TAGS))
 
 
 def think_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
-    """TRL's reward function: 1.0 where the thinking stands in its block before the answer, else 0.0."""
-    return [float(is_think(completion_text(completion))) for completion in completions]
+    """TRL's reward function: 1.0 where one block of thinking, not an empty one, stands before something, else 0.0."""
+    rests = [_after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions]
+    return [float(bool(rest) and not _has_tag(rest or "")) for rest in rests]
 
 
 def think_answer_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
     """TRL's reward function: 1.0 where thinking and answer stand in their blocks and nothing else, else 0.0."""
-    return [float(is_think_answer(completion_text(completion))) for completion in completions]
+    rests = [_after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions]
+    return [float(rest is not None and _after_block(rest, ANSWER_TAGS) == "") for rest in rests]
 
 
 # ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the list is ours, and fixed, so that two runs
 # can be compared. Each word has the pattern that counts as it; an ending such as `-ing` may follow.
+_ALONE = ("wait", "verify", "reconsider", "rethink", "alternatively", "however", "mistake", "let me see", "hold on")
 REFLECTIVE = {
-    "wait": "wait",
-    "verify": "verify",
+    **{word: word for word in _ALONE},
     "check": "(?<!-)(?<!double )check",  # not the end of `re-check` and `double-check`, which count as themselves
     "recheck": "re-?check",
     "double-check": "double[- ]?check",
-    "reconsider": "reconsider",
-    "rethink": "rethink",
-    "alternatively": "alternatively",
-    "however": "however",
-    "mistake": "mistake",
-    "let me see": "let me see",
-    "hold on": "hold on",
 }
-_PATTERNS = {
-    word: re.compile(rf"(?<!\w){counts_as}(?:s|ed|ing)?(?!\w)", re.IGNORECASE) for word, counts_as in REFLECTIVE.items()
-}
+_PATTERNS = {word: re.compile(rf"(?<!\w){like}(?:s|ed|ing)?(?!\w)", re.IGNORECASE) for word, like in REFLECTIVE.items()}
 
 
 def reflective_words(text: str) -> dict[str, int]:

@@ -18,7 +18,7 @@ from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.forms import read, working
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
-from adora_vl.utils.cli import Parser, yaml_value
+from adora_vl.utils.cli import Parser, exit_code_of, yaml_value
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_own
 
@@ -77,27 +77,22 @@ RULES = {
 }
 
 
-def explanation(
-    response: str,
-    gold: str,
-    choices: Sequence[str] | None = None,
-    *,
-    rounding: bool = False,
-    answer_tags: bool = False,
-) -> list[str]:
-    """The lines of the explanation. Raises `UserError` for a reference answer that cannot be graded against."""
+def explanation(response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool) -> list[str]:
+    """The lines of the explanation. `accepted`: `rounding` and `answer_tags` of `grade`. Raises `UserError` for a
+    reference answer that cannot be graded against.
+    """
     reason = verify_gold(gold, choices)
     if reason:
         said = reason if ":" in reason else f"{reason}: {RULES.get(reason, '')}"
         raise UserError(f"--gold: {gold!r} cannot be graded against ({said})")
-    found = grade(response, gold, choices=choices, rounding=rounding, answer_tags=answer_tags)
+    found, answer_tags = grade(response, gold, choices=choices, **accepted), accepted.get("answer_tags", False)
     lines = [f"extracted  {_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"]
     given = last_answer(response) if answer_tags else last_boxed(response)
     if given is not None:
         answer = answer_to(read(gold), response, given, answer_tags)
         lines.append(f"answer     {_described(read(answer.raw) if answer.raw else answer)}")
     lines.append(f"gold       {_described(read(gold))}")
-    compared = comparison(response, gold, rounding=rounding, answer_tags=answer_tags)
+    compared = comparison(response, gold, **accepted)
     for number, pair in enumerate(compared.pairs if compared else (), 1):
         lines.append(f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: {pair.reason}")
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
@@ -172,20 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gold", help="the right answer, as a dataset has it")
     parser.add_argument("--response", required=True, help="the whole response; - reads it from standard input")
     parser.add_argument("--choices", nargs="+", metavar="VALUE", help="the values of A, B, C, ...")
-    parser.add_argument(
-        "--rounding", action="store_true", help="also accept a decimal that is the reference answer rounded"
-    )
+    parser.add_argument("--rounding", action="store_true", help="also accept the reference answer rounded to a decimal")
     parser.add_argument("--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box")
-    parser.add_argument(
-        "--reward",
-        nargs="+",
-        type=_entry,
-        default=[],
-        metavar="FILE.py:FUNCTION",
-        help="as adora_reward, with options too",
-    )
+    what = "as adora_reward, with options too"
+    parser.add_argument("--reward", nargs="+", type=_entry, default=[], metavar="FILE.py:FUNCTION", help=what)
     parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row")
-    try:
+
+    def command() -> None:
         options = parser.parse_args(arguments)
         if options.gold is None and not options.reward:
             raise UserError("give --gold to see how the answer is graded, or --reward to try a reward")
@@ -198,13 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             columns = _columns(options)
             lines += tried(options.reward, response, columns, options.answer_tags)
         print("\n".join(lines))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was graded", file=sys.stderr)
-        return 130  # as in `adora_vl.utils.cli`
-    return 0
+
+    return exit_code_of(command, "nothing was graded")
 
 
 if __name__ == "__main__":

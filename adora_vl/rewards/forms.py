@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from adora_vl.rewards.answer import NO_VALUE, Answer, plain
 from adora_vl.rewards.canonical import FIGURE, MAX_CHARS, NAME, NAME_OF_VALUE
-from adora_vl.rewards.grammar import Tree, unknowns
+from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
 from adora_vl.rewards.numeric import Real, is_constant, same_number, zero_of
 from adora_vl.rewards.solutions import REVERSED, Solution, between, decides, of_absolute
 
@@ -45,22 +45,11 @@ _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
 _ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")  # also the first one of `angles 2, 3 and 6`
 _WORDED = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")  # `bh` and `lwh` are products in a formula
 _INFINITE = re.compile(r"([+-]?)(?:\\infty|∞)")
-_REFUSED = (
-    ("matrix", re.compile(r"\\begin|\\end|&|\\\\")),
-    ("open_list", re.compile(r"…|\.\.|\\[lc]?dots")),
-)
+_REFUSED = (("matrix", re.compile(r"\\begin|\\end|&|\\\\")), ("open_list", re.compile(r"…|\.\.|\\[lc]?dots")))
 _MATRIX = re.compile(
     r"[(\[]?\\begin\{(p|b|small|)(?:matrix|array)\}(?:\{[clr|]+\})?((?:(?!\\begin).)+)\\end\{\1(?:matrix|array)\}[)\]]?"
 )
 REFUSALS = frozenset({"decimal_comma", "matrix", "open_list", "chain_differs", "always_true", "labels", "too_large"})
-
-
-class NoFormError(ValueError):
-    """The text has none of the forms. `reason` says why: a rule of `answer` or `grammar`, or one of its own."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 def read(raw: str) -> Answer:
@@ -102,21 +91,21 @@ def as_form(answer: Answer) -> Answer:
     """The same answer where a form is asked for: `x = 5` then has its name, and `1000,99` may be two values."""
     try:
         return _parsed(answer.whole)
-    except NoFormError as error:
+    except NotReadError as error:
         refusal = error.reason if error.reason in REFUSALS or not answer.reason else ""
         return replace(answer, kind="unreadable", refusal=refusal)
 
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Answer:
-    """The answer in a text with all its names and brackets (`canonical.whole`). Raises `NoFormError`."""
+    """The answer in a text with all its names and brackets (`canonical.whole`). Raises `NotReadError`."""
     for reason, pattern in _REFUSED:
         if pattern.search(text) and not (reason == "matrix" and _MATRIX.search(text)):
-            raise NoFormError(reason)
+            raise NotReadError(reason)
     text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
     answer = _parse(text, 0)
     if _size(answer) > 3 * MAX_PARTS:
-        raise NoFormError("too_large")
+        raise NotReadError("too_large")
     return answer
 
 
@@ -126,14 +115,14 @@ def _size(answer: Answer) -> int:
 
 @lru_cache(maxsize=256)
 def _depths(text: str) -> tuple[int, ...]:
-    """How many brackets each character stands in; a bracket does not stand in itself. Raises `NoFormError`."""
+    """How many brackets each character stands in; a bracket does not stand in itself. Raises `NotReadError`."""
     depth, depths = 0, []
     for char in text:
         depth -= char in ")]}"
         depths.append(depth)
         depth += char in "([{"
     if depth or min(depths, default=0) < 0:
-        raise NoFormError("not_read")
+        raise NotReadError("not_read")
     return tuple(depths)
 
 
@@ -147,16 +136,16 @@ def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
             found.append(match.group())
             begin = match.end()
             if len(found) > MAX_PARTS:
-                raise NoFormError("too_large")
+                raise NotReadError("too_large")
     return [*pieces, text[begin:].strip()], found
 
 
 def _parse(text: str, depth: int) -> Answer:
     text = text.strip()
     if depth > MAX_DEPTH:
-        raise NoFormError("too_large")
+        raise NotReadError("too_large")
     if not text:
-        raise NoFormError("empty_box")
+        raise NotReadError("empty_box")
     if matrix := _MATRIX.fullmatch(text):
         return _matrix(text, matrix[2])
     ways, _ = _split(text, _OR)
@@ -169,10 +158,10 @@ def _parse(text: str, depth: int) -> Answer:
     members, found = _split(text, _MEMBER)
     if found:
         if len(members) != 2 or not NAME_OF_VALUE.fullmatch(members[0]):
-            raise NoFormError("relation")
+            raise NotReadError("relation")
         inner = _parse(members[1], depth + 1)
         if not inner.solution and inner.kind != "unordered":
-            raise NoFormError("relation")
+            raise NotReadError("relation")
         return replace(inner, label=members[0], text=text)
     pieces, _ = _split(text, _UNION)
     if len(pieces) > 1:
@@ -192,7 +181,7 @@ def _leaf(text: str) -> Answer:
     angle = _ANGLE.fullmatch(text)
     value = plain(angle[1] if angle else text)
     if not value.is_value:
-        raise NoFormError(value.reason)
+        raise NotReadError(value.reason)
     return replace(value, raw="")
 
 
@@ -201,23 +190,23 @@ def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answ
     parts: list[Answer] = []
     for piece in pieces:
         if _AMBIGUOUS.fullmatch(piece):
-            raise NoFormError("decimal_comma" if "," in piece else "enumeration")
+            raise NotReadError("decimal_comma" if "," in piece else "enumeration")
         part = _parse(piece, depth + 1)
         parts += part.parts if part.both_signs else [part]
     solved = [part for part in parts if part.kind == "inequality"]
     if solved and all(part in solved or (part.label and part.is_value) for part in parts):
         ways = ["or" in one for one in found]
         if any(ways) != all(ways):
-            raise NoFormError("relation")
+            raise NotReadError("relation")
         return _joined(text, "or" if ways[0] else "and", parts)
     labels = [part.label for part in parts]
     label = ""
     if labels[0] and (not any(labels[1:]) or len(set(labels)) == 1):  # a = 4, -8 and x = 5 or x = 6
         label, parts = labels[0], [replace(part, label="") for part in parts]
     elif any(labels) and (not all(labels) or len(set(labels)) < len(labels)):
-        raise NoFormError("labels")
+        raise NotReadError("labels")
     if len(parts) > MAX_PARTS:
-        raise NoFormError("too_large")
+        raise NotReadError("too_large")
     return Answer("unordered", text, label=label, parts=tuple(parts))
 
 
@@ -241,7 +230,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
             return inner
         parts = inner.parts if inner.kind == "unordered" and not inner.label else (inner,)
         if of_set or not all(part.is_value or part.kind == "ordered" for part in parts):
-            raise NoFormError("enumeration")
+            raise NotReadError("enumeration")
         return Answer("unordered", text, parts=parts)
     pieces, found = _split(inside, _SEMICOLON)
     if not found:
@@ -250,7 +239,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
         return None
     parts = tuple(_end(piece, depth + 1) for piece in pieces)
     if any(part.kind == "unordered" and not part.both_signs for part in parts):
-        raise NoFormError("enumeration")  # (3,5; 4)
+        raise NotReadError("enumeration")  # (3,5; 4)
     ends = [_real(part) or part.text for part in parts]
     interval = between(ends[0], ends[1], opening + closing) if len(ends) == 2 else None
     return Answer("ordered", text, parts=parts, brackets=opening + closing, solution=interval)
@@ -262,7 +251,7 @@ def _matrix(text: str, inside: str) -> Answer:
     rows = [[_leaf(entry.strip()) for entry in line.split("&")] for line in lines]
     even = len({len(row) for row in rows}) == 1 and len(rows) * len(rows[0]) <= MAX_PARTS
     if not even or any(not entry.tree for row in rows for entry in row):
-        raise NoFormError("matrix")
+        raise NotReadError("matrix")
     if len(rows[0]) == 1 < len(rows):
         return Answer("ordered", text, parts=tuple(row[0] for row in rows), brackets="()")
     parts = (Answer("ordered", ", ".join(one.text for one in row), parts=tuple(row), brackets="row") for row in rows)
@@ -281,24 +270,24 @@ def _both_signs(text: str) -> Answer | None:
     if not _PLUS_MINUS.search(text) and not _MINUS_PLUS.search(text):
         return None
     if len(_PLUS_MINUS.findall(text)) > 1:
-        raise NoFormError("enumeration")  # two values, or four?
+        raise NotReadError("enumeration")  # two values, or four?
     values = []
     for plus, minus in ("+-", "-+"):
         value = plain(_MINUS_PLUS.sub(minus, _PLUS_MINUS.sub(plus, text)))
         if not value.tree:
-            raise NoFormError("enumeration")
+            raise NotReadError("enumeration")
         real = value.real and replace(value.real, unevaluated=False)  # 12 + 1 is a way to write 13 here
         values.append(replace(value, real=real, raw=""))
     one, other = map(_real, values)
     if one and other and same_number(one, other):
-        raise NoFormError("enumeration")  # 12 \pm 0
+        raise NotReadError("enumeration")  # 12 \pm 0
     return Answer("unordered", text, parts=tuple(values), both_signs=True)
 
 
 def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
     """What signs stand between: an inequality, a value with its name, a chain, or an equation."""
     if not all(sides) or "~" in signs[:-1]:
-        raise NoFormError("relation")
+        raise NotReadError("relation")
     if set(signs) - {"=", "~"}:
         return _inequality(text, sides, signs)
     if len(sides) > 2:
@@ -311,18 +300,18 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
     if _NAMES.fullmatch(left):
         inner, names = _bracketed(right, depth), re.split(r"[,;]\s?", left[1:-1])
         if not inner or inner.kind != "ordered" or len(names) != len(inner.parts):
-            raise NoFormError("equation")
+            raise NotReadError("equation")
         parts = (replace(part, label=name) for part, name in zip(inner.parts, names, strict=True))
         return replace(inner, text=text, parts=tuple(parts))
     if not NAME_OF_VALUE.fullmatch(left):
         if signs != ["="]:
-            raise NoFormError("equation")
+            raise NotReadError("equation")
         return _equation(text, sides)
     inner, tree = _parse(right, depth + 1), plain(left).tree
     if signs == ["="] and inner.kind == "expression" and tree and tree[0] == "unknown":
         return replace(_equation(text, sides), parts=(inner,), label=left)  # y = 2x + 1
     if not (inner.is_value or inner.kind in {"ordered", "unordered"}):
-        raise NoFormError("equation")
+        raise NotReadError("equation")
     return replace(inner, text=inner.text if inner.is_value else text, label=left)
 
 
@@ -331,9 +320,9 @@ def _chain(sides: Sequence[str]) -> Answer:
     values = [_leaf(side) for side in sides[1:]] if NAME_OF_VALUE.fullmatch(sides[0]) else []
     numbers = [number for number in map(_real, values) if number]
     if not values or len(numbers) < len(values):
-        raise NoFormError("equation")
+        raise NotReadError("equation")
     if not all(same_number(number, numbers[-1]) for number in numbers):
-        raise NoFormError("chain_differs")
+        raise NotReadError("chain_differs")
     return replace(values[-1], label=sides[0])
 
 
@@ -343,7 +332,7 @@ def working(text: str) -> list[tuple[str, Answer]]:
     """
     try:
         sides, signs = _split(text, _SIGN)
-    except NoFormError:
+    except NotReadError:
         return []
     if len(sides) < 2 or not all(sides) or {_SIGNS[sign] for sign in signs} - {"=", "~"}:
         return []
@@ -365,15 +354,15 @@ def _side(text: str) -> Tree:
     if _FUNCTION.fullmatch(text) or (tree is None and NAME_OF_VALUE.fullmatch(text)):
         return ("unknown", bare(text))
     if tree is None:
-        raise NoFormError("relation")
+        raise NotReadError("relation")
     return tree
 
 
 def _difference(left: Tree, right: Tree) -> Tree:
-    """Left minus right. Raises `NoFormError` where that is the same number everywhere, as in `x < x + 1`."""
+    """Left minus right. Raises `NotReadError` where that is the same number everywhere, as in `x < x + 1`."""
     tree: Tree = ("sum", (1, left), (-1, right))
     if not unknowns(tree) or is_constant(tree):
-        raise NoFormError("always_true")
+        raise NotReadError("always_true")
     return tree
 
 
@@ -384,12 +373,12 @@ def _equation(text: str, sides: Sequence[str]) -> Answer:
 
 def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
     if len(sides) > MAX_SIDES:
-        raise NoFormError("too_large")
+        raise NotReadError("too_large")
     trees = [_side(side) for side in sides]
     relations, atoms = [], []
     for left, sign, right in zip(trees, signs, trees[1:], strict=False):
         if sign not in REVERSED:
-            raise NoFormError("relation")
+            raise NotReadError("relation")
         if sign in {">", ">="}:
             left, sign, right = right, REVERSED[sign], left
         tree = _difference(left, right)
@@ -403,11 +392,11 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
         atom: Solution = ("is", sign if slope > 0 else REVERSED[sign], at)
         absolute = of_absolute(atom) if name[0] == "|" else atom
         if absolute is None:
-            raise NoFormError("relation")
+            raise NotReadError("relation")
         atoms.append(absolute)
     solution: Solution = ("and", *atoms)
     if not decides(solution):
-        raise NoFormError("always_true")
+        raise NotReadError("always_true")
     return Answer("inequality", text, label=name.strip("|"), solution=solution)
 
 
@@ -417,7 +406,7 @@ def _solution(answer: Answer) -> Solution:
         return answer.solution
     numbers = [_real(part) for part in answer.parts or (answer,)]
     if answer.kind == "ordered" or not all(numbers):
-        raise NoFormError("relation")
+        raise NotReadError("relation")
     return ("or", *(("is", "=", number) for number in numbers))
 
 
@@ -425,10 +414,10 @@ def _joined(text: str, word: str, parts: Sequence[Answer]) -> Answer:
     """Several inequalities in one unknown, or intervals, of which all hold (`and`) or at least one (`or`)."""
     labels = {part.label for part in parts}
     if len(labels) > 1 or not any(part.solution for part in parts):
-        raise NoFormError("relation")
+        raise NotReadError("relation")
     solution = (word, *map(_solution, parts))
     if not decides(solution):
-        raise NoFormError("always_true")
+        raise NotReadError("always_true")
     return Answer("inequality", text, label=labels.pop(), solution=solution)
 
 

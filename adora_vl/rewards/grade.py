@@ -30,19 +30,14 @@ _LABEL = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) ?(.*)", re.ASCII
 )
 # Reference answers that no honest answer can meet, and what to write in their place. They run on canonical text.
+_COMMA = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
 _UNMEETABLE = (
-    (
-        "decimal_comma",
-        re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"),
-        "a decimal comma, or two answers? write 3.5, or 3, 5 with a space",
-    ),
+    ("decimal_comma", re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"), _COMMA),
     ("currency", re.compile(r"-?\\?[$€£¥]-?[0-9.]+|-?[0-9.]+\\?[$€£¥]"), "write the amount alone, 5 for $5"),
     ("prime", re.compile(r"[0-9.]+(?:['\"′″]|\^\{?\\prime).*"), "feet, or minutes? write the number alone, 5 for 5'"),
 )
-REMEDIES = {
-    "other_digits": "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴",
-    **{reason: remedy for reason, _, remedy in _UNMEETABLE},
-}
+REMEDIES = {reason: remedy for reason, _, remedy in _UNMEETABLE}
+REMEDIES["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
 
 
 @dataclass(frozen=True)
@@ -89,9 +84,8 @@ def grade(
     outcome: _Outcome = ("unparseable", "no_box")
     if given is not None:
         reference = read(gold)
-        outcome = _decided(
-            answer_to(reference, response, given, answer_tags), reference, without_letters(choices or ()), rounding
-        )
+        answer = answer_to(reference, response, given, answer_tags)
+        outcome = _decided(answer, reference, without_letters(choices or ()), rounding)
         if len(given) > _SHOWN_CHARS:
             given = given[:_SHOWN_CHARS] + "…"
     verdict, reason = outcome
@@ -99,19 +93,14 @@ def grade(
 
 
 def grade_batch(
-    responses: Sequence[str],
-    golds: Sequence[str],
-    *,
-    choices: Sequence[Sequence[str] | None] | None = None,
-    rounding: bool = False,
-    answer_tags: bool = False,
-) -> list[Grade]:
-    """As `grade`, for each response with its reference answer and choices. Raises `ValueError` for unequal lengths."""
-    options = choices if choices is not None else [None] * len(responses)
-    return [
-        grade(response, gold, choices=row_choices, rounding=rounding, answer_tags=answer_tags)
-        for response, gold, row_choices in zip(responses, golds, options, strict=True)
-    ]
+    responses: Sequence[str], golds: Sequence[str], *, choices: Sequence[Sequence[str] | None] | None = None,
+    **accepted: bool,
+) -> list[Grade]:  # fmt: skip
+    """As `grade`, for each response with its reference answer and choices. `accepted`: its `rounding` and `answer_tags`.
+    Raises `ValueError` for unequal lengths.
+    """
+    rows = zip(responses, golds, choices if choices is not None else [None] * len(responses), strict=True)
+    return [grade(response, gold, choices=options, **accepted) for response, gold, options in rows]
 
 
 def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
@@ -136,7 +125,10 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
             return ("correct", "letter") if named.letter == right.letter else ("wrong", "different_letter")
         if named:
             return "wrong", "letter_without_choice"
-        unmeetable = _unmeetable(reference.text)
+        text = reference.text
+        if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
+            return "wrong", "gold_other_digits"
+        unmeetable = next((reason for reason, pattern, _ in _UNMEETABLE if pattern.fullmatch(text)), None)
         return ("wrong", f"gold_{unmeetable}") if unmeetable else _outcome(answer, reference, rounding)
     if right:
         value = _choice(right.letter, choices)
@@ -188,9 +180,7 @@ def _outcome(answer: Answer, reference: Answer, rounding: bool = False) -> _Outc
 
 
 def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -> Answer:
-    r"""What an answer says as one value. Where the reference answer has several values, boxes in a row are one answer:
-    `\boxed{1} and \boxed{2}`.
-    """
+    r"""What an answer says. For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer."""
     answer = plain(given)
     row = boxes_in_a_row(response, answer_tags) if reference.kind == "unordered" else []
     return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
@@ -239,13 +229,6 @@ def _is_beside(named: _Named, value: Answer) -> bool:
     if not named.beside or named.text == value.text:
         return True
     return _outcome(plain(named.beside), value)[0] == "correct"
-
-
-def _unmeetable(text: str) -> str | None:
-    """Why no honest answer can meet a reference answer of this text, None where one can."""
-    if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
-        return "other_digits"
-    return next((reason for reason, pattern, _ in _UNMEETABLE if pattern.fullmatch(text)), None)
 
 
 def _choice(letter: str, choices: Sequence[str]) -> Answer | None:

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 Tree = tuple[Any, ...]
-Reason = Literal["not_read", "too_large", "undefined", "beyond"]
 
 MAX_CHARS = 500
 MAX_NESTING = 16
@@ -43,15 +42,16 @@ _INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 
 
 class NotReadError(ValueError):
-    """The text or tree has no value here. `reason` says why:
+    """A text or tree says nothing here. `reason` names the rule:
 
     `not_read`: it is not one of the forms above; `too_large`: it is over one of the caps; `undefined`: it has no value,
-    such as 1/0; `beyond`: it was read, but has no value of its own, such as `x+3`.
+    such as 1/0; `beyond`: it was read, but has no value of its own, such as `x+3`; and those of `canonical`, `answer`
+    and `forms`.
     """
 
-    def __init__(self, reason: Reason = "not_read") -> None:
+    def __init__(self, reason: str = "not_read") -> None:
         super().__init__(reason)
-        self.reason: Reason = reason
+        self.reason = reason
 
 
 def read_tree(text: str) -> Tree:

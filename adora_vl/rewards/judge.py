@@ -46,16 +46,11 @@ class JudgeReward:
     def __init__(self, options: Mapping[str, Any], folder: Path) -> None:
         """Raises `UserError` for an option that is missing, unknown or of the wrong kind."""
         given = _checked(options)
-        endpoint = Endpoint(
-            check_url("adora_reward.judge.base_url", given["base_url"]),
-            given["model"],
-            KEY_VARIABLE,
-            given["timeout"],
-            given["attempts"],
-            given["wait"],
-            given["concurrency"],
-            {"temperature": 0, "max_tokens": given["max_tokens"]},
-        )
+        url = check_url("adora_reward.judge.base_url", given["base_url"])
+        ours = {"timeout_s": "timeout", "attempts": "attempts", "wait_s": "wait", "workers": "concurrency"}
+        body = {"temperature": 0, "max_tokens": given["max_tokens"]}
+        patience = {name: given[option] for name, option in ours.items()}
+        endpoint = Endpoint(url, given["model"], KEY_VARIABLE, **patience, body=body)
         budget = None if given["budget"] < 0 else given["budget"]
         self._endpoint, self._budget, self._cache = endpoint, budget, folder / Path(given["cache"]).expanduser()
         self._instruction = given["instruction"]
@@ -74,19 +69,16 @@ class JudgeReward:
         self,
         prompts: Sequence[Any] | None = None,
         completions: Sequence[Any] = (),
-        completion_ids: Sequence[Any] | None = None,
-        *,
-        problem: Sequence[Any] | None = None,
-        answer: Sequence[Any] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | EndpointError]:
         """One score per completion, or the error of its call. Logs `judge/failed` and `judge/cached`, shares.
 
-        Raises `UserError` where the endpoint refuses the key: no later call would be answered.
+        Of the `columns` it reads `problem` and `answer`. Raises `UserError` where the endpoint refuses the key: it would
+        answer no later call.
         """
-        said = problem or [completion_text(prompt) for prompt in prompts or [""] * len(completions)]
-        references = answer or [None] * len(completions)
+        said = columns.get("problem") or [completion_text(prompt) for prompt in prompts or [""] * len(completions)]
+        references = columns.get("answer") or [None] * len(completions)
         asked = [
             self.messages(str(one), reference, completion_text(reply))
             for one, reference, reply in zip(said, references, completions, strict=True)
@@ -174,17 +166,12 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, (kind, default) in _OPTIONS.items():
         value = options.get(name, default)
         if value is None:
-            raise UserError(
-                f"{where}: {name} is missing; give base_url and model, as in {{judge: {{base_url: URL, ...}}}}"
-            )
+            raise UserError(f"{where}: no {name}; give base_url and model, as in {{judge: {{base_url: URL, ...}}}}")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         least = 0 if name in ("budget", "wait") else 1 if kind is int else 1e-3
         fits = isinstance(value, str) if kind is str else number and (value == default or value >= least)
         if not fits or (kind is int and value != int(value)) or value == "":
-            raise UserError(f"{where}.{name}: {value!r:.60} is not {_kind(kind, least)}")
+            wanted = "a text" if kind is str else f"a {'whole ' * (kind is int)}number of at least {least:g}"
+            raise UserError(f"{where}.{name}: {value!r:.60} is not {wanted}")
         found[name] = kind(value)
     return found
-
-
-def _kind(kind: type, least: float) -> str:
-    return "a text" if kind is str else f"a {'whole ' if kind is int else ''}number of at least {least:g}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from adora_vl.rewards.completion import ANSWER_TAGS, THINK_TAGS, completion_text, last_answer
+from adora_vl.rewards.completion import ANSWER_TAGS, THINK_TAGS, answer_block, completion_text, last_answer
 from adora_vl.utils.errors import UserError
 
 RIGHT, COMPLETE, NOTHING = 1.0, 0.1, 0.0  # as in the `adora` preset
@@ -66,9 +66,7 @@ def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
 def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
     """As `knights_verdict`, by the reference's rules: no box, and `logic_rl_roles` reads the last `<answer>` block."""
     expected = _expected(reference)
-    opening, closing = ANSWER_TAGS
-    begin = response.rfind(opening, 0, max(0, response.rfind(closing)))
-    given = response[begin + len(opening) :].partition(closing)[0].strip() if begin >= 0 else ""
+    given = (answer_block(response) or "").partition(ANSWER_TAGS[1])[0].strip()
     roles = logic_rl_roles(given, expected)
     if roles is None:
         return "unparseable", None
@@ -78,60 +76,37 @@ def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
 def _expected(reference: str) -> dict[str, str]:
     expected = roles_in(reference)
     if not expected:
-        raise UserError(
-            f"answer {reference!r} names nobody as a knight or a knave: prepare the data with data_prep knights"
-        )
+        raise UserError(f"answer {reference!r} names no knight and no knave: prepare the data with data_prep knights")
     return expected
 
 
-def knights_reward(
-    prompts: Sequence[Any] | None = None,
-    completions: Sequence[Any] = (),
-    completion_ids: Sequence[Any] | None = None,
-    *,
-    answer: Sequence[str] | None = None,
-    log_extra: Callable[[str, list[Any]], None] | None = None,
-    log_metric: Callable[[str, float], None] | None = None,
-    **columns: Any,
-) -> list[float]:
+def knights_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
     """TRL's reward function: 1.0 for all roles right, 0.1 for a whole but wrong answer, 0.0 for none."""
-    texts = [completion_text(completion) for completion in completions]
     rewards = {"correct": RIGHT, "wrong": COMPLETE, "unparseable": NOTHING}
-    return [rewards[verdict] for verdict in _verdicts(knights_verdict, texts, answer, log_extra, log_metric)]
+    return [rewards[verdict] for _, verdict in _verdicts(knights_verdict, completions, **columns)]
 
 
-def knights_logic_rl_reward(
-    prompts: Sequence[Any] | None = None,
-    completions: Sequence[Any] = (),
-    completion_ids: Sequence[Any] | None = None,
-    *,
-    answer: Sequence[str] | None = None,
-    log_extra: Callable[[str, list[Any]], None] | None = None,
-    log_metric: Callable[[str, float], None] | None = None,
-    **columns: Any,
-) -> list[float]:
+def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
     """TRL's reward function with the rewards of Logic-RL and ADORA's repository: 3 for a right answer in the form that
     `has_logic_rl_form` checks, -0.5 for a wrong one, -1 for none in that form, -3 for another form. Answers are read
     as there (`logic_rl_roles`), which is stricter than `knights_reward`.
     """
-    texts = [completion_text(completion) for completion in completions]
-    verdicts = _verdicts(logic_rl_verdict, texts, answer, log_extra, log_metric)
-    return [
-        LOGIC_RL[verdict] if has_logic_rl_form(text) else WRONG_FORM
-        for text, verdict in zip(texts, verdicts, strict=True)
-    ]
+    found = _verdicts(logic_rl_verdict, completions, **columns)
+    return [LOGIC_RL[verdict] if has_logic_rl_form(text) else WRONG_FORM for text, verdict in found]
 
 
 def _verdicts(
     judge: Callable[[str, str], tuple[str, str | None]],
-    texts: Sequence[str],
-    answer: Sequence[str] | None,
-    log_extra: Callable[[str, list[Any]], None] | None,
-    log_metric: Callable[[str, float], None] | None,
-) -> list[str]:
-    """The verdict on each text, which goes into the record and the log."""
+    completions: Sequence[Any],
+    answer: Sequence[str] | None = None,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **columns: Any,
+) -> list[tuple[str, str]]:
+    """Each text with the verdict on it, which goes into the record and the log."""
     if answer is None:
         raise UserError("the dataset has no column 'answer': the reward needs the reference answer of every row")
+    texts = [completion_text(completion) for completion in completions]
     graded = [judge(text, reference) for text, reference in zip(texts, answer, strict=True)]
     verdicts = [verdict for verdict, _ in graded]
     if log_extra:
@@ -140,4 +115,4 @@ def _verdicts(
     if log_metric and graded:
         for name in ("correct", "wrong", "unparseable"):
             log_metric(f"grading/{name}", verdicts.count(name) / len(verdicts))
-    return verdicts
+    return list(zip(texts, verdicts, strict=True))

@@ -29,15 +29,12 @@ def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
     if "reward_input" in names:
         return _called(function, "overall", lambda rows: [function(reward_input=row) for row in rows])
     if {"solution_str", "ground_truth"} <= names:
-        return _called(function, "score", lambda rows: [function(**_verl(row)) for row in rows])
+        return _called(function, "score", lambda rows: [
+            function(data_source=row["data_source"], solution_str=row["response"], ground_truth=row["ground_truth"],
+                     extra_info=row["extra_info"])
+            for row in rows
+        ])  # fmt: skip
     return function
-
-
-def _verl(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "data_source": row["data_source"], "solution_str": row["response"], "ground_truth": row["ground_truth"],
-        "extra_info": row["extra_info"],
-    }  # fmt: skip
 
 
 def _called(

@@ -86,20 +86,16 @@ class _Grader:
 
     def __call__(self, texts: list[str], references: _References) -> list[Grade]:
         if (texts, references) != self._last:
-            answers = [reference for reference, _ in references]
-            choices = [options for _, options in references]
-            self._grades = grade_batch(
-                texts, answers, choices=choices, rounding=self._rounding, answer_tags=self._answer_tags
-            )
+            accepted = {"rounding": self._rounding, "answer_tags": self._answer_tags}
+            answers, choices = [gold for gold, _ in references], [options for _, options in references]
+            self._grades = grade_batch(texts, answers, choices=choices, **accepted)
             self._last = (texts, references)
         return self._grades
 
 
 def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunction:
     def function(
-        prompts: Sequence[Any] | None = None,
         completions: Sequence[Any] = (),
-        completion_ids: Sequence[Any] | None = None,
         *,
         answer: Sequence[str] | None = None,
         choices: Sequence[Sequence[str] | None] | None = None,
@@ -126,20 +122,12 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
 
 def grading_metrics(grades: Sequence[Grade]) -> dict[str, float]:
     """The share of each verdict, and the median and 99th percentile of the milliseconds."""
-    shares: dict[str, float] = {
-        verdict: sum(one.verdict == verdict for one in grades) / len(grades) for verdict in VERDICTS
-    }
-    times_ms = [one.ms for one in grades]
-    return {
-        **shares,
-        "ms_median": quantile(times_ms, 0.5),
-        "ms_p99": quantile(times_ms, 0.99),
-    }
+    verdicts, times_ms = [one.verdict for one in grades], [one.ms for one in grades]
+    shares = {f"{verdict}": verdicts.count(verdict) / len(grades) for verdict in VERDICTS}
+    return {**shares, "ms_median": quantile(times_ms, 0.5), "ms_p99": quantile(times_ms, 0.99)}
 
 
-def _references(
-    answer: Sequence[str] | None, choices: Sequence[Sequence[str] | None] | None, count: int
-) -> _References:
+def _references(answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int) -> _References:
     """One (reference answer, choices) per completion. Raises `UserError` for one that is missing or unusable."""
     if answer is None:
         raise UserError("the dataset has no column 'answer': the reward needs the reference answer of every row")
@@ -153,9 +141,8 @@ def _references(
         if key not in usable:
             reason = verify_gold(*key) if isinstance(reference, str) else "not_a_string"
             if reason:
-                raise UserError(
-                    f"answer {reference!r} cannot be graded against ({reason}): prepare the data with data_prep"
-                )
+                what = f"answer {reference!r} cannot be graded against ({reason})"
+                raise UserError(f"{what}: prepare the data with data_prep")
             usable.add(key)
         references.append(key)
     return references

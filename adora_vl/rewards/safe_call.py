@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import OverdueError, back_in, backstop, deadline, in_one_process
 
-_SHOWN = 60
 _PLAIN = {int, float, str, bool, type(None)}
 _REASON = 200  # characters of what an exception says
 
@@ -142,10 +142,8 @@ def checked(found: Any, count: int) -> list[float | BaseException | None]:
         raise RewardValueError(f"it returned {_shown(found)}, not a list with one reward per completion")
     if len(values) != count:
         raise RewardValueError(f"it returned {len(values)} rewards for {count} completions")
-    return [
-        value if value is None or isinstance(value, BaseException) else _number(value, row)
-        for row, value in enumerate(values)
-    ]
+    unscored = (BaseException, type(None))
+    return [value if isinstance(value, unscored) else _number(value, row) for row, value in enumerate(values)]
 
 
 def _number(value: Any, row: int) -> float:
@@ -158,8 +156,7 @@ def _number(value: Any, row: int) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({type(value).__name__})"
+    return f"{' '.join(shown(value).split())} ({type(value).__name__})"
 
 
 def _failure(
@@ -206,12 +203,8 @@ def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             key: [value[row]] if isinstance(value, list | tuple) and len(value) == count else value
             for key, value in arguments.items()
         }
-        one |= {hook: _nothing for hook in ("log_extra", "log_metric") if hook in one}
+        one |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in one}
         yield own_copy(one)
-
-
-def _nothing(*_: Any) -> None:
-    """A logging hook that drops what it gets."""
 
 
 def _first_to_fail(function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None) -> int | None:

@@ -48,6 +48,7 @@ _WORD = rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_ONE})\.
 MEASURED = re.compile(rf"(.*(?:[\d}})$!]|\\pi))\s*({_WORD}(?:\s*(?:/|per\s)\s*(?:{_WORD}|h|s))?)", re.DOTALL)
 # Upright letters, which would be unknowns if they were not.
 _UPRIGHT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([shgLl])\s*\}\s*(?=[.$]*\s*$)")
+_POWERS = re.compile(r"^(?:(?:sq|cu)\b\.? ?|(?:square|cubic) |平方|立方)|\.?(?:\^[23]| ?squared| ?cubed)?\.?$")
 _LETTERS = {"s": "sec", "h": "hr", "g": "gram", "L": "liter", "l": "liter"}
 
 
@@ -66,9 +67,7 @@ def unit_of(text: str) -> Unit:
     for sign, one in zip((1, -1), re.split(r" ?(?:/|\bper ) ?", text), strict=False):
         cubed, squared = re.search(r"\^3|cubed|\bcu|立方", one), re.search(r"\^2|squared|\bsq|平方", one)
         power = 3 if cubed else 2 if squared else 1
-        name = re.sub(
-            r"^(?:(?:sq|cu)\b\.? ?|(?:square|cubic) |平方|立方)|\.?(?:\^[23]| ?squared| ?cubed)?\.?$", "", one
-        )
+        name = _POWERS.sub("", one)
         name = _LETTERS.get(name, name)
         dimension, size = next((found for key, found in _NAMES.items() if re.fullmatch(key, name)), ("length", None))
         factor = factor and size and factor * size ** (sign * power)

@@ -37,7 +37,7 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RunError(f"of 100 ports from {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to a free one")
+    raise RunError(f"of 100 ports in {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to one that is")
 
 
 def put_own_programs_on_path() -> None:

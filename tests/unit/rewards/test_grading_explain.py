@@ -13,7 +13,6 @@ import pytest
 from adora_vl.rewards import explain
 from adora_vl.rewards.answer import NO_VALUE, UNREAD
 from adora_vl.rewards.explain import explanation
-from adora_vl.rewards.grammar import Reason
 from adora_vl.rewards.numeric import Comparison
 from benchmarks.grading_corpus import cases
 
@@ -89,14 +88,14 @@ def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(capsys: pytest.C
 
 def test_every_reason_in_the_code_is_explained() -> None:
     """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and its values."""
-    found = {*get_args(Reason), *get_args(Comparison), *NO_VALUE, *UNREAD} - {"beyond", "equal", "different"}
-    for name in ("grade", "compare", "forms"):
+    found = {*get_args(Comparison), *NO_VALUE, *UNREAD} - {"beyond", "equal", "different"}
+    for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
         for node in ast.walk(ast.parse((REWARDS / f"{name}.py").read_text())):
             words = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
             values = [word.value for word in words if isinstance(word, ast.Constant)]
             if len(values) > 1 and values[0] in {"correct", "wrong", "unparseable"}:
                 found.add(values[1])
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "NoFormError":
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "NotReadError":
                 found.update(values)
     found -= {"correct", "wrong", "unparseable"}
     assert {"no_box", "same_value", "undefined", "letter", "labels"} <= found
