@@ -95,7 +95,7 @@ class Template:
 def template(source: str) -> Template:
     """Read a template. Raises `UserError` for anything but text and `{column}`; `{{` and `}}` are braces."""
     if not isinstance(source, str) or not source.strip():
-        raise UserError(f"adora_prompt: {source!r} is no text such as '{{problem}}'; write one, or leave the key out")
+        raise UserError(f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave it out")
     lines: list[list[tuple[str, str | None]]] = [[]]
     try:
         pieces = list(string.Formatter().parse(source))

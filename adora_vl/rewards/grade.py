@@ -96,7 +96,7 @@ def grade_batch(
     responses: Sequence[str], golds: Sequence[str], *, choices: Sequence[Sequence[str] | None] | None = None,
     **accepted: bool,
 ) -> list[Grade]:  # fmt: skip
-    """As `grade`, for each response with its reference answer and choices. `accepted`: its `rounding` and `answer_tags`.
+    """As `grade`, for each response with its reference answer and choices. `accepted`: its `rounding`, `answer_tags`.
     Raises `ValueError` for unequal lengths.
     """
     rows = zip(responses, golds, choices if choices is not None else [None] * len(responses), strict=True)

@@ -74,8 +74,8 @@ class JudgeReward:
     ) -> list[float | EndpointError]:
         """One score per completion, or the error of its call. Logs `judge/failed` and `judge/cached`, shares.
 
-        Of the `columns` it reads `problem` and `answer`. Raises `UserError` where the endpoint refuses the key: it would
-        answer no later call.
+        Of the `columns` it reads `problem` and `answer`. Raises `UserError` where the endpoint refuses the key: it
+        would answer no later call.
         """
         said = columns.get("problem") or [completion_text(prompt) for prompt in prompts or [""] * len(completions)]
         references = columns.get("answer") or [None] * len(completions)
