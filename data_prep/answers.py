@@ -66,7 +66,6 @@ def with_points(text: str, refuse: Refuse) -> str:
     In brackets without a `;` or `|` commas stand between entries: `(2,3)`. Raises `RowError` for `1.234`, which may be
     either.
     """
-
     either = _EITHER.search(text)
     if either:
         remedy = f"write {either[0].replace('.', '')} or {either[0].replace('.', ',')} in"
@@ -138,10 +137,8 @@ def choices_of(record: Record, columns: Columns, texts_only: bool, refuse: Refus
     if all(match and match[1] == letter for match, letter in zip(letters, ascii_uppercase, strict=False)):
         options = [option[match.end() :] for option, match in zip(options, letters, strict=True) if match]
     if columns.decimal_comma:
-        options = [
-            with_points(item, refuse) if isinstance(given, str) else item
-            for item, given in zip(options, value, strict=True)
-        ]
+        texts = [isinstance(given, str) for given in value]
+        options = [with_points(item, refuse) if text else item for item, text in zip(options, texts, strict=True)]
     worded = [in_words(item) for item in options]
     if None in worded:
         remedy = "number its images as the problem does, in"

@@ -101,13 +101,9 @@ def without_instruction(problem: str) -> tuple[str, str]:
     starts = [0, *(end for _, end in ends)]
     stops = [*(start for start, _ in ends), len(problem)]
     first = len(starts)
-    while first and _speaks_of_the_answer(problem[starts[first - 1] : stops[first - 1]]):
+    while first and (not (last := problem[starts[first - 1] : stops[first - 1]]).strip() or _SAYS_HOW.search(last)):
         first -= 1
     if first in (0, len(starts)):
         return problem, ""
     rest, instruction = problem[: starts[first]].rstrip(), problem[starts[first] :].strip()
     return (rest, instruction) if rest and _SAYS_WHERE.search(instruction) else (problem, "")
-
-
-def _speaks_of_the_answer(sentence: str) -> bool:
-    return not sentence.strip() or _SAYS_HOW.search(sentence) is not None

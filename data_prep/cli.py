@@ -46,17 +46,13 @@ def add_synthetic(commands: Any) -> None:
 
 def add_knights(commands: Any) -> None:
     """Add the command `knights`."""
-    command = commands.add_parser(
-        "knights", help="knights-and-knaves puzzles, text without images, each with one solution"
-    )
+    command = commands.add_parser("knights", help="knights-and-knaves puzzles, texts without images, with one solution")
     _add_drawn(command, _knights, rows_required=False)
     add = command.add_argument
     add("--people", type=optional(_people), metavar="A-B", help="per puzzle, default: {}-{}".format(*PEOPLE))
     add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
     add("--input", type=optional(path), metavar="PATH", help="parquet: the reference's data/kk, or a file of it")
-    add(
-        "--question", choices=QUESTIONS, help="parquet: ask for a box (the default), or leave that to the system prompt"
-    )
+    add("--question", choices=QUESTIONS, help="parquet: ask for a box (default), or leave that to the system prompt")
 
 
 def add_output(command: argparse.ArgumentParser) -> None:
@@ -195,8 +191,10 @@ def _filter(arguments: argparse.Namespace) -> None:
             raise UserError(f"{name}: give --{name} DIR")
     if (arguments.model is None) == (arguments.predictions is None):
         raise UserError("model: give --model, to sample answers with, or --predictions, answers that are there")
-    if arguments.predictions is not None:
-        _refuse_prompts(arguments)
+    for name in ("prompt", "system_prompt") if arguments.predictions is not None else ():
+        if getattr(arguments, name) is not OF_THE_RUN:  # answers that are there were asked for in their own words
+            option = name.replace("_", "-")
+            raise UserError(f"{name}: --{option} is for sampling, and --predictions has answers already; leave one out")
     filtering.check_input(arguments.input, arguments.split)
     filtering.check_output(arguments.input, arguments.output)
     predictions = arguments.predictions
@@ -206,38 +204,16 @@ def _filter(arguments: argparse.Namespace) -> None:
         settings = settings_of(arguments)
         settle_prompts(arguments)
         folder = filtering.samples_folder(arguments.output)
-        predictions = filtering.sample(
-            arguments.input,
-            arguments.split,
-            folder,
-            settings,
-            samples=arguments.samples,
-            system_prompt=arguments.system_prompt,
-            prompt=arguments.prompt,
-        )
+        asked = {name: getattr(arguments, name) for name in ("samples", "system_prompt", "prompt")}
+        predictions = filtering.sample(arguments.input, arguments.split, folder, settings, **asked)
         facts = {"model": settings.model, "samples": arguments.samples, "temperature": settings.temperature}
         facts |= unusual_prompts(arguments)
-    manifest = filtering.filter_dataset(
-        arguments.input,
-        arguments.output,
-        predictions,
-        Keep(*arguments.keep),
-        split=arguments.split,
-        rounding=arguments.rounding,
-        overwrite=arguments.overwrite,
-        arguments=facts,
-    )
+    given = {name: getattr(arguments, name) for name in ("split", "rounding", "overwrite")}
+    keep = Keep(*arguments.keep)
+    manifest = filtering.filter_dataset(arguments.input, arguments.output, predictions, keep, **given, arguments=facts)
     print(f"{arguments.output}: {filtering.in_words(manifest)}")
     if arguments.predictions is None and arguments.samples > 1:
         print("\n".join(["", *forecast.of(predictions).lines()]))
-
-
-def _refuse_prompts(arguments: argparse.Namespace) -> None:
-    """Answers that are there were asked for in their own words."""
-    for name in ("prompt", "system_prompt"):
-        if getattr(arguments, name) is not OF_THE_RUN:
-            option = name.replace("_", "-")
-            raise UserError(f"{name}: --{option} is for sampling, and --predictions has answers already; leave one out")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -258,9 +234,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The commands and their options."""
-    top = Parser(
-        prog="python -m data_prep", description="Make, and look at, dataset folders for training and evaluation."
-    )
+    top = Parser(prog="python -m data_prep", description="Make, and look at, data sets for training and evaluation.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     add_synthetic(commands)
@@ -320,11 +294,8 @@ def _add_convert(commands: Any) -> None:
     command = commands.add_parser("convert", help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id")
     add_output(command)
     add = command.add_argument
-    add(
-        "--preset",
-        choices=tuple(PRESETS),
-        help="a published data set, or the rows of another trainer, in place of --columns",
-    )
+    what = "a published data set, or the rows of another trainer, in place of --columns"
+    add("--preset", choices=tuple(PRESETS), help=what)
     what = "a table, a folder with one, or a hub id; default: that of the preset"
     add("--input", type=optional(text), metavar="PATH_OR_ID", help=what)
     add(
@@ -336,9 +307,7 @@ def _add_convert(commands: Any) -> None:
     add("--decimal-comma", action="store_true", default=None, help=what)
     what = "what a whole number as the answer is beside choices: one of them, or its place, from 0 or from 1"
     add("--answer-is", choices=ANSWER_IS, help=what)
-    add(
-        "--image-dir", type=optional(path), metavar="DIR", help="where paths of images begin, default: beside the table"
-    )
+    add("--image-dir", type=optional(path), metavar="DIR", help="where paths of images begin, default: by the table")
     add("--name", type=optional(text), metavar="WORD", help="of the data set, for its rows' ids; default: the input's")
     add("--split-name", choices=SPLITS, help="of a single table, in place of what the name of its file says")
     add("--drop-instruction", action="store_true", help="take off what problems of other trainers say on how to answer")
@@ -355,23 +324,14 @@ def _add_convert(commands: Any) -> None:
 def _split_pair(word: str) -> tuple[str, str]:
     ours, _, theirs = word.partition("=")
     if ours not in SPLITS or not theirs.strip():
-        raise argparse.ArgumentTypeError(
-            f"{word!r:.60} is not OURS=THEIRS, with one of {', '.join(SPLITS)} before the ="
-        )
+        raise argparse.ArgumentTypeError(f"{word!r:.60} is not OURS=THEIRS; before the = stands {', '.join(SPLITS)}")
     return ours, theirs
 
 
 def _geometry3k(arguments: argparse.Namespace) -> None:
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
-    manifest = prepare_geometry3k(
-        arguments.output,
-        source=arguments.source,
-        location=arguments.input,
-        revision=arguments.revision,
-        options=options,
-        workers=arguments.workers,
-        overwrite=arguments.overwrite,
-    )
+    more = {name: getattr(arguments, name) for name in ("source", "revision", "workers", "overwrite")}
+    manifest = prepare_geometry3k(arguments.output, location=arguments.input, options=options, **more)
     print_counts(arguments.output, manifest)
     print_prompt(arguments.output, manifest)
 
@@ -391,15 +351,9 @@ def _convert(arguments: argparse.Namespace) -> None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
     options = {field.name: getattr(arguments, field.name) for field in fields(Conversion)}
     splits = dict(arguments.splits) or (dict(preset.splits) if preset else {})
-    manifest = convert(
-        location,
-        arguments.output,
-        columns,
-        options=Conversion(**{**options, "name": name, "splits": splits}),
-        revision=arguments.revision,
-        workers=arguments.workers,
-        overwrite=arguments.overwrite,
-    )
+    wanted = Conversion(**{**options, "name": name, "splits": splits})
+    more = {name: getattr(arguments, name) for name in ("revision", "workers", "overwrite")}
+    manifest = convert(location, arguments.output, columns, options=wanted, **more)
     print_counts(arguments.output, manifest)
     print_prompt(arguments.output, manifest)
 

@@ -96,30 +96,17 @@ class Preset:
 
 
 _GEOMETRY3K = Columns(
-    "problem",
-    "answer",
-    ("images",),
-    ("choices",),
-    id="id",
-    optional=("choices", "id"),
-    pictured=True,
-    answer_is="value",
+    "problem", "answer", ("images",), ("choices",), "id", optional=("choices", "id"), pictured=True, answer_is="value"
 )
 _CHAT = "messages|conversations"  # the answer is in it too
+_QUESTIONS, _SOLUTIONS = "messages|query|conversations|prompt|problem|question", f"solution|response|{_CHAT}"
+_ONE, _EITHER = ("images",), ("images|image",)
 PRESETS = {
     "geometry3k": Preset("hiyouga/geometry3k", _GEOMETRY3K),
-    "easyr1": Preset(None, Columns("prompt|problem", "answer", ("images",), optional=("images",))),
-    "verl": Preset(None, Columns("prompt", "reward_model.ground_truth", ("images",), optional=("images",))),
-    "swift": Preset(
-        None,
-        Columns(
-            "messages|query|conversations|prompt|problem|question",
-            f"solution|response|{_CHAT}",
-            ("images|image",),
-            optional=("images|image",),
-        ),
-    ),
-    "llamafactory": Preset(None, Columns(_CHAT, _CHAT, ("images|image",), optional=("images|image",))),
+    "easyr1": Preset(None, Columns("prompt|problem", "answer", _ONE, optional=_ONE)),
+    "verl": Preset(None, Columns("prompt", "reward_model.ground_truth", _ONE, optional=_ONE)),
+    "swift": Preset(None, Columns(_QUESTIONS, _SOLUTIONS, _EITHER, optional=_EITHER)),
+    "llamafactory": Preset(None, Columns(_CHAT, _CHAT, _EITHER, optional=_EITHER)),
 }
 
 
@@ -131,9 +118,7 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
     for name in _NEEDED:
         if name not in mapping:
             close = did_you_mean(name, [str(given) for given in mapping if given not in OURS])
-            raise UserError(
-                f"{key}: {name} is missing{close}; write {name}=COLUMN, the column of the table that has it"
-            )
+            raise UserError(f"{key}: {name} is missing{close}; write {name}=COLUMN, the table's column that has it")
     found: dict[str, tuple[str, ...]] = {}
     given = {name: mapping[name] for name in OPTIONS if name in mapping}
     for name, values in (("decimal_comma", (True, False)), ("answer_is", ANSWER_IS)):
@@ -146,9 +131,7 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
         if not all(isinstance(word, str) and word.strip() for word in words) or isinstance(theirs, Mapping):
             raise UserError(f"{key}: {name}={theirs!r:.60} is not the name of a column; write one")
         if len(words) > 1 and name not in _LISTED:
-            raise UserError(
-                f"{key}: {name}={theirs!r:.60} names {len(words)} columns; only {' and '.join(_LISTED)} may"
-            )
+            raise UserError(f"{key}: {name}={theirs!r:.60} names {len(words)} columns; only images and choices may")
         found[str(name)] = tuple(word.strip() for word in words)
     extras = tuple((name, theirs[0]) for name, theirs in found.items() if name not in OURS)
     for name, _ in extras:
@@ -177,9 +160,7 @@ def columns_of_words(words: Sequence[str]) -> Columns:
 
 
 def _places(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
-    """The columns that may have a value, each with the path inside of it: of `a|b` both, of `reward_model.ground_truth`
-    itself, or the one before a dot.
-    """
+    """The columns that may have a value, and the path inside: of `a|b` both, of `a.b` itself, or `a` with `b`."""
     for part in (name, *name.split("|")):
         ends = (len(part), *(at for at, sign in enumerate(part) if sign == "."))
         end = next((end for end in ends if part[:end] in present), None)
@@ -187,9 +168,10 @@ def _places(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
             yield part[:end], part[end + 1 :]
 
 
-def picked(
-    record: Mapping[str, Any], columns: Columns, names: Mapping[str, Sequence[str]] | None = None
-) -> dict[str, Any]:
+ClassNames = Mapping[str, Sequence[str]]
+
+
+def picked(record: Mapping[str, Any], columns: Columns, names: ClassNames | None = None) -> dict[str, Any]:
     """The wanted columns that a record has, also those inside of others. `names`: of `class_names`."""
     found = {}
     for name in columns.wanted:

@@ -83,13 +83,11 @@ class SeenRows:
         values = (split, asked, self._number, row.row_id, row.gold, row.origin)
         self._base.execute("INSERT INTO asked VALUES (?, ?, ?, ?, ?, ?)", values)
         for picture in set(pictures):
-            self._base.execute(
-                "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1",
-                (picture, row.row_id),
-            )
+            counted = "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1"
+            self._base.execute(counted, (picture, row.row_id))
         return any(_agree(gold, row.gold) for (gold,) in before)
 
-    def contradicting(self, split: str) -> dict[str, tuple[Answered, Answered]]:
+    def contradicting(self, split: str) -> Pairs:
         """Each row of a question that has several answers, with a row that disagrees with it."""
         several = "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND MIN(gold) < MAX(gold)"
         found = {}
@@ -113,13 +111,10 @@ def _agree(one: str, other: str) -> bool:
     return one == other or grade(rf"\boxed{{{one}}}", other).verdict == "correct"
 
 
-def leave_out(
-    folder: Path,
-    split: str,
-    features: Features,
-    contradicting: dict[str, tuple[Answered, Answered]],
-    quarantine: Quarantine,
-) -> int:
+Pairs = dict[str, tuple[Answered, Answered]]  # by the id of the first
+
+
+def leave_out(folder: Path, split: str, features: Features, contradicting: Pairs, quarantine: Quarantine) -> int:
     """Write a split of `folder` once more without these rows, which go into the quarantine. Returns how many are left.
 
     They are known only when the last row was read, and by then the first is written: rows are never all in memory.

@@ -16,18 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adora_vl.data.dataset import (
-    SPLITS,
-    Manifest,
-    data_hash,
-    features_of,
-    load_split,
-    read_manifest,
-    split_files,
-    stored_rows,
-    write_manifest,
-    write_split,
-)
+from adora_vl.data import dataset
+from adora_vl.data.dataset import SPLITS, Manifest, data_hash, read_manifest, split_files, stored_rows
 from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
 from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import amount
@@ -153,22 +143,16 @@ def filter_dataset(
         "source": "filter",
         "input": str(data),
         "revision": data_hash(data, split),
-        "arguments": {
-            "split": split,
-            "keep": str(keep),
-            "rounding": rounding,
-            "answers": held,
-            **(arguments or {}),
-        },
+        "arguments": {"split": split, "keep": str(keep), "rounding": rounding, "answers": held, **(arguments or {})},
     }
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
         counts = {}
         for name in split_files(data):
             chosen = (row for row in stored_rows(data, name) if name != split or row["id"] in kept)
-            counts[name] = write_split(chosen, folder, name, features_of(data, name))
+            counts[name] = dataset.write_split(chosen, folder, name, dataset.features_of(data, name))
         lines = (json.dumps({"id": pid, "right": t.right, "answers": t.answers}) for pid, t in found.items())
         (folder / RATES_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return write_manifest(folder, {**description, "filtered": _summary(found, keep)}, counts)
+        return dataset.write_manifest(folder, {**description, "filtered": _summary(found, keep)}, counts)
 
 
 def check_input(data: Path, split: str) -> None:
@@ -210,7 +194,7 @@ def _summary(found: Mapping[str, Tally], keep: Keep) -> dict[str, int]:
 
 def _check_covered(found: Mapping[str, Tally], data: Path, split: str, predictions: Path) -> None:
     """The same number of answers to each row of the split, and to nothing else."""
-    ids = set(load_split(data, split)["id"])
+    ids = set(dataset.load_split(data, split)["id"])
     missing, foreign = sorted(ids - found.keys()), sorted(found.keys() - ids)
     if missing or foreign:
         name, what = (missing[0], "has no answer") if missing else (foreign[0], f"is not in the split {split!r}")

@@ -78,9 +78,7 @@ class Forecast:
 
     def sentence(self) -> str:
         if self.tds.total < _FEW:
-            return (
-                f"Only {self.tds.total} groups carry a signal: too few to say anything; take more problems or samples."
-            )
+            return f"Only {self.tds.total} groups carry a signal, too few to say anything; take more problems."
         low, high = self.ahead
         where = "short answers are right more often than long ones" if high < 0 else (
             "long answers are right more often than short ones" if low > 0 else "length says nothing of what is right"
@@ -142,9 +140,7 @@ def recorded(run: Path) -> Groups:
             settings = json.loads(tables[0].schema.metadata[b"adora_vl"])
             size = int(settings["num_generations"])
         except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
-            raise UserError(
-                f"attenuation: {str(file)!r} is no file of a run's record ({in_one_line(error)})"
-            ) from error
+            raise UserError(f"attenuation: {str(file)!r} is none of a run's record ({in_one_line(error)})") from error
         rows += len(tables[-1])
     columns = pa.concat_tables(tables).slice(0, FIRST_GROUPS * size).to_pydict()
     rewards = [math.nan if reward is None else reward for reward in columns["reward"]]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from adora_vl.data.dataset import Manifest, Row, read_manifest, require, write_manifest, write_split
 from adora_vl.utils.errors import UserError
 from data_prep import knights
-from data_prep.knights import PEOPLE, QUESTIONS, read_puzzles
+from data_prep.knights import PEOPLE, read_puzzles
 from data_prep.output import complete_or_absent
 from data_prep.problem import checked_gold
 from data_prep.synthetic.generate import generate
@@ -50,9 +50,7 @@ def synthetic(
     families: tuple[str, ...] = (),
     **more: Any,
 ) -> Drawn:
-    """Geometry problems, splits train (`rows`) and test (`test_rows`). `more`: `level`, `styles`, `choices`, as of
-    `generate`. Raises `UserError`.
-    """
+    """Geometry problems, splits train and test. `more`: other arguments of `generate`. Raises `UserError`."""
     require("size", size, *SIZES)
     given = {"seed": seed, "size": size, "families": families, **more}
 
@@ -114,9 +112,7 @@ def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
     return folder
 
 
-def prepare_knights_table(
-    output: Path, location: Path, *, question: str = QUESTIONS[0], overwrite: bool = False
-) -> Manifest:
+def prepare_knights_table(output: Path, location: Path, *, question: str = "box", overwrite: bool = False) -> Manifest:
     """Write the puzzles of the reference's Parquet file or folder `location`, under the splits that its rows name.
 
     `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Returns the manifest. Raises
@@ -142,11 +138,7 @@ def _is_made(folder: Path, wanted: Manifest) -> bool:
 
 
 def _write(
-    output: Path,
-    splits: Mapping[str, Iterable[Row]],
-    sizes: Mapping[str, int],
-    description: Mapping[str, Any],
-    overwrite: bool,
+    output: Path, splits: Mapping[str, Iterable[Row]], sizes: Mapping[str, int], description: Manifest, overwrite: bool
 ) -> Manifest:
     """Write the splits and the manifest into `output`. Two equal preparations give equal bytes."""
     with complete_or_absent(output, description, overwrite=overwrite) as folder:

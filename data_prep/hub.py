@@ -61,9 +61,8 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
 
     missing = no_hub()
     try:
-        folder = Path(
-            snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=["*.parquet"], max_workers=2)
-        )
+        tables = partial(snapshot_download, repo_type="dataset", allow_patterns=["*.parquet"], max_workers=2)
+        folder = Path(tables(name, revision=revision))
     except Exception as error:  # the hub's library raises its own, the network's and the file system's
         raise _unreachable(name, revision, missing or in_one_line(error)) from error
     if next(folder.rglob("*.parquet"), None) is None:
@@ -94,14 +93,12 @@ def _taken(name: str, there: list[str], splits: Mapping[str, str]) -> dict[str, 
         found = {SPLIT_OF[split]: split for split in there if split in SPLIT_OF}
         if found:
             return found
-        listed = ", ".join(there)
-        raise UserError(
-            f"splits: {name!r} has {listed}, none of which is train or test; write --splits train={there[0]}"
-        )
+        has = f"{name!r} has {', '.join(there)}"
+        raise UserError(f"splits: {has}, none of which is train or test; write --splits train={there[0]}")
     for theirs in splits.values():
         if theirs not in there:
-            listed = ", ".join(there)
-            raise UserError(f"splits: {name!r} has no split {theirs!r}{did_you_mean(theirs, there)}; it has {listed}")
+            close = did_you_mean(theirs, there)
+            raise UserError(f"splits: {name!r} has no split {theirs!r}{close}; it has {', '.join(there)}")
     return dict(splits)
 
 
@@ -111,9 +108,8 @@ def _records(stream: Any, columns: Columns, location: str) -> Iterator[tuple[str
         for number, record in enumerate(stream, 1):
             yield f"row {number}", picked(record, columns, names)
     except Exception as error:
-        raise UserError(
-            f"input: {location} broke off ({in_one_line(error):.300}); start again, what was loaded is kept"
-        ) from error
+        why = in_one_line(error)
+        raise UserError(f"input: {location} broke off ({why:.300}); start again, what was loaded is kept") from error
 
 
 def _fetch(path: str) -> bytes:

@@ -228,9 +228,7 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         table = pq.ParquetFile(file)
         missing = [name for name in COLUMNS if name not in table.schema_arrow.names]
         if missing:
-            raise UserError(
-                f"input: {str(file)!r} has no column {missing[0]!r}; it is no file of the reference's data/kk"
-            )
+            raise UserError(f"input: {str(file)!r} has no column {missing[0]!r}; it is none of the reference's data/kk")
         yield from table.read(columns=[*COLUMNS]).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"input: {str(file)!r} cannot be read ({in_one_line(error)}); download it again") from error
@@ -240,9 +238,8 @@ def _row_of_record(record: Mapping[str, Any], place: str, question: str) -> Row:
     try:
         names, solution, split = record["names"], record["solution"], record["extra_info"]["split"]
         claims = ast.literal_eval(record["statements"])
-        if not PEOPLE[0] <= len(names) <= PEOPLE[1] or not all(
-            isinstance(name, str) and name.isalpha() for name in names
-        ):
+        words = all(isinstance(name, str) and name.isalpha() for name in names)
+        if not words or not PEOPLE[0] <= len(names) <= PEOPLE[1]:
             raise ValueError(f"names is {names!r}, and not {PEOPLE[0]} to {PEOPLE[1]} words")
         if split not in SPLITS:
             raise ValueError(f"split is {split!r}, and not one of {', '.join(SPLITS)}")

@@ -93,12 +93,8 @@ class LeakIndex:
         if other and other[0] != split:
             return other[1], "exact"
         for near, other_split, row_id in self._near.get(print_.question_and_gold, ()):
-            if other_split != split and _all_near(near, print_.near):
+            pairs = zip(near, print_.near, strict=False)
+            alike = len(near) == len(print_.near) and all((a ^ b).bit_count() <= _NEAR_BITS for a, b in pairs)
+            if other_split != split and alike:
                 return row_id, "near"
         return None
-
-
-def _all_near(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    return len(left) == len(right) and all(
-        (one ^ other).bit_count() <= _NEAR_BITS for one, other in zip(left, right, strict=True)
-    )

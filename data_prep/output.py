@@ -37,15 +37,12 @@ def complete_or_absent(
             yield folder
             _refuse(output, description, overwrite)  # again, since preparing takes long
     except OSError as error:
-        if error.errno is None or (error.filename is not None and not _written_here(output, Path(error.filename))):
+        path = Path(error.filename or output)
+        places = [place for place in (path, *path.parents) if place.parent == output.parent and is_partial(place)]
+        hidden = any(place.name.startswith(f".{output.name}.") for place in places)  # in the hidden folder beside it
+        if error.errno is None or not (hidden or path in (output, *output.parents)):
             raise  # something else than what is written here
         raise unwritable("output", output, error) from error
-
-
-def _written_here(output: Path, path: Path) -> bool:
-    """Whether `path` is `output`, a folder above it, or in the hidden folder beside it."""
-    hidden = (place for place in (path, *path.parents) if place.parent == output.parent and is_partial(place))
-    return path in (output, *output.parents) or any(place.name.startswith(f".{output.name}.") for place in hidden)
 
 
 def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool) -> None:

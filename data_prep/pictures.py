@@ -65,7 +65,11 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
         raise PictureError("no_image", f"is {shown(value)}", "put the picture, or its path, into")
     text = value.strip()
     if text[:5].lower() == "data:":
-        return _of_data_url(text)
+        head = _DATA_URL.match(text)
+        if not head:
+            why = f"is {shown(text)}, not a data URL of an image"
+            raise PictureError("not_base64", why, "write data:image/png;base64,... in")
+        return _of_base64(text[head.end() :], "has a data URL whose Base64 is broken")
     if files.stored and text.startswith(files.stored):
         assert files.fetch is not None
         try:
@@ -74,9 +78,8 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
             why = f"is {shown(text)}, which the hub does not give ({type(error).__name__})"
             raise PictureError("file_missing", why, "check it in") from error
     if _WEB.match(text) and not text.lower().startswith(_FILE_URL):
-        raise PictureError(
-            "not_a_file", f"is the address {shown(text)}, and nothing is downloaded", "put the picture itself into"
-        )
+        why = f"is the address {shown(text)}, and nothing is downloaded"
+        raise PictureError("not_a_file", why, "put the picture itself into")
     if len(text) > _LONGEST_PATH:
         return _of_base64(text, "is a text that is neither a path nor Base64")
     with suppress(PictureError):  # a small drawing
@@ -125,14 +128,6 @@ def other_spelling(value: Any, files: FileRoot) -> str:
     return ""
 
 
-def _of_data_url(text: str) -> bytes:
-    head = _DATA_URL.match(text)
-    if not head:
-        why = f"is {shown(text)}, not a data URL of an image"
-        raise PictureError("not_base64", why, "write data:image/png;base64,... in")
-    return _of_base64(text[head.end() :], "has a data URL whose Base64 is broken")
-
-
 def _of_base64(text: str, why: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
@@ -150,13 +145,9 @@ def _inside(name: str, files: FileRoot) -> Path:
     try:
         return file_within(files.folder, path, files.root)
     except UnreadableImageError as error:
+        wrong, remedy = f"which is none ({error.__cause__})", "correct it in"
         if error.kind == "path_outside":
-            wrong, remedy = (
-                "which leads out of the input's folder",
-                "put the picture into the folder, and its path into",
-            )
-        else:
-            wrong, remedy = f"which is none ({error.__cause__})", "correct it in"
+            wrong, remedy = "which leads out of the input's folder", "put the picture into it, and its path into"
         raise PictureError(error.kind, f"is the path {shown(name)}, {wrong}", remedy) from error
 
 

@@ -54,9 +54,7 @@ class Cleaned:
 
 
 def clean_one(read: Callable[[], RawProblem], limits: PixelLimits, *, near: bool = True) -> Cleaned | RowError:
-    """Read and clean one row. An error is returned instead of raised, because it is sent between processes. `near`: as
-    for `fingerprint`.
-    """
+    """Read and clean one row. An error is returned, to be sent between processes. `near`: as for `fingerprint`."""
     try:
         raw = read()
         row = to_row(raw, limits)
@@ -74,12 +72,14 @@ _NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNO
 
 def _notes_on(row: Row) -> dict[str, str]:
     """What is to be said of a row's reference answer, which can be met, but not by everything that is meant."""
-    notes = {"percent": row["id"]} if _unasked_percentage(row) else {}
+    answer, given = str(row["answer"]), row["answer_raw"]
+    unasked = answer.rstrip().endswith("%") and not re.search("%|per ?cent", row["problem"], re.IGNORECASE)
+    notes = {"percent": row["id"]} if unasked else {}
     if row["choices"] is not None:
         return notes
-    answer, given = row["answer"], row["answer_raw"]
+    beside = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)  # as in `3 apples` or `#### 5`
     found = {
-        "words": _has_words_beside_a_number(answer),
+        "words": beside and read(answer).kind in ("text", "unreadable"),
         "no_answer": _NO_ANSWER.fullmatch(given.strip()),
         "letter": _LETTER.fullmatch(answer) and not _OPTIONS.search(row["problem"]),
         "signs": read(answer).reason == "not_read" and re.search(r"[^\w\s.'-]", answer),
@@ -89,17 +89,6 @@ def _notes_on(row: Row) -> dict[str, str]:
 
 _LETTER = re.compile("[A-F]")
 _OPTIONS = re.compile(r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL)  # in the problem
-
-
-def _has_words_beside_a_number(answer: str) -> bool:
-    """Whether an answer such as `3 apples` or `#### 5` is a text, which is right for the same text alone."""
-    beside = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)
-    return beside is not None and read(answer).kind in ("text", "unreadable")
-
-
-def _unasked_percentage(row: Row) -> bool:
-    """Whether the answer is a percentage and the problem says nothing of percent: the number alone would be wrong."""
-    return str(row["answer"]).rstrip().endswith("%") and not re.search("%|per ?cent", row["problem"], re.IGNORECASE)
 
 
 class Deduplicator:
@@ -135,13 +124,9 @@ class Deduplicator:
         return {"found": self.leaks_found, "dropped": self.leaks_dropped, "rows": self._leaks}
 
     def _refused(self, split: str, cleaned: Cleaned) -> RowError | None:
-        row_id = cleaned.row["id"]
-        if not self.seen.is_new(row_id):
+        """The error for a row whose id was there, or a training row that is dropped as a leak; None for any other."""
+        if not self.seen.is_new(cleaned.row["id"]):
             return cleaned.refuse("duplicate_id", "another row has this id", "give every row an id of its own")
-        return self._leaked(split, cleaned)
-
-    def _leaked(self, split: str, cleaned: Cleaned) -> RowError | None:
-        """The error for a training row that is dropped as a leak, or None."""
         leak = self._index.find(split, cleaned.print_)
         if split in HELD_OUT:
             self._index.add(split, cleaned.row["id"], cleaned.print_)
@@ -290,10 +275,8 @@ def prepare(
         refuse_foreign(folder)
     description, splits = begin()
     work = partial(clean_one, limits=limits, near=len(splits) > 1)
-    with (
-        complete_or_absent(output, description, overwrite=overwrite) as folder,
-        SeenRows(folder / "seen.sqlite") as seen,
-    ):
+    whole = complete_or_absent(output, description, overwrite=overwrite)
+    with whole as folder, SeenRows(folder / "seen.sqlite") as seen:
         quarantine = Quarantine(folder)
         deduplicator = Deduplicator(quarantine, seen, keep_leaks=options.keep_leaks)
         with ordered_map(workers) as mapped:
@@ -301,7 +284,9 @@ def prepare(
             for split in sorted(splits, key=lambda split: split not in HELD_OUT):
                 results = mapped(work, splits[split].problems())
                 with tqdm(results, desc=split, total=splits[split].total, unit="row", disable=None) as bar:
-                    counts[split] = _written(folder, split, bar, features or schema(), deduplicator)
+                    counts[split] = write_split(deduplicator.kept(split, bar), folder, split, features)
+                if contradicting := seen.contradicting(split):
+                    counts[split] = leave_out(folder, split, features or schema(), contradicting, quarantine)
         if not deduplicator.read:
             raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
         try:
@@ -323,17 +308,6 @@ def _report(output: Path) -> Path:
     return Path(f"{output.resolve()}.quarantine")
 
 
-def _written(
-    folder: Path, split: str, results: Iterable[Cleaned | RowError], features: Features, deduplicator: Deduplicator
-) -> int:
-    """Write what is kept of one split; the number of its rows."""
-    count = write_split(deduplicator.kept(split, results), folder, split, features)
-    contradicting = deduplicator.seen.contradicting(split)
-    if contradicting:
-        count = leave_out(folder, split, features, contradicting, deduplicator.quarantine)
-    return count
-
-
 def _publish(report: Path, quarantine: Quarantine, description: Mapping[str, Any]) -> None:
     """Write the refused rows into `report`, where there is no output."""
     previous = read_manifest(report)
@@ -341,4 +315,4 @@ def _publish(report: Path, quarantine: Quarantine, description: Mapping[str, Any
         raise UserError(f"output: {str(report)!r} holds a dataset, where the refused rows should go; move it away")
     with complete_or_absent(report) as folder:
         quarantine.copy_to(folder)
-        write_manifest(folder, description, {}, quarantine.summary(), None)
+        write_manifest(folder, description, {}, quarantine.summary())

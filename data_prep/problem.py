@@ -138,12 +138,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         "choices": list(raw.choices) if raw.choices else None,
         "split": raw.split,
         "source": raw.source,
-        "meta": {
-            **dict.fromkeys(META, ""),
-            "goal": raw.goal,
-            "shapes": list(raw.shapes),
-            "solution": raw.solution,
-        },
+        "meta": {**dict.fromkeys(META, ""), "goal": raw.goal, "shapes": list(raw.shapes), "solution": raw.solution},
         **raw.extras,
     }
     wrong, _, remedy = (problem_with_row(row) or "").partition("; ")
@@ -202,7 +197,9 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
     """The canonical form of an open question's answer. Raises `RowError` where nobody could meet it: it is right
     against nothing, or a number among signs that are not read, so that only the same signs would be right.
     """
-    gold = _tidied(gold)
+    if read(gold).reason == "not_read":  # empty braces say nothing, and stand inside an answer such as `45${}^\circ$`
+        made = re.sub(r"\{\s*\}", " ", gold).strip()
+        gold = made if read(made).kind in ("number", "expression", "percentage") else gold
     reason = verify_gold(gold)
     if reason:
         raise refuse(*_ungradable(gold, reason, "in"))
@@ -210,17 +207,6 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
         wrong = f"the gold answer {gold!r:.200} can be read as a text of signs alone, which hardly any answer meets"
         raise refuse("gold_signs", wrong, f"{_A_GOLD}, without other signs or words, in")
     return canonical_gold(gold)
-
-
-_EMPTY = re.compile(r"\{\s*\}")  # says nothing, and stands inside an answer such as `45${}^\circ$`
-
-
-def _tidied(gold: str) -> str:
-    """An answer that can be read without empty braces, as without them; any other as it is."""
-    if read(gold).reason != "not_read":
-        return gold
-    made = _EMPTY.sub(" ", gold).strip()
-    return made if read(made).kind in ("number", "expression", "percentage") else gold
 
 
 _A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5"

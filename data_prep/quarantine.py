@@ -57,22 +57,16 @@ class Quarantine:
         return {"rows": self._rows, "reasons": dict(sorted(self.kinds.items()))}
 
     def check(self, rows: int, kept: int, allowed: float, report: Path) -> None:
-        """Raise `MistakesError`, with a line for each kind, where more than the share `allowed` of `rows` is broken, or
-        no row is left.
-        """
+        """Raise `MistakesError`, a line a kind, where more than `allowed` of `rows` is broken, or none is left."""
         if self.broken <= allowed * rows and kept:
             return
         share = self.broken / rows
-        remedy = f"mend them, or accept them with --allow-quarantined {_rounded_up(share)}"
+        remedy = f"mend them, or accept them with --allow-quarantined {-(-share * 100 // 1) / 100:.2f}"  # rounded up
         kinds = [(kind, count) for kind, count in self.kinds.most_common() if kind != LEAK or not self.broken]
-        raise MistakesError(
-            [
-                f"input: {self.broken} of {rows} rows ({share:.1%}) cannot be used, over the {allowed * 100:g}% "
-                "allowed",
-                *(f"{kind}: {amount(count, 'row')}, the first is {self._firsts[kind]}" for kind, count in kinds),
-                f"all of them are in {report / QUARANTINE_NAME}; {remedy if kept else 'no row is left to use'}",
-            ]
-        )
+        over = f"({share:.1%}) cannot be used, over the {allowed * 100:g}% allowed"
+        firsts = [f"{kind}: {amount(count, 'row')}, the first is {self._firsts[kind]}" for kind, count in kinds]
+        last = f"all of them are in {report / QUARANTINE_NAME}; {remedy if kept else 'no row is left to use'}"
+        raise MistakesError([f"input: {self.broken} of {rows} rows {over}", *firsts, last])
 
     def copy_to(self, folder: Path) -> None:
         """Copy everything into another folder, for a preparation that ends without output."""
@@ -101,11 +95,6 @@ def first_details(folder: Path) -> list[str]:
                 if fault["reason"] != LEAK and fault["reason"] not in found:
                     found[fault["reason"]] = f"{'' if fault is line else line['id'] + ': '}{fault['detail']}"
     return list(found.values())
-
-
-def _rounded_up(share: float) -> str:
-    """A share of at least this much, in whole per cent."""
-    return f"{-(-share * 100 // 1) / 100:.2f}"
 
 
 # The name of a note, and what follows "12 rows" with an example of them.

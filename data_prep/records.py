@@ -102,18 +102,12 @@ def read_record(record: Record | BadRecord, place: str, number: int, context: Co
     )
 
 
-def _refusal(
-    record: Record, columns: Columns, origin: str, row_id: str, kind: str, wrong: str, remedy: str
-) -> RowError:
-    texts = {name: _plain(record[name]) for name in columns.wanted if name in record and name not in columns.images}
-    return RowError(row_id, kind, wrong, f"{remedy} {origin}", record=texts)
-
-
-def _plain(value: Any) -> Any:
-    """As it can stand in a line of JSON, which knows neither bytes nor NaN."""
-    if value is None or isinstance(value, str | int | bool):
-        return value
-    return f"{value!r:.200}"
+def _refusal(record: Record, columns: Columns, origin: str, row_id: str, kind: str, wrong: str, todo: str) -> RowError:
+    held = {name: record[name] for name in columns.wanted if name in record and name not in columns.images}
+    # as it can stand in a line of JSON, which knows neither bytes nor NaN
+    plain = (type(None), str, int)
+    texts = {name: value if isinstance(value, plain) else f"{value!r:.200}" for name, value in held.items()}
+    return RowError(row_id, kind, wrong, f"{todo} {origin}", record=texts)
 
 
 def _row_id(record: Record, context: Context, by_number: str, refuse: Refuse) -> str:
@@ -144,9 +138,7 @@ def _problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, dic
 
 
 def asked_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
-    """What a record asks, as a text or whatever is there instead, and the pictures in it: those of the parts of a
-    conversation's question, or of `<img>` tags.
-    """
+    """What a record asks, as a text or what is there instead, and the pictures in it: of parts, or of `<img>` tags."""
     value = listed(record.get(columns.problem, MISSING), texts_only=True)
     found = text_of_chat(value) if isinstance(value, list) else value
     text, named = pictures_of_text(found) if isinstance(found, str) else (found, [])

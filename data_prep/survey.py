@@ -101,7 +101,8 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, fami
         counts["shape"].update([str(shape) for shape in shapes] if shapes and isinstance(shapes, list) else [_UNKNOWN])
         counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
         sizes = [_size(image, f"{where}: image {number}") for number, image in enumerate(row["images"])]
-        counts["image size"].update(_size_class(max(size)) for size in sizes)
+        classes = ((f"up to {side} px" for side in _LONGEST_SIDES if max(size) <= side) for size in sizes)
+        counts["image size"].update(next(names, f"over {_LONGEST_SIDES[-1]} px") for names in classes)
         facts.tokens.append(sum(_tokens(row, size, family) for size in sizes))
         facts.characters.append(len(row["problem"]))
         if len(facts.sizes) < _SIZES_KEPT:
@@ -132,10 +133,6 @@ def _tokens(row: Row, size: tuple[int, int], family: str) -> int:
         raise UserError(
             f"{row['id']}: an image of {size[0]} x {size[1]} pixels is refused by the model ({error}); remove the row"
         ) from error
-
-
-def _size_class(longest: int) -> str:
-    return next((f"up to {side} px" for side in _LONGEST_SIDES if longest <= side), f"over {_LONGEST_SIDES[-1]} px")
 
 
 def _tokenizer(model: str) -> TextTokens:
@@ -169,7 +166,7 @@ def counts(found: Survey) -> str:
     manifest = found.manifest
     made = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})" if manifest else " (no manifest of ours)"
     lines = [printable(f"{found.folder}{made}"), "", *_table(found), "", *_longest(found)]
-    return "\n".join([*lines, *(["", *left_out] if (left_out := what_was_left_out(found)) else [])])
+    return "\n".join([*lines, *(["", *left_out] if (left_out := what_was_left_out(found.manifest)) else [])])
 
 
 def whole_prompt(row: Row) -> list[str]:
@@ -192,27 +189,24 @@ def shown_lines(prompt: str) -> list[str]:
 
 def token_statistics(facts: SplitFacts) -> dict[str, str]:
     """Image tokens of the rows of a split, for people."""
-    tokens = facts.tokens
+    names, tokens = ("min", "median", "p95", "max"), facts.tokens
     if not tokens:
-        return dict.fromkeys(("min", "median", "p95", "max"), "-")
-    return {
-        "min": str(min(tokens)),
-        "median": f"{median(tokens):g}",
-        "p95": str(quantile(tokens, 0.95)),
-        "max": str(max(tokens)),
-    }
+        return dict.fromkeys(names, "-")
+    figures = (str(min(tokens)), f"{median(tokens):g}", str(quantile(tokens, 0.95)), str(max(tokens)))
+    return dict(zip(names, figures, strict=True))
 
 
-def what_was_left_out(found: Survey) -> list[str]:
-    """Lines on quarantined rows and leaks, from the manifest; none where there are none."""
-    quarantined, leaks = found.manifest.get("quarantined") or {}, found.manifest.get("leaks") or {}
-    lines = []
+def what_was_left_out(manifest: Manifest) -> list[str]:
+    """Lines on leaks, what is to be said of rows, and quarantined ones; none where there are none."""
+    quarantined, leaks = manifest.get("quarantined") or {}, manifest.get("leaks") or {}
+    lines = note_lines(manifest)
+    if leaks.get("found"):
+        also = f"{amount(leaks['found'], 'row')} with the diagram and question of a row in another split"
+        lines.insert(0, f"leaks: {also}; {leaks['dropped']} dropped from train")
     if quarantined.get("rows"):
         reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
-        lines.append(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}), see quarantine.jsonl")
-    if leaks.get("found"):
-        lines.append(f"also in another split: {amount(leaks['found'], 'row')}, {leaks['dropped']} dropped from train")
-    return [*lines, *note_lines(found.manifest)]
+        lines.append(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {QUARANTINE_NAME}")
+    return lines
 
 
 def printable(text: str) -> str:
@@ -271,20 +265,9 @@ def print_prompt(output: Path, manifest: Manifest) -> None:
 
 def print_counts(output: Path, manifest: Manifest) -> None:
     """Say what was written to `output`, and what was left out."""
-    counts = ", ".join(
-        f"{split} {amount(manifest['counts'][split], 'row')}" for split in SPLITS if split in manifest["counts"]
-    )
-    print(f"{output}: {counts}; look at it with `python -m data_prep inspect {shlex.quote(str(output))}`")
-    leaks, quarantined = manifest["leaks"], manifest["quarantined"]
-    if leaks["found"]:
-        print(
-            f"leaks: {amount(leaks['found'], 'row')} with the diagram and question of a row in another split; "
-            f"{leaks['dropped']} dropped from train"
-        )
-    if quarantined["rows"]:
-        reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
-        print(f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {output / QUARANTINE_NAME}")
-        for detail in first_details(output):
-            print(printable(f"  {detail}"))
-    for line in note_lines(manifest):
+    counts = manifest["counts"]
+    rows = ", ".join(f"{split} {amount(counts[split], 'row')}" for split in SPLITS if split in counts)
+    print(f"{output}: {rows}; look at it with `python -m data_prep inspect {shlex.quote(str(output))}`")
+    details = [f"  {detail}" for detail in first_details(output)] if manifest["quarantined"]["rows"] else []
+    for line in (*what_was_left_out(manifest), *details):
         print(printable(line))

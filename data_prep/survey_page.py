@@ -46,13 +46,11 @@ def plots(found: Survey) -> dict[str, str]:
         for name, title in (("answer form", "Answer forms"), ("goal", "Goals"), ("shape", "Shapes")):
             drawn[title] = _svg(partial(_bars, splits=found.splits, name=name))
         unit = f"tokens of {FAMILIES[found.family].name}"
-        drawn["Image tokens per row"] = _svg(
-            lambda axes: _histogram(axes, {s: list(f.tokens) for s, f in found.splits.items()}, unit)
-        )
-        drawn["Length of the problems"] = _svg(
-            lambda axes: _histogram(axes, {s: list(f.characters) for s, f in found.splits.items()}, "characters")
-        )
-        drawn["Image sizes"] = _svg(lambda axes: _scatter(axes, found.splits))
+        tokens = {split: list(facts.tokens) for split, facts in found.splits.items()}
+        characters = {split: list(facts.characters) for split, facts in found.splits.items()}
+        drawn["Image tokens per row"] = _svg(partial(_histogram, values=tokens, unit=unit))
+        drawn["Length of the problems"] = _svg(partial(_histogram, values=characters, unit="characters"))
+        drawn["Image sizes"] = _svg(partial(_scatter, splits=found.splits))
     return drawn
 
 
@@ -105,15 +103,8 @@ def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
 
 def _scatter(axes: Axes, splits: dict[str, SplitFacts]) -> None:
     for index, (split, facts) in enumerate(splits.items()):
-        different = sorted(set(facts.sizes))
-        axes.scatter(
-            [width for width, _ in different],
-            [height for _, height in different],
-            s=9,
-            alpha=0.6,
-            label=split,
-            color=_COLOURS[index % len(_COLOURS)],
-        )
+        widths, heights = ([size[i] for size in sorted(set(facts.sizes))] for i in (0, 1))
+        axes.scatter(widths, heights, s=9, alpha=0.6, label=split, color=_COLOURS[index % len(_COLOURS)])
     axes.set_xlabel("width, pixels")
     axes.set_ylabel("height, pixels")
     axes.set_xlim(left=0)
@@ -173,7 +164,7 @@ def page(found: Survey) -> str:
     )
     cards = "".join(_card(row, split) for split, facts in found.splits.items() for row in facts.gallery)
     prompt = "\n".join(whole_prompt(found.example) if found.example is not None else [])
-    left_out = "".join(f"<p>{escape(line)}</p>" for line in what_was_left_out(found))
+    left_out = "".join(f"<p>{escape(line)}</p>" for line in what_was_left_out(found.manifest))
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         f"<meta name='generator' content='{_GENERATOR}'>"
@@ -193,14 +184,11 @@ def page(found: Survey) -> str:
 
 def _card(row: Row, split: str) -> str:
     pictures = "".join(f"<img alt='diagram' src='{_picture(image['bytes'])}'>" for image in row["images"][:4])
-    choices = row.get("choices")
-    listed = ""
-    if choices:
-        right = [_is_right(row, index, value) for index, value in enumerate(choices)]
-        listed = "".join(
-            f"<li{' class=right' if ok else ''}>{_text(value)}</li>" for value, ok in zip(choices, right, strict=True)
-        )
-        listed = f"<ol>{listed}</ol>"
+    raw = row.get("answer_raw") or ""  # the letter of the right choice, or its value
+    letters = zip(ascii_uppercase, row.get("choices") or (), strict=False)
+    items = [(value, raw == letter if len(raw) == 1 and raw.isupper() else value == raw) for letter, value in letters]
+    listed = "".join(f"<li{' class=right' if ok else ''}>{_text(value)}</li>" for value, ok in items)
+    listed = f"<ol>{listed}</ol>" if items else ""
     meta = row.get("meta") or {}
     facts = {
         "gold": row["answer"],
@@ -214,12 +202,6 @@ def _card(row: Row, split: str) -> str:
         f"<article><h3>{_text(row['id'])} ({escape(split)})</h3>{pictures}"
         f"<p>{_text(row['problem'])}</p>{listed}<dl>{terms}</dl></article>"
     )
-
-
-def _is_right(row: Row, index: int, value: str) -> bool:
-    """Whether this choice is the gold: named by the letter of the source, or equal to its value."""
-    raw = row.get("answer_raw") or ""
-    return raw == ascii_uppercase[index : index + 1] if len(raw) == 1 and raw.isupper() else value == raw
 
 
 def _text(value: str) -> str:

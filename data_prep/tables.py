@@ -171,9 +171,8 @@ def splits_of(opened: Opened, tests: HeldOutShare) -> list[str]:
             f"{tests.share:g} of; say that it is with --split-name train, or leave --test-share out"
         )
     if "test" in opened.parts:
-        raise UserError(
-            f"test_share: there is a split test already, {opened.parts['test'][0].location}; leave --test-share out"
-        )
+        there = opened.parts["test"][0].location
+        raise UserError(f"test_share: there is a split test already, {there}; leave --test-share out")
     return [*opened.parts, "test"]
 
 
@@ -251,7 +250,6 @@ def _saved(folder: Path) -> dict[str, list[Path]]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     if not found:
-        raise UserError(
-            f"input: {str(folder)!r} has {', '.join(names)}, none of which is train or test; give one of these folders"
-        )
+        has = f"{str(folder)!r} has {', '.join(names)}"
+        raise UserError(f"input: {has}, none of which is train or test; give one of these folders")
     return found

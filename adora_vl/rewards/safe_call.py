@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import OverdueError, back_in, backstop, deadline, in_one_process
 
+_SHOWN = 60
 _PLAIN = {int, float, str, bool, type(None)}
 _REASON = 200  # characters of what an exception says
 
@@ -156,7 +156,8 @@ def _number(value: Any, row: int) -> float:
 
 
 def _shown(value: Any) -> str:
-    return f"{' '.join(shown(value).split())} ({type(value).__name__})"
+    text = " ".join(repr(value).split())
+    return f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({type(value).__name__})"
 
 
 def _failure(

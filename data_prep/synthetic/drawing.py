@@ -67,15 +67,8 @@ class Canvas:
 
     def label(self, text: str, centre: Point) -> None:
         """Text with an outline of paper, so that a line behind it does not hide a digit."""
-        self._draw.text(
-            self._scaled([centre])[0],
-            text,
-            fill=self._style.text,
-            font=self._font,
-            anchor="mm",
-            stroke_width=self._stroke,
-            stroke_fill=self._style.paper,
-        )
+        place, style, stroke = self._scaled([centre])[0], self._style, self._stroke
+        self._draw.text(place, text, style.text, self._font, anchor="mm", stroke_width=stroke, stroke_fill=style.paper)
 
     def picture(self) -> Image.Image:
         return self._image.resize((self.size, self.size), Image.Resampling.BOX)
@@ -144,12 +137,8 @@ class Sketch:
         """The small square in the angle `ABC` at B."""
         a, b, c = (self._at[letter] for letter in path)
         one, other = _unit(b, a), _unit(b, c)
-        self._canvas.line(
-            *[
-                (b[0] + 0.05 * (p * one[0] + q * other[0]), b[1] + 0.05 * (p * one[1] + q * other[1]))
-                for p, q in ((1, 0), (1, 1), (0, 1))
-            ]
-        )
+        ways = ((p * one[0] + q * other[0], p * one[1] + q * other[1]) for p, q in ((1, 0), (1, 1), (0, 1)))
+        self._canvas.line(*(_moved(b, way, 0.05) for way in ways))
 
     def picture(self) -> Image.Image:
         return self._canvas.picture()
@@ -158,14 +147,13 @@ class Sketch:
         """Raises `ClutteredError` where it would touch another label or the edge."""
         (x, y), half = centre, (0.28 * len(text) * self._font, 0.5 * self._font)
         box = (x - half[0], y - half[1], x + half[0], y + half[1])
-        if min(box) < 0 or max(box) > 1 or any(_touching(box, other) for other in self._boxes):
+        for left, top, right, bottom in self._boxes:
+            if box[0] < right and left < box[2] and box[1] < bottom and top < box[3]:
+                raise ClutteredError(text)
+        if min(box) < 0 or max(box) > 1:
             raise ClutteredError(text)
         self._boxes.append(box)
         self._canvas.label(text, centre)
-
-
-def _touching(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _moved(point: Point, direction: Point, reach: float) -> Point:

@@ -261,12 +261,8 @@ def right_triangle_side(rng: random.Random, size: int, level: int = 1, style: St
 def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
     """The hypotenuse and one angle are drawn; `x` stands at the leg opposite of it or beside it."""
     degrees, hypotenuse = rng.choice([30, 45, 60]), 2 * rng.randrange(2, 30)
-    sketch = Sketch(
-        rng,
-        size,
-        style,
-        {"A": (0.0, math.sin(math.radians(degrees))), "B": (math.cos(math.radians(degrees)), 0.0), "C": (0.0, 0.0)},
-    )
+    turn = math.radians(degrees)
+    sketch = Sketch(rng, size, style, {"A": (0.0, math.sin(turn)), "B": (math.cos(turn), 0.0), "C": (0.0, 0.0)})
     opposite = rng.random() < 0.5
     sketch.lines("ABCA")
     sketch.letters("A", "B", "C")
@@ -277,9 +273,8 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
     angle = degrees if opposite else 90 - degrees
     half = hypotenuse // 2
     answer = {30: f"{half}", 45: f"{half} \\sqrt {{ 2 }}", 60: f"{half} \\sqrt {{ 3 }}"}[angle]
-    return _length(
-        sketch.picture(), "Find x.", answer, f"hypotenuse {hypotenuse}, angle opposite {angle}", str(hypotenuse)
-    )
+    working = f"hypotenuse {hypotenuse}, angle opposite {angle}"
+    return _length(sketch.picture(), "Find x.", answer, working, str(hypotenuse))
 
 
 def triangle_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
@@ -361,14 +356,8 @@ def parallel_segment(rng: random.Random, size: int, level: int = 1, style: Style
     x = rng.randrange(2, 12)
     sketch.side("ED", f"{ed}")
     sketch.side("BC", _expression(1, int(bc) - x) if bc.denominator == 1 else "x")
-    return _length(
-        sketch.picture(),
-        f"If {parallel}, find x.",
-        str(x) if bc.denominator == 1 else answer,
-        working,
-        str(ed),
-        ("Triangle", "Line"),
-    )
+    answer = str(x) if bc.denominator == 1 else answer
+    return _length(sketch.picture(), f"If {parallel}, find x.", answer, working, str(ed), ("Triangle", "Line"))
 
 
 def parallelogram_side(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
@@ -377,9 +366,8 @@ def parallelogram_side(rng: random.Random, size: int, level: int = 1, style: Sty
     factor, added = rng.randrange(2, 6), rng.randrange(1, 20)
     other = rng.randrange(1, factor) if level == 3 else 0
     lean, height = rng.uniform(0.2, 0.5), rng.uniform(0.6, 0.9)
-    sketch = Sketch(
-        rng, size, style, {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
-    )
+    corners = {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
+    sketch = Sketch(rng, size, style, corners)
     sketch.lines("ABCDA")
     sketch.letters("A", "B", "C", "D")
     value = factor * x + (added if level > 1 else 0)
@@ -405,14 +393,9 @@ def _box(answer: object) -> str:
 
 
 def _problem(
-    goal: str,
-    picture: Image.Image,
-    question: str,
-    answer: str,
-    working: str,
-    slip: str,
+    goal: str, picture: Image.Image, question: str, answer: str, working: str, slip: str,
     shapes: tuple[str, ...] = ("Triangle",),
-) -> SyntheticProblem:
+) -> SyntheticProblem:  # fmt: skip
     solution, wrong = (f"{working}. {_box(value)}" for value in (answer, slip))
     return SyntheticProblem("", picture, question, answer, solution, wrong, goal, shapes)
 

@@ -29,9 +29,8 @@ def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> 
     for candidate in candidates:
         if len(wrong) == count - 1:
             break
-        if candidate and all(
-            grade(f"\\boxed{{{candidate}}}", other).verdict != "correct" for other in (answer, *wrong)
-        ):
+        given = f"\\boxed{{{candidate}}}"
+        if candidate and all(grade(given, other).verdict != "correct" for other in (answer, *wrong)):
             wrong.append(candidate)
     assert len(wrong) == count - 1, f"{answer!r} has too few variants"
     place = rng.randrange(count)
@@ -54,7 +53,7 @@ def _variants(answer: str, rng: random.Random) -> list[str]:
 SPLITS = ("train", "test")
 LEVELS = (1, 2, 3)
 KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit}
-_MIN_SIZE_OF_LEVELS = 112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
+_LEVELS_FROM = 112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
 MAX_CHOICES = 8
 _MAX_REDRAWS = 5000  # of one row; at least one diagram in five is new for as long as the family has many
 _TEST_SHARE = 0.25  # of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
@@ -145,9 +144,7 @@ def _check(names: tuple[str, ...], split: str, size: int, level: int, styles: tu
         raise UserError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
     if level not in LEVELS:
         raise UserError(f"level: {level} is not one of 1, 2, 3")
-    if level > 1 and size < _MIN_SIZE_OF_LEVELS:
-        raise UserError(
-            f"size: {size} is too small for the numbers of level {level}; give {_MIN_SIZE_OF_LEVELS} or more"
-        )
+    if level > 1 and size < _LEVELS_FROM:
+        raise UserError(f"size: {size} is too small for the numbers of level {level}; give at least {_LEVELS_FROM}")
     if choices and not 2 <= choices <= MAX_CHOICES:
         raise UserError(f"choices: {choices} is neither 0 nor between 2 and {MAX_CHOICES}")

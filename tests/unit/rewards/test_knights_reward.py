@@ -86,5 +86,5 @@ def test_the_references_reward(subtests):
 
 
 def test_a_gold_that_is_no_assignment_is_refused():
-    with pytest.raises(UserError, match="answer '70' names nobody"):
+    with pytest.raises(UserError, match="answer '70' names no knight"):
         reward_function("knights")(completions=["x"], answer=["70"])

@@ -110,9 +110,9 @@ def test_a_reward_that_does_not_exist_is_one_line(own, subtests):
         (["accuracy"], {"accuracy": {"round": True}}, "adora_reward.accuracy: unknown option 'round', it has rounding"),
         (["accuracy"], {"accuracy": {"rounding": 1}}, "adora_reward.accuracy.rounding: 1 is not true or false"),
         (["knights"], {"knights": {"rounding": True}}, "unknown option 'rounding', it has none"),
-        (["FILE:brevity"], {"brevity": 3}, "3 is not a mapping"),
+        (["FILE:brevity"], {"brevity": 3}, "3 is no mapping"),
         (["FILE:brevity"], {"brevity": {"completions": 3}}, "'completions' is given by the trainer"),
-        (["FILE:closed"], {"closed": {"target": 3}}, "no argument 'target' there"),
+        (["FILE:closed"], {"closed": {"target": 3}}, "no argument 'target'"),
     ]
     for entries, options, message in cases:
         with subtests.test(f"{entries!r:.80} {options!r:.80} {message!r:.80}"):
@@ -137,7 +137,7 @@ def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(own, sub
     for name, options, message in [
         ("picky", None, r"needs 'difficulty', which is no column of the data set \(it has answer, id\)"),
         ("closed", None, r"must end with \*\*kwargs"),
-        ("brevity", {"brevity": {"answer": 3}}, "'answer' is a column of the data set"),
+        ("brevity", {"brevity": {"answer": 3}}, "'answer' is a column of the data"),
     ]:
         with subtests.test(name), pytest.raises(UserError, match=message):
             own(BODY, f"FILE:{name}", options=options).check_columns(["answer", "id"])
