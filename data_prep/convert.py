@@ -18,22 +18,13 @@ from adora_vl.data.dataset import SPLITS, Manifest, read_manifest
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
+from data_prep import tables
 from data_prep.columns import Columns, columns_from
 from data_prep.hub import commit_of, open_hub
 from data_prep.pictures import named_files
 from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
 from data_prep.records import asked_in, pictures_beside
-from data_prep.tables import (
-    HUB_ID,
-    DrawnTests,
-    HeldOutShare,
-    Opened,
-    TablePart,
-    named_split,
-    open_local,
-    reads,
-    splits_of,
-)
+from data_prep.tables import DrawnTests, HeldOutShare, Opened, TablePart, open_local
 
 _NAME = re.compile(r"[\w.-]{1,80}")
 
@@ -86,11 +77,11 @@ def convert(
         }
         tests = HeldOutShare(wanted.test_share, wanted.seed)
         drawn = DrawnTests(tests, columns) if tests.share else None
-        rows = partial(reads, opened, name=name, columns=columns, tests=drawn, limit=wanted.limit)
+        rows = partial(tables.reads, opened, name=name, columns=columns, tests=drawn, limit=wanted.limit)
         rows = partial(rows, drop_instruction=wanted.drop_instruction)
         totals = {} if wanted.test_share else opened.totals
         return description, {
-            split: SplitReads(partial(rows, split), totals.get(split)) for split in splits_of(opened, tests)
+            split: SplitReads(partial(rows, split), totals.get(split)) for split in tables.splits_of(opened, tests)
         }
 
     return prepare(output, wanted, begin, columns.features, workers=workers, overwrite=overwrite)
@@ -99,12 +90,12 @@ def convert(
 def open_own(location: str, columns: Columns, revision: str | None, options: Conversion) -> Opened:
     """The data set at a path, else of the hub. Raises `UserError`."""
     path = Path(location)
-    is_hub = not path.exists() and HUB_ID.fullmatch(location) is not None and not path.parent.is_dir()
+    is_hub = not path.exists() and tables.HUB_ID.fullmatch(location) is not None and not path.parent.is_dir()
     if not is_hub:
         for key, value in (("revision", revision), ("subset", options.subset), ("splits", options.splits)):
             if value:
                 raise UserError(f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out")
-        return named_split(open_local(path, columns), options.split_name)
+        return tables.named_split(open_local(path, columns), options.split_name)
     if columns.image_dir:
         raise UserError(
             f"image_dir: {columns.image_dir!r} is for a table's paths, and a hub id has its own; leave it out"

@@ -140,12 +140,13 @@ def recorded(run: Path) -> Groups:
             settings = json.loads(tables[0].schema.metadata[b"adora_vl"])
             size = int(settings["num_generations"])
         except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"attenuation: {str(file)!r} is none of a run's record ({in_one_line(error)})") from error
+            why = in_one_line(error)
+            raise UserError(f"attenuation: {str(file)!r} is no file of a run's record ({why})") from error
         rows += len(tables[-1])
     columns = pa.concat_tables(tables).slice(0, FIRST_GROUPS * size).to_pydict()
     rewards = [math.nan if reward is None else reward for reward in columns["reward"]]
     above = float(settings.get("adora_correct_above", 0.5))
-    return _groups(rewards, columns["length"], columns["truncated"], size, above)
+    return _groups([rewards, columns["length"], columns["truncated"]], size, above)
 
 
 def sampled(predictions: Path) -> Groups:
@@ -162,18 +163,13 @@ def sampled(predictions: Path) -> Groups:
         )
     rewards = [float(grade_row(BENCHMARK, row, options).correct) for row in flat]
     truncated = [row.get("finish_reason") == "length" for row in flat]
-    return _groups(rewards, [row["n_tokens"] for row in flat], truncated, size, 0.5)
+    return _groups([rewards, [row["n_tokens"] for row in flat], truncated], size, 0.5)
 
 
-def _groups(
-    rewards: Sequence[float], lengths: Sequence[int], truncated: Sequence[bool], size: int, above: float
-) -> Groups:
-    return Groups(
-        torch.tensor(rewards).view(-1, size),
-        torch.tensor(lengths).view(-1, size),
-        torch.tensor(truncated).view(-1, size),
-        correct_above=above,
-    )
+def _groups(columns: Sequence[Sequence[float]], size: int, above: float) -> Groups:
+    """`columns`: rewards, lengths, and what was truncated."""
+    rewards, lengths, truncated = (torch.tensor(column).view(-1, size) for column in columns)
+    return Groups(rewards, lengths, truncated, correct_above=above)
 
 
 def of(place: Path) -> Forecast:

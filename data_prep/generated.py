@@ -29,6 +29,9 @@ MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
 
 
+Draw = Callable[[str, int], Iterable[Row]]  # the rows of a split, of which so many are asked for
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A data set that is drawn. `draw(split, count)`: the rows of a split, of which `sizes` has the number.
@@ -37,7 +40,7 @@ class Drawn:
     """
 
     sizes: dict[str, int]
-    draw: Callable[[str, int], Iterable[Row]]
+    draw: Draw
     description: dict[str, Any]
 
 
@@ -72,9 +75,7 @@ def puzzles(*, rows: int, test_rows: int = DEFAULT_TEST_ROWS, seed: int = 0, peo
     return _drawn("knights", KNIGHTS_REVISION, draw, rows, test_rows, given)
 
 
-def _drawn(
-    source: str, revision: str, draw: Callable[[str, int], Iterable[Row]], rows: int, test_rows: int, given: Any
-) -> Drawn:
+def _drawn(source: str, revision: str, draw: Draw, rows: int, test_rows: int, given: Any) -> Drawn:
     require("rows", rows, 1, MAX_ROWS)
     require("test_rows", test_rows, 0, MAX_ROWS)
     as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}

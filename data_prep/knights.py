@@ -98,9 +98,8 @@ def _row(names: tuple[str, ...], said: tuple[Said, ...], solution: int, row_id: 
     gold = assignment_text(names, solution)
     rng = random.Random(f"{row_id}/slip")
     wrong = solution ^ rng.randrange(1, 2 ** len(names))
-    problem = QUESTION.format(
-        people=", ".join(names[:-1]) + f" and {names[-1]}", statements=" ".join(lines), example=example_answer(names)
-    )
+    people = f"{', '.join(names[:-1])} and {names[-1]}"
+    problem = QUESTION.format(people=people, statements=" ".join(lines), example=example_answer(names))
     slip = f"\\boxed{{{assignment_text(names, wrong)}}}"
     return puzzle_row(row_id, problem, gold, people=len(names), split=split, slip=slip)
 
@@ -123,14 +122,10 @@ def puzzle_row(row_id: str, problem: str, gold: str, *, people: int, split: str,
         "split": split,
         "source": "knights",
         "meta": {
-            "goal": "knights and knaves",
-            "shapes": [],
-            "family": f"{people} people",
-            "kind": "",
-            "solution": f"\\boxed{{{gold}}}",
-            "slip": slip,
+            "goal": "knights and knaves", "shapes": [], "family": f"{people} people", "kind": "",
+            "solution": f"\\boxed{{{gold}}}", "slip": slip,
         },
-    }
+    }  # fmt: skip
 
 
 def generate(rows: int, *, split: str = "train", seed: int = 0, people: tuple[int, int] = PEOPLE) -> Iterator[Row]:

@@ -97,15 +97,11 @@ def refuse_foreign(output: Path) -> None:
             f"output: {str(output)!r} is not empty and not a prepared dataset (no {MANIFEST_NAME} of ours); "
             "choose another folder or empty it"
         )
-    ours = {MANIFEST_NAME, *manifest["files"]}
-    foreign = sorted(
-        name
-        for path in output.rglob("*")
-        if not path.is_dir() and (name := path.relative_to(output).as_posix()) not in ours
-    )
+    there = {path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir()}
+    foreign = there - {MANIFEST_NAME, *manifest["files"]}
     if foreign:
         raise UserError(
-            f"output: {str(output)!r} holds {foreign[0]!r}, which is not part of the prepared dataset there; "
+            f"output: {str(output)!r} holds {min(foreign)!r}, which is not part of the prepared dataset there; "
             "move it away or choose another folder"
         )
 

@@ -229,9 +229,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
             _require_columns(file.schema_arrow, folder, split)
             rows += file.metadata.num_rows
     if not rows:
-        raise UserError(
-            f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it anew, or name another"
-        )
+        raise UserError(f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or name one")
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log is no place for one, and an error is one line
     try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -110,7 +110,10 @@ def attend(
     return (joined if back is None else joined.index_select(0, back))[None], None
 
 
-def look(tower: Any, original: Any, pixels: Tensor, grids: Tensor, device: Any, kwargs: dict[str, Any]) -> Any:
+See = Callable[[Tensor, Tensor], Any]  # a vision pass: pixels, grids -> features
+
+
+def look(tower: Any, original: Any, kwargs: dict[str, Any], device: Any, pixels: Tensor, grids: Tensor) -> Any:
     """A pass of `original` (`get_image_features`) over pixels on `device`. `grids`: (images, 3), on the host."""
     kwargs.pop(ARGUMENT, None)  # of the text's attention: Qwen3-VL hands its arguments on to the tower's
     if not can_batch(tower):
@@ -127,10 +130,7 @@ def host_bounds(tower: Any, grids: Tensor, device: Any) -> dict[str, Any]:
     merge = tower.spatial_merge_size
     index, windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
     bounds = {"cu_seqlens": get_vision_cu_seqlens(grids), "cu_window_seqlens": windows}
-    longest = {
-        "max_seqlen": int(bounds["cu_seqlens"].diff().max()),
-        "max_window_seqlen": int(bounds["cu_window_seqlens"].diff().max()),
-    }
+    longest = {name.replace("cu_", "max_").rstrip("s"): int(each.diff().max()) for name, each in bounds.items()}
     if is_flash_attention_requested(tower.config):
         bounds = {name: tensor.to(device, non_blocking=True) for name, tensor in bounds.items()}
     places = {"window_index": index, "position_ids": get_vision_position_ids(grids, merge)}
@@ -172,12 +172,14 @@ class SharedVision:
         original = inner.get_image_features
 
         def get_image_features(pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
+            see = partial(look, inner.visual, original, kwargs)
             if image_grid_thw is not None and not len(image_grid_thw):
-                return self._nothing(inner, original, image_grid_thw.device, kwargs)
+                return self._nothing(inner, see, image_grid_thw.device)
             if pixel_values.is_floating_point() or image_grid_thw is None:
                 self.seen += 0 if image_grid_thw is None else len(image_grid_thw)
                 return original(pixel_values, image_grid_thw, **kwargs)
-            return self._features(inner, original, pixel_values, image_grid_thw, kwargs)
+            starts = first_patches(pixel_values, image_grid_thw)  # references may be on the host
+            return self._features(inner, partial(see, inner.visual.device), starts)
 
         compat.VISION_FEATURES.install(get_image_features, on=inner)
         self._towers.append(inner.visual)
@@ -185,9 +187,7 @@ class SharedVision:
 
     @contextmanager
     def unshared(self) -> Iterator[None]:
-        """Inside, every pass computes its own images. A rank without images then makes the same passes as one with,
-        whatever the images of its generation are.
-        """
+        """Inside, every pass computes its own images, so that a rank without any makes the passes of the others."""
         share, self.share = self.share, False
         try:
             yield
@@ -199,29 +199,23 @@ class SharedVision:
         for tower in self._towers:
             batch_windows(tower, on)
 
-    def _features(self, inner: Any, original: Any, references: Tensor, grids: Tensor, kwargs: dict[str, Any]) -> Any:
-        starts, device = first_patches(references, grids), inner.visual.device  # references may be on the host
+    def _features(self, inner: Any, see: See, starts: list[int]) -> Any:
         bank = self.banks.of(starts[0])
         if not self.share:
-            return self._pass(bank, starts, inner, original, device, kwargs)
+            return self._pass(bank, starts, see)
         distinct = list(dict.fromkeys(starts))
         if _is_frozen(inner):
-            return self._frozen(bank, starts, inner, original, device, kwargs)
-        output = self._pass(bank, distinct, inner, original, device, kwargs)
+            return self._frozen(bank, starts, inner, see)
+        output = self._pass(bank, distinct, see)
         own = _by_image(output, inner)
         place = {start: position for position, start in enumerate(distinct)}
         return _joined(output, [own[place[start]] for start in starts])
 
-    def _pass(
-        self, bank: ImageBank, starts: list[int], inner: Any, original: Any, device: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        pixels, grids = bank.pixels(starts)
+    def _pass(self, bank: ImageBank, starts: list[int], see: See) -> Any:
         self.seen += len(starts)
-        return look(inner.visual, original, pixels, grids, device, kwargs)
+        return see(*bank.pixels(starts))
 
-    def _frozen(
-        self, bank: ImageBank, starts: list[int], inner: Any, original: Any, device: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _frozen(self, bank: ImageBank, starts: list[int], inner: Any, see: See) -> Any:
         """Features of a frozen tower: computed for all images of the bank when first needed, then read from memory.
 
         A rank with fewer new images than others computes one image again. All ranks must take part in the same passes,
@@ -230,16 +224,16 @@ class SharedVision:
         if bank.features_due:
             new = [start for start in bank.starts if start not in bank.frozen_features]
             parts = in_passes(new, [len(bank.image_patches(start)) for start in new], PATCHES_A_PASS)
-            for number in range(_most_of_ranks(len(parts), device)):
+            for number in range(_most_of_ranks(len(parts), inner.visual.device)):
                 part = parts[number] if number < len(parts) else bank.starts[:1]
                 with torch.no_grad():
-                    output = self._pass(bank, part, inner, original, device, kwargs)
+                    output = self._pass(bank, part, see)
                 for start, own in zip(part, _by_image(output, inner), strict=True):
                     bank.frozen_features.setdefault(start, own)
             bank.features_due = False
         return _joined(BaseModelOutputWithPooling(), [bank.frozen_features[start] for start in starts])
 
-    def _nothing(self, inner: Any, original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+    def _nothing(self, inner: Any, see: Callable[..., Any], device: Any) -> Any:
         """The features of no image. With several processes the tower still runs whenever others run it, because it
         gathers weights and reduces gradients. The gradients are zero here.
         """
@@ -254,10 +248,10 @@ class SharedVision:
         if bank is not None and not bank.features_due:
             return _joined(BaseModelOutputWithPooling(), images)
         if bank is not None and bank.starts:  # of other rows of this rank
-            self._frozen(bank, bank.starts[:1], inner, original, device, kwargs)
+            self._frozen(bank, bank.starts[:1], inner, partial(see, device))
             return _joined(BaseModelOutputWithPooling(), images)
         for _ in range(1 if bank is None else _most_of_ranks(1, device)):
-            output = _empty_picture(inner, original, device, kwargs)
+            output = _empty_picture(inner, partial(see, device), device)
         if bank is not None:
             bank.features_due = False
         first = _by_image(output, inner)[0]
@@ -290,14 +284,14 @@ def _is_frozen(inner: Any) -> bool:
     return not any(parameter.requires_grad for parameter in inner.visual.parameters())
 
 
-def _empty_picture(inner: Any, original: Any, device: Any, kwargs: dict[str, Any]) -> Any:
+def _empty_picture(inner: Any, see: See, device: Any) -> Any:
     """The output of a vision pass over an empty picture of one image token."""
     vision = inner.config.vision_config
     side = vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     values = channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.zeros(side * side, values, dtype=inner.visual.dtype, device=device)
-    return look(inner.visual, original, pixels, torch.tensor([[1, side, side]]), device, kwargs)
+    return see(pixels, torch.tensor([[1, side, side]]))
 
 
 def _by_image(output: Any, inner: Any) -> list[Features]:

@@ -82,10 +82,8 @@ def check_rewards(
     facts = f"right at least {right:g}, wrong at most {wrong:g}, adora_correct_above: {correct_above:g}"
     if wrong <= correct_above < right:
         return passed(title, facts)
-    counted = "the criteria would count wrong rollouts as correct, or none"
-    return failed(
-        title, facts, f"set adora_correct_above between the two, or change adora_reward and reward_weights: {counted}"
-    )
+    remedy = "set adora_correct_above between the two, or change adora_reward and reward_weights"
+    return failed(title, facts, f"{remedy}: the criteria would count wrong rollouts as correct, or none")
 
 
 def check_compilers(

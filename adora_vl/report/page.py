@@ -94,11 +94,8 @@ def _plain(element: Element, left: list[int]) -> Tree:
     struck = element.tag == "menclose" and element.get("notation") != "box"
     if element.tag not in _ELEMENTS or left[0] < 0 or unknown or struck:
         raise ValueError(element.tag)
-    attributes = {
-        name: value
-        for name, value in element.attrib.items()
-        if name in _ATTRIBUTES and re.fullmatch(_ATTRIBUTES[name], value)
-    }
+    given = element.attrib.items()
+    attributes = {name: value for name, value in given if re.fullmatch(_ATTRIBUTES.get(name, "(?!)"), value)}
     return [element.tag, attributes, *([text] if text else []), *(_plain(child, left) for child in element)]
 
 

@@ -13,7 +13,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from adora_vl.rewards.answer import Answer, amount
-from adora_vl.rewards.choose import names_of
+from adora_vl.rewards.choose import Entry, call_once, choose_rewards, names_of
 from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.forms import read, working
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
@@ -119,12 +119,8 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def tried(
-    entries: Sequence[str | Mapping[str, Any]], response: str, columns: Mapping[str, str], answer_tags: bool = False
-) -> list[str]:
+def tried(entries: Sequence[Entry], response: str, columns: Mapping[str, str], answer_tags: bool = False) -> list[str]:
     """What each reward of `entries` gives for a response, without a model. Raises `UserError` where one fails."""
-    from adora_vl.rewards.choose import call_once, choose_rewards
-
     chosen = choose_rewards(entries, answer_tags=answer_tags)
     chosen.check_columns(columns)
     noted: list[str] = []

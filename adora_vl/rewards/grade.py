@@ -56,13 +56,11 @@ class Grade:
     ms: float = field(default=0.0, compare=False)
 
 
+Choices = Sequence[str] | None  # the values of A, B, C, ...
+
+
 def grade(
-    response: str,
-    gold: str,
-    *,
-    choices: Sequence[str] | None = None,
-    rounding: bool = False,
-    answer_tags: bool = False,
+    response: str, gold: str, *, choices: Choices = None, rounding: bool = False, answer_tags: bool = False
 ) -> Grade:
     r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. Never raises.
 
@@ -93,9 +91,8 @@ def grade(
 
 
 def grade_batch(
-    responses: Sequence[str], golds: Sequence[str], *, choices: Sequence[Sequence[str] | None] | None = None,
-    **accepted: bool,
-) -> list[Grade]:  # fmt: skip
+    responses: Sequence[str], golds: Sequence[str], *, choices: Sequence[Choices] | None = None, **accepted: bool
+) -> list[Grade]:
     """As `grade`, for each response with its reference answer and choices. `accepted`: its `rounding`, `answer_tags`.
     Raises `ValueError` for unequal lengths.
     """

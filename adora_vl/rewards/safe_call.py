@@ -176,14 +176,11 @@ def _failure(
         reason = f"it called sys.exit({'' if error.code is None else f'{error.code!r:.{_REASON}}'}){place}"
     else:
         reason = f"{in_one_line(error)[:_REASON]}{place}"
-    return RewardFailure(name, _row_name(arguments, row), reason)
-
-
-def _row_name(arguments: Mapping[str, Any], row: int | None) -> str:
     count, ids = len(arguments["completions"]), arguments.get("id")
+    where = f"row {ids[row or 0]}" if ids else f"completion {(row or 0) + 1} of {count}"
     if row is None and count > 1:
-        return f"{count} completions together" + (f", of row {ids[0]} and others" if ids else "")
-    return f"row {ids[row or 0]}" if ids else f"completion {(row or 0) + 1} of {count}"
+        where = f"{count} completions together" + (f", of row {ids[0]} and others" if ids else "")
+    return RewardFailure(name, where, reason)
 
 
 def _place(function: Callable[..., Any], error: BaseException) -> str:
@@ -199,11 +196,9 @@ def _place(function: Callable[..., Any], error: BaseException) -> str:
 def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments of each completion by itself, without the hooks that would log it again."""
     count = len(arguments["completions"])
+    columns = {key: each for key, each in arguments.items() if isinstance(each, list | tuple) and len(each) == count}
     for row in range(count):
-        one = {
-            key: [value[row]] if isinstance(value, list | tuple) and len(value) == count else value
-            for key, value in arguments.items()
-        }
+        one = {**arguments, **{key: [each[row]] for key, each in columns.items()}}
         one |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in one}
         yield own_copy(one)
 

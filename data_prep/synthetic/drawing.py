@@ -168,10 +168,8 @@ def _unit(start: Point, end: Point) -> Point:
 def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[str, Point]:
     """The points turned about the origin and scaled, without distortion, into the middle of the unit square."""
     cos, sin = math.cos(turn), math.sin(turn)
-    turned = {
-        name: ((-x if mirrored else x) * cos - y * sin, (-x if mirrored else x) * sin + y * cos)
-        for name, (x, y) in points.items()
-    }
+    flipped = {name: (-x if mirrored else x, y) for name, (x, y) in points.items()}
+    turned = {name: (x * cos - y * sin, x * sin + y * cos) for name, (x, y) in flipped.items()}
     xs, ys = zip(*turned.values(), strict=True)
     extent = max(max(xs) - min(xs), max(ys) - min(ys))
     scale, middle = (_FRAME[1] - _FRAME[0]) / extent, ((max(xs) + min(xs)) / 2, (max(ys) + min(ys)) / 2)

@@ -10,7 +10,7 @@ from string import ascii_uppercase
 
 from PIL import Image
 
-from adora_vl.data.dataset import Row
+from adora_vl.data.dataset import META, Row
 from adora_vl.data.images import diagram_hash
 from adora_vl.rewards import grade
 from adora_vl.rewards.completion import last_boxed
@@ -79,14 +79,7 @@ def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices
         "choices": choices,
         "split": split,
         "source": "synthetic",
-        "meta": {
-            "goal": problem.goal,
-            "shapes": list(problem.shapes),
-            "family": problem.family,
-            "kind": problem.kind,
-            "solution": problem.solution,
-            "slip": problem.slip,
-        },
+        "meta": {name: getattr(problem, name) for name in META} | {"shapes": list(problem.shapes)},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ import adora_vl.dedup.vision
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.dedup.images import DistinctImages, with_image_columns
-from adora_vl.dedup.vision import BATCHED, SharedVision, batch_windows, by_size, host_bounds, in_passes
+from adora_vl.dedup.vision import BATCHED, SharedVision, batch_windows, by_size, host_bounds, in_passes, look
 from adora_vl.utils.launch import free_port
 from tests.integration.support import REPOSITORY
 from tests.unit.dedup.test_shared_prompt import BOUND, IMAGE, TEXT, VISION, VISION_BOUND, VOCABULARY, build
@@ -415,7 +416,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
             vision.batch_windows(batched)
             bank = vision.banks.new("train")
             starts = [int(bank.hold(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())]
-            output = vision._pass(bank, starts, model.model, original, torch.device("meta"), {})
+            output = vision._pass(bank, starts, partial(look, model.model.visual, original, {}, torch.device("meta")))
             assert [len(own) for own in output.pooler_output] == [6, 2, 6]
             with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
                 original(torch.cat([p.to("meta") for p in pictures()]), GRIDS.to("meta"))
