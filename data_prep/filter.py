@@ -81,16 +81,10 @@ def samples_folder(output: Path) -> Path:
 
 
 def sample(
-    data: Path,
-    split: str,
-    folder: Path,
-    settings: AnswerEngineSettings,
-    *,
-    samples: int,
-    system_prompt: str | None = SYSTEM_PROMPT,
-    prompt: str | None = None,
+    data: Path, split: str, folder: Path, settings: AnswerEngineSettings, *, samples: int,
+    system_prompt: str | None = SYSTEM_PROMPT, prompt: str | None = None,
     build: Callable[[AnswerEngineSettings], AnswerEngine] = build_engine,
-) -> Path:
+) -> Path:  # fmt: skip
     """Get `samples` answers to every problem of the split, except those that `folder` has. Returns their file.
 
     `prompt`: the template of the text that is asked, as `adora_prompt`. Raises `UserError` if `folder` has answers that
@@ -99,14 +93,9 @@ def sample(
     options = Namespace(data=str(data), split=split, prompt=prompt)
     asked, hashed = load(options)
     fingerprint = {
-        "benchmark": "filter",
-        "model": settings.model,
-        "model_hash": model_hash(settings.model, settings.revision),
-        "data_hash": hashed,
-        "split": split,
-        "system_prompt": system_prompt,
-        "prompt": options.prompt,
-    }
+        "benchmark": "filter", "model": settings.model, "model_hash": model_hash(settings.model, settings.revision),
+        "data_hash": hashed, "split": split, "system_prompt": system_prompt, "prompt": options.prompt,
+    }  # fmt: skip
     names = ("engine", "dtype", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "batch_size")
     fingerprint |= {name: getattr(settings, name) for name in names}
     infer(asked, folder, settings, fingerprint, system_prompt=system_prompt, build=build, samples=samples)
@@ -114,16 +103,9 @@ def sample(
 
 
 def filter_dataset(
-    data: Path,
-    output: Path,
-    predictions: Path,
-    keep: Keep,
-    *,
-    split: str = "train",
-    rounding: bool = False,
-    overwrite: bool = False,
-    arguments: Mapping[str, Any] | None = None,
-) -> Manifest:
+    data: Path, output: Path, predictions: Path, keep: Keep, *, split: str = "train", rounding: bool = False,
+    overwrite: bool = False, arguments: Mapping[str, Any] | None = None,
+) -> Manifest:  # fmt: skip
     """Write a dataset with those rows of `split` whose pass rate is in `keep`, and with the other splits unchanged.
 
     `arguments`: what else the choice depends on, for the manifest. Raises `UserError` where the answers are not those

@@ -104,14 +104,10 @@ def forecast(groups: Groups) -> Forecast:
     longest, shortest = (Share(round(sum(one[i] for one in pairs)), len(pairs)) for i in (0, 1))
     tds = int(tds_P.sum())
     return Forecast(
-        groups=len(signal_P),
-        tds=Share(tds, int(signal_P.sum())),
-        ties=Share(int((weighing.ties_P & signal_P).sum()), tds),
-        short_only=Share(int(short_P.sum()), tds),
-        longest=longest,
-        shortest=shortest,
-        ahead=ahead,
-    )
+        groups=len(signal_P), tds=Share(tds, int(signal_P.sum())),
+        ties=Share(int((weighing.ties_P & signal_P).sum()), tds), short_only=Share(int(short_P.sum()), tds),
+        longest=longest, shortest=shortest, ahead=ahead,
+    )  # fmt: skip
 
 
 def _ends(weighing: AdoraWeighting, signal_P: torch.Tensor) -> list[tuple[float, float]]:

@@ -45,14 +45,9 @@ class Drawn:
 
 
 def synthetic(
-    *,
-    rows: int,
-    test_rows: int = DEFAULT_TEST_ROWS,
-    seed: int = 0,
-    size: int = DEFAULT_SIZE,
-    families: tuple[str, ...] = (),
-    **more: Any,
-) -> Drawn:
+    *, rows: int, test_rows: int = DEFAULT_TEST_ROWS, seed: int = 0, size: int = DEFAULT_SIZE,
+    families: tuple[str, ...] = (), **more: Any,
+) -> Drawn:  # fmt: skip
     """Geometry problems, splits train and test. `more`: other arguments of `generate`. Raises `UserError`."""
     require("size", size, *SIZES)
     given = {"seed": seed, "size": size, "families": families, **more}

@@ -253,14 +253,9 @@ def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare(
-    output: Path,
-    options: Cleaning,
-    begin: Callable[[], tuple[dict[str, Any], Mapping[str, SplitReads]]],
-    features: Features | None = None,
-    *,
-    workers: int,
-    overwrite: bool,
-) -> Manifest:
+    output: Path, options: Cleaning, begin: Callable[[], tuple[dict[str, Any], Mapping[str, SplitReads]]],
+    features: Features | None = None, *, workers: int, overwrite: bool,
+) -> Manifest:  # fmt: skip
     """Clean and write every split of a source, the held-out ones first. Returns the manifest.
 
     `begin`: opens the source, for its description (what a manifest is known by) and the rows of its splits. `features`:

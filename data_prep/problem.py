@@ -26,15 +26,9 @@ class RowError(UserError):
     """
 
     def __init__(
-        self,
-        row_id: str,
-        kind: str,
-        wrong: str,
-        remedy: str,
-        *,
-        originals: Sequence[bytes] = (),
+        self, row_id: str, kind: str, wrong: str, remedy: str, *, originals: Sequence[bytes] = (),
         record: dict[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(row_id, kind, wrong, remedy)  # so that it can be pickled
         self.row_id, self.sentence = row_id, f"{wrong}; {remedy}"
         self.kind = kind

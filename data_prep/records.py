@@ -87,19 +87,11 @@ def read_record(record: Record | BadRecord, place: str, number: int, context: Co
         notes["without_image"] = row_id
     extras = {name: _extra(record.get(theirs), theirs, refuse) for name, theirs in columns.extras}
     return RawProblem(
-        id=row_id,
-        split=context.split,
-        source=context.name,
-        origin=origin,
-        images=tuple(images[number] for number in placed.order),
-        problem=placed.text,
-        answer=answer,
-        choices=None if choices is None else tuple(choices),
-        value_answer=choices is not None,
-        text_only=has_none,
-        extras=extras,
-        notes=notes,
-    )
+        id=row_id, split=context.split, source=context.name, origin=origin,
+        images=tuple(images[number] for number in placed.order), problem=placed.text, answer=answer,
+        choices=None if choices is None else tuple(choices), value_answer=choices is not None, text_only=has_none,
+        extras=extras, notes=notes,
+    )  # fmt: skip
 
 
 def _refusal(record: Record, columns: Columns, origin: str, row_id: str, kind: str, wrong: str, todo: str) -> RowError:

@@ -125,15 +125,9 @@ def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened
 
 
 def reads(
-    opened: Opened,
-    split: str,
-    name: str,
-    columns: Columns,
-    tests: DrawnTests | None,
-    limit: int | None,
-    *,
+    opened: Opened, split: str, name: str, columns: Columns, tests: DrawnTests | None, limit: int | None, *,
     drop_instruction: bool = False,
-) -> Reads:
+) -> Reads:  # fmt: skip
     """One call per row of the split, in the order of the tables; the first `limit`. `tests`: None: none are drawn."""
     source = split if tests is None else "train"
     number = given = 0

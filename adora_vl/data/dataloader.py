@@ -189,13 +189,9 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
     def like(cls, sampler: RepeatSampler) -> EpochRepeatSampler:
         """A sampler with the same rows and repetitions as `sampler`."""
         return cls(
-            data_source=sampler.data_source,
-            mini_repeat_count=sampler.mini_repeat_count,
-            batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
-        )
+            data_source=sampler.data_source, mini_repeat_count=sampler.mini_repeat_count, batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count, shuffle=sampler.shuffle, seed=sampler.seed,
+        )  # fmt: skip
 
     def set_epoch(self, epoch: int) -> None:
         """Called by `transformers.Trainer` before each epoch."""

@@ -105,13 +105,10 @@ def _stored(row: Row, features: Features) -> Row:
 
 
 def write_manifest(
-    folder: Path,
-    description: Mapping[str, Any],
-    counts: Mapping[str, int],
-    quarantined: Mapping[str, Any] | None = None,
-    leaks: Mapping[str, Any] | None = None,
+    folder: Path, description: Mapping[str, Any], counts: Mapping[str, int],
+    quarantined: Mapping[str, Any] | None = None, leaks: Mapping[str, Any] | None = None,
     noted: Mapping[str, Any] | None = None,
-) -> Manifest:
+) -> Manifest:  # fmt: skip
     """Write and return the manifest of `folder`, whose other files are complete. It names no time and no machine.
 
     `description`: source, input, revision and arguments.

@@ -347,13 +347,9 @@ def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
 
 
 def measured(
-    rows: Iterable[tuple[str, Any, Sequence[Size | None]]],
-    text_tokens: TextTokens,
-    limits: Limits,
-    total: int,
-    *,
+    rows: Iterable[tuple[str, Any, Sequence[Size | None]]], text_tokens: TextTokens, limits: Limits, total: int, *,
     show: bool = True,
-) -> Measured:
+) -> Measured:  # fmt: skip
     """The lengths of rows, each given by its id, its text and the sizes of its images.
 
     An image whose size cannot be read counts nothing: what becomes of its row is decided elsewhere. `show`: a progress

@@ -93,12 +93,9 @@ def environment_checks(given: Given) -> list[Check]:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     parts = make.check_parts(use_vllm=config.use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed)
     builds = make.check_builds(
-        use_cpu=config.use_cpu,
-        use_vllm=config.use_vllm,
-        gpus=torch.cuda.device_count(),
-        cuda=torch.version.cuda,
+        use_cpu=config.use_cpu, use_vllm=config.use_vllm, gpus=torch.cuda.device_count(), cuda=torch.version.cuda,
         vllm_is_cpu_build=find_cpu_build(),
-    )
+    )  # fmt: skip
     cuda = None if config.use_cpu else torch.version.cuda
     driver = make.check_driver(cuda=cuda, driver=make.driver_version())
     return [*libraries, *parts, builds, driver, make.check_compilers(deepspeed=deepspeed, triton=cuda is not None)]

@@ -133,17 +133,9 @@ Manifest = dict[str, Any]
 
 
 def run_manifest(
-    *settings: Any,
-    arguments: Sequence[str] | None,
-    data: Sequence[str],
-    rows: int,
-    fingerprint: dict[str, str],
-    plan: str,
-    processes: int,
-    checkpoint: str | None,
-    own: Mapping[str, str] | None = None,
-    left_out: int = 0,
-) -> Manifest:
+    *settings: Any, arguments: Sequence[str] | None, data: Sequence[str], rows: int, fingerprint: dict[str, str],
+    plan: str, processes: int, checkpoint: str | None, own: Mapping[str, str] | None = None, left_out: int = 0,
+) -> Manifest:  # fmt: skip
     """The manifest of a run that starts now, or resumes from `checkpoint`. `settings`: the dataclasses of the run.
 
     `rows`: those that are trained on. `own`: the hash of each file of the user's code, by what it is for. `left_out`:

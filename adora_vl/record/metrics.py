@@ -123,12 +123,9 @@ class PhaseClock:
     """Divides the time among phases. A phase inside another one pauses it. The time outside all phases is `other`."""
 
     def __init__(
-        self,
-        now: Callable[[], float] = time.perf_counter,
-        settle: Callable[[], None] = settle,
-        *,
+        self, now: Callable[[], float] = time.perf_counter, settle: Callable[[], None] = settle, *,
         sleep_mode: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`sleep_mode`: whether the run's engine sleeps between generations; else it has no phases for that."""
         self._now, self._settle = now, settle
         self._phases = [phase for phase in PHASES if sleep_mode or phase not in _OF_SLEEP_MODE]

@@ -212,15 +212,9 @@ class GenerationLog:
     """What a generation leaves behind: figures, the table of completions, and the record. On all ranks together."""
 
     def __init__(
-        self,
-        context: StepContext,
-        recorder: Recorder,
-        figures: Mapping[str, Mapping[str, list[float]]],
-        table: Mapping[str, Any],
-        functions: Sequence[str],
-        notice: TieNotice,
-        bytes_sent: Callable[[], int] | None,
-    ) -> None:
+        self, context: StepContext, recorder: Recorder, figures: Mapping[str, Mapping[str, list[float]]],
+        table: Mapping[str, Any], functions: Sequence[str], notice: TieNotice, bytes_sent: Callable[[], int] | None,
+    ) -> None:  # fmt: skip
         """`figures`, `table`: TRL's `_metrics` and `_logs`. `functions`: the names of the reward functions.
         `bytes_sent`: of the last weight sync, None without an engine.
         """

@@ -68,14 +68,9 @@ def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, st
 
 
 def summary_lines(
-    history: Sequence[Mapping[str, Any]],
-    config: AdoraGRPOConfig,
-    model: Path,
-    seconds: float,
-    *,
-    data: str = "DATA",
+    history: Sequence[Mapping[str, Any]], config: AdoraGRPOConfig, model: Path, seconds: float, *, data: str = "DATA",
     command: str = "",
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """The lines of the summary; the table compares the first and the last fifth of the logged steps.
 
     `model` is a folder that transformers and vLLM can load, or a LoRA adapter that is to be merged first. `data` is the

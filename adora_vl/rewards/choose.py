@@ -194,12 +194,9 @@ def try_rewards(
 
 
 def call_once(
-    entry: str,
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    timeout: float | None,
+    entry: str, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None,
     unscored: dict[int, str] | None = None,
-) -> list[float | None]:
+) -> list[float | None]:  # fmt: skip
     """The rewards of one function for these arguments; `unscored` as in `safe_call`. Raises `UserError` if it fails."""
     failures: list[RewardFailure] = []
     call = safe_call(function, own_name(entry), timeout, failures, unscored)

@@ -70,7 +70,7 @@ def _complete(response: str) -> list[_Box]:
 # What may stand between two boxes that are one answer: a unit or noun, a comma, "and" or "or", the next one's name.
 _JOINT = re.compile(
     r"(?:[\s$]|\\[()\[\]]|\\quad)*(?:[a-z]{1,12}(?<!\band)(?<!\bor)\s+(?=and\b|or\b))?"
-    r"(?:[,;]|\\text\s*\{)?\s*(?:and\b|or\b)?(?:[\s$}]|\\[()\[\]]|\\quad)*(?:[A-Za-z](?:_(?:\d|\{\d\}))?\s*=\s*)?",
+    r"(?:[,;]|\\text\s*\{)?\s*(?:and\b|or\b)?(?:[\s$}]|\\[()\[\]]|\\quad)*(?:[A-Za-z](?:_(?:\d|\{\d\}))?\s*=\s*)?"
 )
 
 

@@ -25,17 +25,10 @@ _FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score
 _MAX_CHARS = 16_000  # of a reply: its end has the answer
 # The options in `adora_reward: [{judge: {...}}]` with type and default. One without a default has to be given.
 _OPTIONS: dict[str, tuple[type, Any]] = {
-    "base_url": (str, None),
-    "model": (str, None),
-    "instruction": (str, INSTRUCTION),
-    "cache": (str, "judge_cache.jsonl"),
-    "budget": (int, -1),
-    "concurrency": (int, 16),
-    "timeout": (float, 60.0),
-    "attempts": (int, 4),
-    "wait": (float, 1.0),
-    "max_tokens": (int, 512),
-}
+    "base_url": (str, None), "model": (str, None), "instruction": (str, INSTRUCTION),
+    "cache": (str, "judge_cache.jsonl"), "budget": (int, -1), "concurrency": (int, 16), "timeout": (float, 60.0),
+    "attempts": (int, 4), "wait": (float, 1.0), "max_tokens": (int, 512),
+}  # fmt: skip
 
 
 class JudgeReward:
@@ -66,12 +59,9 @@ class JudgeReward:
         return self._client
 
     def __call__(
-        self,
-        prompts: Sequence[Any] | None = None,
-        completions: Sequence[Any] = (),
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
-    ) -> list[float | EndpointError]:
+        self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] = (),
+        log_metric: Callable[[str, float], None] | None = None, **columns: Any,
+    ) -> list[float | EndpointError]:  # fmt: skip
         """One score per completion, or the error of its call. Logs `judge/failed` and `judge/cached`, shares.
 
         Of the `columns` it reads `problem` and `answer`. Raises `UserError` where the endpoint refuses the key: it

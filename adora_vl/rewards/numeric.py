@@ -471,13 +471,9 @@ def _called(name: str, argument: _Ball, radians: bool) -> _Ball:
     cosine, sine = (_computed(value, error) for value in _mp().cos_sin(angle.value))
     one = _Ball(Fraction(1))
     above, below = {
-        "sin": (sine, one),
-        "cos": (cosine, one),
-        "tan": (sine, cosine),
-        "sec": (one, cosine),
-        "csc": (one, sine),
+        "sin": (sine, one), "cos": (cosine, one), "tan": (sine, cosine), "sec": (one, cosine), "csc": (one, sine),
         "cot": (cosine, sine),
-    }[name]
+    }[name]  # fmt: skip
     return above / below
 
 

@@ -43,12 +43,9 @@ def _called(
     """`total`: the name of the reward among sub-scores."""
 
     def reward(
-        completions: Sequence[Any],
-        answer: Sequence[str],
-        completion_ids: Sequence[Sequence[int]] = (),
-        log_metric: Callable[[str, float], None] = lambda name, value: None,
-        **columns: Any,
-    ) -> list[float]:
+        completions: Sequence[Any], answer: Sequence[str], completion_ids: Sequence[Sequence[int]] = (),
+        log_metric: Callable[[str, float], None] = lambda name, value: None, **columns: Any,
+    ) -> list[float]:  # fmt: skip
         count = len(completions)
         sources, extra = columns.get("data_source", [""] * count), columns.get("extra_info", [{}] * count)
         lengths = [len(ids) for ids in completion_ids] or [0] * count

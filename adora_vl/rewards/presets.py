@@ -20,11 +20,8 @@ _References = list[tuple[str, tuple[str, ...] | None]]
 #     a <think> block and a box; here it is a complete box, since our prompt asks for no block. So it equals `adora`.
 #   accuracy: the verdict alone. format: a complete box alone, to be weighed against another one.
 PRESETS: Mapping[str, tuple[float, float, float]] = {
-    "adora": (1.0, 0.1, 0.0),
-    "easyr1": (0.9 + 0.1, 0.1, 0.0),
-    "accuracy": (1.0, 0.0, 0.0),
-    "format": (1.0, 1.0, 0.0),
-}
+    "adora": (1.0, 0.1, 0.0), "easyr1": (0.9 + 0.1, 0.1, 0.0), "accuracy": (1.0, 0.0, 0.0), "format": (1.0, 1.0, 0.0),
+}  # fmt: skip
 OTHERS: Mapping[str, RewardFunction] = {  # these are not about one mathematical answer
     "knights": knights_reward,
     "knights_logic_rl": knights_logic_rl_reward,
@@ -95,14 +92,11 @@ class _Grader:
 
 def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunction:
     def function(
-        completions: Sequence[Any] = (),
-        *,
-        answer: Sequence[str] | None = None,
+        completions: Sequence[Any] = (), *, answer: Sequence[str] | None = None,
         choices: Sequence[Sequence[str] | None] | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
-    ) -> list[float]:
+        log_metric: Callable[[str, float], None] | None = None, **columns: Any,
+    ) -> list[float]:  # fmt: skip
         references = _references(answer, choices, len(completions))
         grades = grader([completion_text(completion) for completion in completions], references)
         if logs and log_extra:

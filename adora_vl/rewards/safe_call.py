@@ -71,12 +71,9 @@ def own_copy(value: Any) -> Any:
 
 
 def safe_call(
-    function: Callable[..., Any],
-    name: str,
-    timeout: float | None,
-    failures: list[RewardFailure],
+    function: Callable[..., Any], name: str, timeout: float | None, failures: list[RewardFailure],
     unscored: dict[int, str] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """`function` as TRL calls it, sync or async as it is; what goes wrong is added to `failures`.
 
     A call that failed returns zeros, which must not be used. `timeout`: seconds; None is no deadline. Where the

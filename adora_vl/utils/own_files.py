@@ -56,13 +56,9 @@ def is_function(value: object) -> bool:
 
 
 def from_file(
-    key: str,
-    entry: str,
-    folders: Sequence[Path] = (),
-    *,
-    noun: str = "function",
+    key: str, entry: str, folders: Sequence[Path] = (), *, noun: str = "function",
     fits: Callable[[Any], bool] = is_function,
-) -> FromFile:
+) -> FromFile:  # fmt: skip
     """What `FILE.py:NAME` in `key` stands for, with the file in the first of `folders` that has it; none is the working
     directory.
 

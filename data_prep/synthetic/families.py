@@ -208,12 +208,9 @@ def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Sty
 
 
 FAMILIES: dict[str, Family] = {
-    "isosceles": isosceles_base_angle,
-    "polygon": polygon_interior_angle,
-    "right_triangle": right_triangle_hypotenuse,
-    "crossing": crossing_lines,
-    "circle": circle_from_radius,
-}
+    "isosceles": isosceles_base_angle, "polygon": polygon_interior_angle, "right_triangle": right_triangle_hypotenuse,
+    "crossing": crossing_lines, "circle": circle_from_radius,
+}  # fmt: skip
 MIN_SIZE = 168  # pixels; below, the letters are not readable
 _TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41), (12, 35, 37))
 

@@ -84,16 +84,9 @@ def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices
 
 
 def generate(
-    rows: int,
-    *,
-    split: str = "train",
-    seed: int = 0,
-    size: int = 56,
-    families: tuple[str, ...] = (),
-    level: int = 1,
-    styles: tuple[str, ...] = ("plain",),
-    choices: int = 0,
-) -> Iterator[Row]:
+    rows: int, *, split: str = "train", seed: int = 0, size: int = 56, families: tuple[str, ...] = (), level: int = 1,
+    styles: tuple[str, ...] = ("plain",), choices: int = 0,
+) -> Iterator[Row]:  # fmt: skip
     """Yield `rows` rows of `split`, families in turn, each diagram at most once. `size` is in pixels.
 
     `families`: of `KNOWN`, by default the plain ones. `level`: 1 to 3. `styles`: of `STYLES`, in turn. `choices`: how

@@ -126,14 +126,9 @@ def _reward(patches: Any, due: Callable[[], bool]) -> None:
 
 
 KNOWN: dict[str, Fault] = {
-    "nan": _nan,
-    "ratio": _ratio,
-    "drift": _drift,
-    "generate": _generate,
-    "sync": _sync,
-    "disk": _disk,
+    "nan": _nan, "ratio": _ratio, "drift": _drift, "generate": _generate, "sync": _sync, "disk": _disk,
     "reward": _reward,
-}
+}  # fmt: skip
 
 
 def several(arguments: list[str], starts: list[str]) -> int:

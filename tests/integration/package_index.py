@@ -40,13 +40,9 @@ def _zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def empty_wheel(
-    project: str,
-    version: str,
-    *,
-    tag: str = "py3-none-any",
-    requires: Sequence[str] = (),
+    project: str, version: str, *, tag: str = "py3-none-any", requires: Sequence[str] = (),
     modules: Mapping[str, str] | None = None,
-) -> Wheel:
+) -> Wheel:  # fmt: skip
     """A wheel that pip installs, with nothing in it but `modules` (name and source)."""
     name = re.sub(r"[-_.]+", "_", project)
     info = f"{name}-{version}.dist-info"

@@ -50,11 +50,8 @@ def test_mathvista_is_answered_and_its_broken_image_recorded(folder: Path) -> No
     result = score(folder, "mathvista")
     assert (result["total"], result["image_failed"], result["verdicts"]["failed"]) == (6, 1, 1)
     assert {value: cell["total"] for value, cell in result["groups"]["answer_type"].items()} == {
-        "text": 2,
-        "integer": 2,
-        "float": 1,
-        "list": 1,
-    }
+        "text": 2, "integer": 2, "float": 1, "list": 1,
+    }  # fmt: skip
     assert result["rules"]["rules"] == "vlmevalkit"
     rows = read_predictions(folder / "mathvista" / "predictions.jsonl")
     assert [row["finish_reason"] == IMAGE_FAILED for row in rows] == [False, True, False, False, False, False]

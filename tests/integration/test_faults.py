@@ -32,13 +32,9 @@ def after(tmp_path_factory):
     damage(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)  # a row of the second step
     out = folder / "out"
     starts = [
-        f"- --dataset_name {folder / 'damaged'}",
-        f"disk:3 --resume_from_checkpoint {out / 'checkpoint-1'}",
-        "sync:4",
-        "ratio:4,ratio:5,ratio:6",
-        "nan:7,generate:8",
-        "reward:8",
-    ]
+        f"- --dataset_name {folder / 'damaged'}", f"disk:3 --resume_from_checkpoint {out / 'checkpoint-1'}", "sync:4",
+        "ratio:4,ratio:5,ratio:6", "nan:7,generate:8", "reward:8",
+    ]  # fmt: skip
     command = [
         sys.executable, "-m", "tests.integration.faulty", "--config", "configs/train/smoke_cpu.yaml", "--max_steps",
         "9", "--num_generations", "4", "--per_device_train_batch_size", "16", "--max_completion_length", "12",

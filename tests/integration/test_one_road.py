@@ -278,15 +278,9 @@ def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
 
 def test_commands_end_with_an_error_line_and_exit_code_2(here, tmp_path, capsys):
     words = [
-        *CPU,
-        *BATCH,
-        "--model_name_or_path",
-        "tiny",
-        "--output_dir",
-        str(tmp_path / "run"),
-        "--adora_method.adora.factor",
-        "3",
-    ]
+        *CPU, *BATCH, "--model_name_or_path", "tiny", "--output_dir", str(tmp_path / "run"),
+        "--adora_method.adora.factor", "3",
+    ]  # fmt: skip
     for command in (lambda: main(words), lambda: main([*words, "--dry-run"]), lambda: doctor.main(words)):
         assert command() == 2
         lines = capsys.readouterr().err.rstrip("\n").splitlines()

@@ -25,12 +25,9 @@ from tests.integration.support import REPOSITORY, run
 pytestmark = pytest.mark.slow
 PAGE = (REPOSITORY / "docs" / "data.md").read_text().partition("\n## Your own data\n")[2].partition("\n## ")[0]
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
-    "data_prep": data_prep,
-    "adora_vl.rewards.explain": explain,
-    "adora_vl.train": train,
-    "adora_vl.report": report,
+    "data_prep": data_prep, "adora_vl.rewards.explain": explain, "adora_vl.train": train, "adora_vl.report": report,
     "eval.geometry3k": lambda words: evaluate(BENCHMARK, words),
-}
+}  # fmt: skip
 
 
 def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):

@@ -23,20 +23,10 @@ from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 Rows = Sequence[dict[str, Any]]
 TOKENS = 8  # of an answer
 WITH_ENGINE: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "vllm_gpu_memory_utilization": 0.25,
-    "vllm_max_model_length": 512,
-    "max_completion_length": 24,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "seed": 3,
-}
+    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "use_vllm": True, "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.25, "vllm_max_model_length": 512, "max_completion_length": 24, "logging_steps": 1,
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 3,
+}  # fmt: skip
 
 
 def data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:

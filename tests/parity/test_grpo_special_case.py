@@ -68,13 +68,9 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
 
     gradients = Gradients()
     trainer = Recorded(
-        model=str(PRETRAINED),
-        reward_funcs=reward_with_a_constant_group,
-        args=args,
-        train_dataset=data_set(list(generate(16, seed=6))),
-        processing_class=processor,
-        callbacks=[gradients],
-    )
+        model=str(PRETRAINED), reward_funcs=reward_with_a_constant_group, args=args,
+        train_dataset=data_set(list(generate(16, seed=6))), processing_class=processor, callbacks=[gradients],
+    )  # fmt: skip
     trainer.train()
     return {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],

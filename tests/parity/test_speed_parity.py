@@ -25,11 +25,8 @@ NORM_FLOAT32, LOSS_FLOAT32 = 1e-4, 3e-6
 DRIFT = 1e-4
 # Four micro-batches of half a group on each process
 TWO_PROCESSES = (
-    "per_device_train_batch_size=4",
-    "gradient_accumulation_steps=4",
-    "adora_freeze=[vision_tower]",
-    "loss_type=dapo",
-)
+    "per_device_train_batch_size=4", "gradient_accumulation_steps=4", "adora_freeze=[vision_tower]", "loss_type=dapo",
+)  # fmt: skip
 
 
 def speed(folder: Path, config: str, *words: str) -> dict[str, Any]:

@@ -33,38 +33,26 @@ MATHVISTA = Features(
         "precision": Value("float64"),
         **_texts("answer", "question_type", "answer_type"),
         "metadata": {
-            **_texts("category", "context", "grade"),
-            "img_height": Value("int64"),
-            "img_width": Value("int64"),
-            "language": Value("string"),
-            "skills": List(Value("string")),
-            **_texts("source", "split", "task"),
+            **_texts("category", "context", "grade"), "img_height": Value("int64"), "img_width": Value("int64"),
+            "language": Value("string"), "skills": List(Value("string")), **_texts("source", "split", "task"),
         },
         "query": Value("string"),
     }
-)
+)  # fmt: skip
 # Those of MathLLMs/MathVision.
 MATHVISION = Features(
     {
-        **_texts("id", "question"),
-        "options": List(Value("string")),
-        "image": Value("string"),
-        "decoded_image": Image(),
-        **_texts("answer", "solution"),
-        "level": Value("int64"),
-        "subject": Value("string"),
+        **_texts("id", "question"), "options": List(Value("string")), "image": Value("string"),
+        "decoded_image": Image(), **_texts("answer", "solution"), "level": Value("int64"), "subject": Value("string"),
     }
-)
+)  # fmt: skip
 # Those of Lin-Chen/MMStar; the image is plain bytes there.
 MMSTAR = Features(
     {
-        "index": Value("int64"),
-        "question": Value("string"),
-        "image": Value("binary"),
-        **_texts("answer", "category", "l2_category"),
-        "meta_info": _texts("source", "split", "image_path"),
+        "index": Value("int64"), "question": Value("string"), "image": Value("binary"),
+        **_texts("answer", "category", "l2_category"), "meta_info": _texts("source", "split", "image_path"),
     }
-)
+)  # fmt: skip
 # Those of We-Math/We-Math.
 WEMATH = Features(
     {
@@ -116,18 +104,11 @@ def _mathvista_row(problem: dict[str, Any], kind: str) -> dict[str, Any]:
         "question_type": "multi_choice" if kind == "text" else "free_form",
         "answer_type": kind,
         "metadata": {
-            "category": "math-targeted-vqa",
-            "context": "geometry diagram",
-            "grade": "high school",
-            "img_height": SIZE,
-            "img_width": SIZE,
-            "language": "english",
-            "skills": ["geometry reasoning", "algebraic reasoning"],
-            "source": "synthetic",
-            "split": "testmini",
-            "task": "geometry problem solving",
+            "category": "math-targeted-vqa", "context": "geometry diagram", "grade": "high school", "img_height": SIZE,
+            "img_width": SIZE, "language": "english", "skills": ["geometry reasoning", "algebraic reasoning"],
+            "source": "synthetic", "split": "testmini", "task": "geometry problem solving",
         },
-    }
+    }  # fmt: skip
     return row | {"query": build_query(row)}
 
 

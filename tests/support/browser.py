@@ -15,13 +15,9 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # Chromium looks for updates, accounts and experiments on its own, and no test may reach for a network.
 _QUIET = [
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--disable-quic",
-    "--disable-gpu",
-]
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
+    "--disable-quic", "--disable-gpu",
+]  # fmt: skip
 
 
 def require_chromium() -> None:

@@ -87,11 +87,7 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(subtests):
             rewards = torch.tensor([([1.0] * right + [0.1] * 3 + [0.0])[:4]])
             lengths = torch.tensor([[10] * 4])
             for needs_correct, weights in ((False, published), (True, needing_one)):
-                own: dict[str, Any] = {
-                    "criteria": ("difficulty",),
-                    "tau": tau,
-                    "needs_correct": needs_correct,
-                }
+                own: dict[str, Any] = {"criteria": ("difficulty",), "tau": tau, "needs_correct": needs_correct}
                 assert adora_weights(rewards, lengths, **own).tolist() == [pytest.approx(weights[0])]
                 amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **own)
                 assert amplified.tolist() == [pytest.approx(weights[1])]

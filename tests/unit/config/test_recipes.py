@@ -29,30 +29,16 @@ from tests.unit.config.test_keys import defaults
 CONFIGS = Path(__file__).parents[3] / "configs"
 # train config -> the accelerate config that its header names
 PAIRS = {
-    "smoke_cpu": "cpu",
-    "demo_cpu": "cpu",
-    "smoke_text_cpu": "cpu",
-    "annotated": "cpu",
-    "adora_7b_geo3k": "zero3",
-    "grpo_7b_geo3k": "zero3",
-    "noisy_7b_geo3k": "zero3",
-    "adora_llm_kk": "zero3",
-    "adora_3b_1gpu_lora": "gpu1",
-    "adora_3b_24gb": "gpu1",
-    "adora_qwen3_vl_2b_1gpu": "gpu1",
-    "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
-    "adora_qwen3_vl_8b_geo3k": "zero3",
-    "slice_7b_cpu": "cpu",
-}
+    "smoke_cpu": "cpu", "demo_cpu": "cpu", "smoke_text_cpu": "cpu", "annotated": "cpu", "adora_7b_geo3k": "zero3",
+    "grpo_7b_geo3k": "zero3", "noisy_7b_geo3k": "zero3", "adora_llm_kk": "zero3", "adora_3b_1gpu_lora": "gpu1",
+    "adora_3b_24gb": "gpu1", "adora_qwen3_vl_2b_1gpu": "gpu1", "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
+    "adora_qwen3_vl_8b_geo3k": "zero3", "slice_7b_cpu": "cpu",
+}  # fmt: skip
 # The others have the 2,101 rows of Geometry3K.
 ROWS = {
-    "smoke_cpu": 4096,
-    "demo_cpu": 2000,
-    "smoke_text_cpu": 4096,
-    "annotated": 4096,
-    "slice_7b_cpu": 8,
+    "smoke_cpu": 4096, "demo_cpu": 2000, "smoke_text_cpu": 4096, "annotated": 4096, "slice_7b_cpu": 8,
     "adora_llm_kk": 4500,
-}
+}  # fmt: skip
 
 
 def parsed(name: str) -> Any:
@@ -127,14 +113,10 @@ def test_noisy_rollouts_ask_for_thinking_and_a_box_and_reward_both():
     assert config.reward_weights == [0.9, 0.1]
     reward = runpy.run_path(str(CONFIGS / "train" / "think_and_box.py"))["think_and_box"]
     forms = {
-        r"<think>a</think> \boxed{4}": 1.0,
-        "<think>a</think>\n\\boxed{4} m": 1.0,
-        r"<think>a</think> 4": 0.0,
-        r"<think>\boxed{4}</think> 4": 0.0,
-        r"so <think>a</think> \boxed{4}": 0.0,
-        r"\boxed{4}": 0.0,
+        r"<think>a</think> \boxed{4}": 1.0, "<think>a</think>\n\\boxed{4} m": 1.0, r"<think>a</think> 4": 0.0,
+        r"<think>\boxed{4}</think> 4": 0.0, r"so <think>a</think> \boxed{4}": 0.0, r"\boxed{4}": 0.0,
         r"<think>a</think> \boxed{4": 0.0,
-    }
+    }  # fmt: skip
     assert reward([[{"role": "assistant", "content": text}] for text in forms]) == list(forms.values())
 
 

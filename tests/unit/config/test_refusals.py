@@ -258,10 +258,7 @@ def test_weights_that_nccl_could_not_carry():
     for changed, said in (
         ({}, ""),
         ({"use_cpu": True}, "adora_weight_transfer: nccl needs GPUs on both sides"),
-        (
-            {"vllm_server_base_url": "http://a:1,http://b:1"},
-            "vllm_server_base_url: http://a:1,http://b:1 names",
-        ),
+        ({"vllm_server_base_url": "http://a:1,http://b:1"}, "vllm_server_base_url: http://a:1,http://b:1 names"),
     ):
         for transfer, line in (("nccl", said), ("file", "")):
             one = SimpleNamespace(**{**vars(keys), **changed, "adora_weight_transfer": transfer})

@@ -204,10 +204,7 @@ def test_where_it_runs(subtests):
     ]
     for changed, device, expected in cases:
         with subtests.test(f"{changed!r:.80} {device} {expected}"):
-            given: dict[str, Any] = {
-                "dataloader_num_workers": 0,
-                "cache": SimpleNamespace(limit_bytes=1),
-            }
+            given: dict[str, Any] = {"dataloader_num_workers": 0, "cache": SimpleNamespace(limit_bytes=1)}
             given |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
             args = SimpleNamespace(device=torch.device(device), **given)
             facts = {"cache": given["cache"], "shown": given["shown"], "process": len}

@@ -25,13 +25,10 @@ texts = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1).filter(s
 plain = texts.filter(lambda text: "<image>" not in text and not any(token in text for token in CONTROL_TOKENS))
 sound_rows = st.fixed_dictionaries(
     {
-        "id": texts,
-        "problem": plain,
-        "answer": texts,
-        "images": st.lists(st.just(PIXELS), max_size=3),
+        "id": texts, "problem": plain, "answer": texts, "images": st.lists(st.just(PIXELS), max_size=3),
         "choices": st.none() | st.lists(plain),
     }
-)
+)  # fmt: skip
 no_text = st.none() | st.sampled_from(["", " ", "\n\t"]) | st.integers() | st.lists(st.text())
 around = st.tuples(st.text(max_size=5), st.text(max_size=5))
 broken_values = {

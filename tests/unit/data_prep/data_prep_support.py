@@ -19,12 +19,9 @@ from data_prep.cli import main
 
 HUB_FEATURES = Features({"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")})
 GOOD = {
-    "problem_text": "Find m \\widehat A B.",
-    "choices": ["5", "5 \\sqrt { 3 }"],
-    "answer": "B",
-    "problem_type_graph": ["Circle", "Triangle"],
-    "problem_type_goal": ["Angle"],
-}
+    "problem_text": "Find m \\widehat A B.", "choices": ["5", "5 \\sqrt { 3 }"], "answer": "B",
+    "problem_type_graph": ["Circle", "Triangle"], "problem_type_goal": ["Angle"],
+}  # fmt: skip
 
 
 def picture(size: tuple[int, int] = (30, 20)) -> Image.Image:

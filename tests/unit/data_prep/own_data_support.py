@@ -23,15 +23,11 @@ COLUMNS = ("problem=question", "answer=label", "images=image", "choices=options"
 ROWS: list[dict[str, Any]] = [
     {"key": "a", "question": "<image>Which shape?", "label": "rhombus", "image": [0], "options": None, "tip": "look"},
     {
-        "key": "b",
-        "question": "Add <image> to <image>, é.",
-        "label": 12.5,
-        "image": [1, 2],
-        "options": None,
+        "key": "b", "question": "Add <image> to <image>, é.", "label": 12.5, "image": [1, 2], "options": None,
         "tip": None,
     },
     {"key": "c", "question": "How long?", "label": "B", "image": [3], "options": ["3", "4", "5"], "tip": "<b>&"},
-]
+]  # fmt: skip
 # What they become: problem, gold, choices, hint, number of images.
 EXPECTED = {
     "mine/train/a": ("Which shape?", "rhombus", None, "look", 1),
@@ -108,14 +104,10 @@ def image_folder(folder: Path) -> Path:
 
 
 FORMATS = {
-    "jsonl": jsonl,
-    "json with data URLs": json_list,
-    "csv": lambda folder: table(folder, "csv"),
-    "tsv": lambda folder: table(folder, "tsv"),
-    "parquet with paths": parquet_paths,
-    "parquet of the hub": parquet_hub,
+    "jsonl": jsonl, "json with data URLs": json_list, "csv": lambda folder: table(folder, "csv"),
+    "tsv": lambda folder: table(folder, "tsv"), "parquet with paths": parquet_paths, "parquet of the hub": parquet_hub,
     "a folder of images with a table": image_folder,
-}
+}  # fmt: skip
 
 
 def convert(source: Path | str, output: Path, *options: str, columns: tuple[str, ...] = COLUMNS) -> int:

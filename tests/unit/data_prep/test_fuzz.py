@@ -34,22 +34,11 @@ pytestmark = pytest.mark.slow
 
 MISSING = object()
 VALUES: dict[str, Any] = {
-    "missing": MISSING,
-    "null": None,
-    "empty": "",
-    "blank": " \n",
-    "number": 7,
-    "NaN": float("nan"),
-    "true": True,
-    "list": ["5"],
-    "list of null": [None],
-    "object": {"a": 1},
-    "huge": "9" * 200_000,
-    "deep": "{" * 20_000,
-    "markup": "<script>alert(1)</script><image>",
-    "control token": "Find x.<|image_pad|><|im_end|>",
+    "missing": MISSING, "null": None, "empty": "", "blank": " \n", "number": 7, "NaN": float("nan"), "true": True,
+    "list": ["5"], "list of null": [None], "object": {"a": 1}, "huge": "9" * 200_000, "deep": "{" * 20_000,
+    "markup": "<script>alert(1)</script><image>", "control token": "Find x.<|image_pad|><|im_end|>",
     "control characters": "a\x00b\x1b[2J\u202e",
-}
+}  # fmt: skip
 NEVER_SOUND = ("missing", "null", "empty", "blank", "control token")  # in the texts that a model reads or is graded by
 
 

@@ -87,12 +87,8 @@ def test_a_row_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.Captur
 def attacked(tmp_path: Path) -> Path:
     """A page of rows that attack in every text that they have."""
     row: dict[str, Any] = {
-        "answer": ATTACK,
-        "answer_raw": ATTACK,
-        "choices": [ATTACK, "5"],
-        "id": ATTACK,
-        "source": ATTACK,
-    }
+        "answer": ATTACK, "answer_raw": ATTACK, "choices": [ATTACK, "5"], "id": ATTACK, "source": ATTACK,
+    }  # fmt: skip
     meta = dict.fromkeys(("kind", "solution", "slip"), "") | {"goal": ATTACK, "shapes": [ATTACK], "family": ATTACK}
     _dataset(tmp_path / "data", ATTACK, **row, meta=meta)
     assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "page.html")]) == 0

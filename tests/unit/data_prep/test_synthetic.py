@@ -370,10 +370,7 @@ def test_the_picture_with_the_question_determines_the_answer(
                 written = plain(problem.answer).real
                 assert written is not None
                 found = _recomputed(family, problem.question, pictures[-1])
-                assert math.isclose(float(written.value), found, rel_tol=1e-9), (
-                    problem.question,
-                    pictures[-1].labels,
-                )
+                assert math.isclose(float(written.value), found, rel_tol=1e-9), (problem.question, pictures[-1].labels)
                 key = (diagram_hash(problem.image), problem.question)
                 assert answers.setdefault(key, problem.answer) == problem.answer
                 places = [place for _, place in pictures[-1].labels]

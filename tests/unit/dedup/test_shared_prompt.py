@@ -36,16 +36,10 @@ BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
 VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there
 IMAGE, VOCABULARY = 7, 40  # image tokens are never sampled
 TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
     "eos_token_id": None,
-}
+}  # fmt: skip
 VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "in_channels": 1, "temporal_patch_size": 1}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
@@ -104,23 +98,16 @@ def build(kind: str, attention: str = "sdpa") -> Any:
                 Qwen3VLConfig,
                 Qwen3VLForConditionalGeneration,
                 {
-                    "hidden_size": 16,
-                    "out_hidden_size": 32,
-                    "intermediate_size": 24,
-                    "num_position_embeddings": 16,
+                    "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 16,
                     "deepstack_visual_indexes": [0],
                 },
             ),
-        }
+        }  # fmt: skip
         config_class, model_class, vision = known[kind]
         config = config_class(
-            text_config={**TEXT, "rope_parameters": ROPE},
-            vision_config={**VISION, **vision},
-            image_token_id=IMAGE,
-            vision_start_token_id=8,
-            vision_end_token_id=9,
-            video_token_id=6,
-        )
+            text_config={**TEXT, "rope_parameters": ROPE}, vision_config={**VISION, **vision}, image_token_id=IMAGE,
+            vision_start_token_id=8, vision_end_token_id=9, video_token_id=6,
+        )  # fmt: skip
         model = model_class(config)
     for parameter in model.parameters():  # large enough that attention is far from uniform
         nn.init.normal_(parameter, std=0.3)

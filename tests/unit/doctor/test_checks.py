@@ -32,12 +32,7 @@ from adora_vl.doctor.engine import FEATURES, Examination, changed, check_feature
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.rewards import reward_functions
-from adora_vl.rollout.agreement import (
-    COLD,
-    DISTANT,
-    PROMPTS,
-    Prompts,
-)
+from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS, Prompts
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.importance import Drift
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped, table
@@ -207,12 +202,9 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
     for settings, why in [({"use_vllm": False}, "samples itself"), ({"use_vllm": True}, "server")]:
         with subtests.test(f"{settings!r:.80}"):
             trainer = SimpleNamespace(
-                vllm_mode="server",
-                model=Small(),
-                ref_model=None,
-                processing_class=SimpleNamespace(image_token_id=IMAGE),
-                **settings,
-            )
+                vllm_mode="server", model=Small(), ref_model=None,
+                processing_class=SimpleNamespace(image_token_id=IMAGE), **settings,
+            )  # fmt: skip
             checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
             assert [check.status for check in checks] == [*[Status.PASSED] * 2, *[Status.SKIPPED] * 8]
             assert all(why in check.detail for check in checks[2:])

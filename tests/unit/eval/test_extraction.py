@@ -40,26 +40,12 @@ def test_an_answer_is_found_in_a_response() -> None:
 
 def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
     cases = [
-        "(" * 200_000,
-        "the answer is " * 20_000,
-        "1," * 100_000,
-        "1 " * 100_000,
-        r"\boxed{" * 50_000,
-        "answer to " + "a" * 100_000,
-        "a " * 60_000,
-        "[" * 100_000,
-        " \n" * 100_000,
-        "\x00\u202e" * 50_000,
-        "**" * 100_000,
-        "not " * 50_000,
-        "-" * 200_000,
-        "[" + "1" * 100_000,
-        "answer" + " " * 100_000 + "x",
-        "the answer is" + "\n " * 50_000 + "x",
-        "x" + " \n" * 100_000 + "x",
-        "is " * 50_000 + "5",
+        "(" * 200_000, "the answer is " * 20_000, "1," * 100_000, "1 " * 100_000, r"\boxed{" * 50_000,
+        "answer to " + "a" * 100_000, "a " * 60_000, "[" * 100_000, " \n" * 100_000, "\x00\u202e" * 50_000,
+        "**" * 100_000, "not " * 50_000, "-" * 200_000, "[" + "1" * 100_000, "answer" + " " * 100_000 + "x",
+        "the answer is" + "\n " * 50_000 + "x", "x" + " \n" * 100_000 + "x", "is " * 50_000 + "5",
         "7 " * 12_500 + "=" * 25_000,
-    ]
+    ]  # fmt: skip
     for response in cases:
         with subtests.test(f"{response!r:.80}"):
             start = time.process_time()
@@ -71,11 +57,8 @@ def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
 
 def row(pid: str, response: str, **fields: Any) -> dict[str, Any]:
     known: dict[str, Any] = {
-        "pid": pid,
-        "question": f"How many {pid}?",
-        "question_type": "free_form",
-        "answer_type": "integer",
-    }
+        "pid": pid, "question": f"How many {pid}?", "question_type": "free_form", "answer_type": "integer",
+    }  # fmt: skip
     known |= {"precision": None, "choices": None, "answer": "5", "metadata": {}, "response": response}
     return known | fields
 

@@ -80,12 +80,8 @@ def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd
     rows = read_predictions(tmp_path / "predictions.jsonl")
     assert [row["response"] for row in rows] == ["q0", "q1", "q2", "q3", "q4"]
     assert rows[0] == PROBLEMS[0].fields | {
-        "response": "q0",
-        "finish_reason": "stop",
-        "n_tokens": 3,
-        "n_prompt_tokens": 9,
-        "image_size": [8, 8],
-    }
+        "response": "q0", "finish_reason": "stop", "n_tokens": 3, "n_prompt_tokens": 9, "image_size": [8, 8],
+    }  # fmt: skip
     system, user = engine.requests[0].messages
     assert system == {"role": "system", "content": "Think."}
     assert [part["type"] for part in user["content"]] == ["image", "text"]

@@ -184,11 +184,8 @@ def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
     """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained the way it says."""
     monkeypatch.delitem(FAMILIES, "qwen2_5_vl")
     settings: dict[str, Any] = {
-        "max_steps": 1,
-        "per_device_train_batch_size": 4,
-        "adora_stock_step": "skip_old_pass",
-        "save_strategy": "no",
-    }
+        "max_steps": 1, "per_device_train_batch_size": 4, "adora_stock_step": "skip_old_pass", "save_strategy": "no",
+    }  # fmt: skip
     with pytest.raises(AssertionError):
         train(tmp_path / "refused", **settings)
     assert "has model_type qwen2_5_vl, which is not among the known families" in capsys.readouterr().err

@@ -67,10 +67,7 @@ SCALINGS = [
 
 @settings(max_examples=30)
 @given(
-    half=st.integers(4, 64),
-    theta=st.floats(1e3, 1e7),
-    scaling=st.sampled_from(SCALINGS),
-    distance=st.integers(1, 8000),
+    half=st.integers(4, 64), theta=st.floats(1e3, 1e7), scaling=st.sampled_from(SCALINGS), distance=st.integers(1, 8000)
 )
 def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, scaling, distance):
     rope = {**scaling, "rope_theta": theta}

@@ -136,15 +136,12 @@ def test_wrong_input_is_refused_as_a_run_would(capsys):
     assert (
         main(
             [
-                "--config",
-                str(CONFIGS / "train" / "adora_7b_geo3k.yaml"),
-                "--dry-run",
-                "--adora_method.adora.factor",
+                "--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml"), "--dry-run", "--adora_method.adora.factor",
                 "3",
             ]
         )
         == 2
-    )
+    )  # fmt: skip
     assert "adora_method.adora.factor: 3 must be above 0 and at most 1" in capsys.readouterr().err
     assert main(["--dry-run", "--card-gib", "-4"]) == 2
     assert "--card_gib/--card-gib: '-4' is not a number from 0.1 to" in capsys.readouterr().err

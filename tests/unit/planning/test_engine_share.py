@@ -19,15 +19,10 @@ from tests.unit.config.test_recipes import CONFIGS
 
 # recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
 CARDS = {
-    "adora_3b_24gb": ("gpu1", 24),
-    "adora_3b_1gpu_lora": ("gpu1", 40),
-    "adora_qwen3_vl_2b_1gpu": ("gpu1", 80),
-    "adora_qwen3_vl_4b_1gpu_lora": ("gpu1", 40),
-    "adora_7b_geo3k": ("zero3", 80),
-    "grpo_7b_geo3k": ("zero3", 80),
-    "noisy_7b_geo3k": ("zero3", 80),
-    "adora_qwen3_vl_8b_geo3k": ("zero3", 80),
-}
+    "adora_3b_24gb": ("gpu1", 24), "adora_3b_1gpu_lora": ("gpu1", 40), "adora_qwen3_vl_2b_1gpu": ("gpu1", 80),
+    "adora_qwen3_vl_4b_1gpu_lora": ("gpu1", 40), "adora_7b_geo3k": ("zero3", 80), "grpo_7b_geo3k": ("zero3", 80),
+    "noisy_7b_geo3k": ("zero3", 80), "adora_qwen3_vl_8b_geo3k": ("zero3", 80),
+}  # fmt: skip
 
 
 def planned(name: str, *words: str) -> Plan:
@@ -46,11 +41,7 @@ def four_gpus() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("adora_7b_geo3k", four_gpus()),
-        ("adora_llm_kk", ["--per_device_train_batch_size", "10"]),
-    ],
+    ("name", "words"), [("adora_7b_geo3k", four_gpus()), ("adora_llm_kk", ["--per_device_train_batch_size", "10"])]
 )
 def test_what_is_said_about_four_gpus_fits_them(name, words):
     command = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), *words]

@@ -33,17 +33,10 @@ class Policy:
     """The tiny model as TRL trains it, with one micro-batch of `size`, and the formulas' inputs for it."""
 
     def __init__(
-        self,
-        size: MicroBatch,
-        *,
-        checkpointing: bool = False,
-        dtype: torch.dtype = torch.float32,
-        frozen: tuple[str, ...] = (),
-        kv_heads: int = 1,
-        padded: bool = True,
-        lora: bool = False,
+        self, size: MicroBatch, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32,
+        frozen: tuple[str, ...] = (), kv_heads: int = 1, padded: bool = True, lora: bool = False,
         family: str = "qwen2_5_vl",
-    ) -> None:
+    ) -> None:  # fmt: skip
         config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), family)
         config.text_config.num_key_value_heads = kv_heads
         self.size, self.checkpointing, self.padded = size, checkpointing, padded

@@ -138,13 +138,9 @@ def logs(size: int = 2) -> dict[str, Any]:
     """As TRL makes them."""
     column: Callable[[], deque[Any]] = partial(deque, maxlen=size)
     return {
-        "images": column(),
-        "prompt": column(),
-        "completion": column(),
-        "rewards": defaultdict(column),
-        "advantages": column(),
-        "extra": defaultdict(column),
-    }
+        "images": column(), "prompt": column(), "completion": column(), "rewards": defaultdict(column),
+        "advantages": column(), "extra": defaultdict(column),
+    }  # fmt: skip
 
 
 def test_what_was_kept_comes_back():

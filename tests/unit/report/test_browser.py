@@ -181,12 +181,8 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
         "so " * 400 + r"\(y_1\)",
     )
     texts: dict[str, Any] = {
-        "problem": problem,
-        "choices": None,
-        "answer": r"2 \sqrt { 3 }",
-        "extracted": r"\sqrt{12}",
-        "completion": long,
-    }
+        "problem": problem, "choices": None, "answer": r"2 \sqrt { 3 }", "extracted": r"\sqrt{12}", "completion": long,
+    }  # fmt: skip
     browser.look()
     browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **texts)))
     sources = "[...document.querySelectorAll('{} .formula')].map(node => node.title)"

@@ -77,15 +77,9 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(a: int, b: int, c: int, fa
     ]
     assert verify_gold(gold) is None and [verdict(one, gold) for one in spelled] == ["correct"] * 4
     wrong = [
-        f"{a}x+({b})y={c + 1}",
-        f"{a + 10}x+({b})y={c}",
-        f"{a}u+({b})v={c}",
-        f"{a}x+({b})y<{c}",
-        f"({a}x+({b})y-({c}))x=0",
-        f"{a}x+({b})y-({c})",
-        "x=x",
-        f"({a}x+({b})y-({c}))(0)=0",
-    ]
+        f"{a}x+({b})y={c + 1}", f"{a + 10}x+({b})y={c}", f"{a}u+({b})v={c}", f"{a}x+({b})y<{c}",
+        f"({a}x+({b})y-({c}))x=0", f"{a}x+({b})y-({c})", "x=x", f"({a}x+({b})y-({c}))(0)=0",
+    ]  # fmt: skip
     assert [one for one in wrong if verdict(one, gold) == "correct"] == []
 
 
@@ -104,12 +98,9 @@ def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sig
     ]
     assert [verdict(one, gold) for one in right] == ["correct"] * 4
     wrong = [
-        f"{a}x+({b}) {turned} 0",
-        f"{a}x+({b}) {other} 0",
-        f"{a}x+({b}) {sign} 1",
-        f"{a}u+({b}) {sign} 0",
+        f"{a}x+({b}) {turned} 0", f"{a}x+({b}) {other} 0", f"{a}x+({b}) {sign} 1", f"{a}u+({b}) {sign} 0",
         f"{a}x+({b}) = 0",
-    ]
+    ]  # fmt: skip
     assert [one for one in wrong if verdict(one, gold) == "correct"] == []
 
 
@@ -125,15 +116,10 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
         assert verdict(one, other) == "correct", (one, other)
     flipped = {"(": "[", "[": "(", ")": "]", "]": ")"}
     wrong = [
-        f"{flipped[kind[0]]}{low}, {high}{kind[1]}",
-        f"{kind[0]}{low}, {high}{flipped[kind[1]]}",
-        f"{kind[0]}{low - 1}, {high}{kind[1]}",
-        f"{kind[0]}{low}, {high + 1}{kind[1]}",
-        r"(-\infty, \infty)",
-        rf"{gold} \cup (50, 60)",
-        f"x > {low - 1}",
-        f"{low + width / 2}",
-    ]
+        f"{flipped[kind[0]]}{low}, {high}{kind[1]}", f"{kind[0]}{low}, {high}{flipped[kind[1]]}",
+        f"{kind[0]}{low - 1}, {high}{kind[1]}", f"{kind[0]}{low}, {high + 1}{kind[1]}", r"(-\infty, \infty)",
+        rf"{gold} \cup (50, 60)", f"x > {low - 1}", f"{low + width / 2}",
+    ]  # fmt: skip
     assert [
         (one, against) for one in wrong for against in (gold, inequality) if verdict(one, against) == "correct"
     ] == []
@@ -160,19 +146,10 @@ SINGLE = ["12", "0.5", r"5\sqrt{3}", "x + 3", "rhombus", "12\\%", "|AB| = 1", "z
 def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
     value = {"|AB| = 1": "1", "z = 1 + 1 = 2": "2"}.get(gold, gold)
     several = [
-        f"{value}, 77",
-        f"77, {value}",
-        f"{value}, {value}",
-        rf"{value} \text{{ or }} 77",
-        rf"\{{{value}, 77\}}",
-        rf"\{{{value}\}}",
-        f"({value}, 77)",
-        f"[{value}, {value}]",
-        rf"{value} \pm 0",
-        f"x = {value}, y = 77",
-        f"x < {value}",
-        f"{value}; {value}",
-    ]
+        f"{value}, 77", f"77, {value}", f"{value}, {value}", rf"{value} \text{{ or }} 77", rf"\{{{value}, 77\}}",
+        rf"\{{{value}\}}", f"({value}, 77)", f"[{value}, {value}]", rf"{value} \pm 0", f"x = {value}, y = 77",
+        f"x < {value}", f"{value}; {value}",
+    ]  # fmt: skip
     assert verify_gold(gold) is None and [one for one in several if verdict(one, gold) == "correct"] == []
     assert grade(rf"\boxed{{{value}}} and \boxed{{77}}", gold).verdict != "correct"
 
@@ -180,24 +157,10 @@ def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
 def test_guesses_at_a_reference_with_several_values_earn_what_a_wrong_answer_earns() -> None:
     golds = ["1, 2", "(1, 2)", "[1, 2)", "x < 1", "2x + y = 3", "AB = 1, CD = 2"]
     guesses = [
-        ", ".join(map(str, range(10))),
-        "1",
-        "2",
-        "1, 2, 3",
-        "(1, 2), (2, 1)",
-        r"(-\infty, \infty)",
-        "x = x",
-        "0 = 0",
-        "x < 1 or x > 0",
-        r"x \in \mathbb{R}",
-        r"1, 2, \ldots",
-        "",
-        "1 or 2, 3",
-        "[0, 5]",
-        r"\pm 1, \pm 2",
-        "x",
+        ", ".join(map(str, range(10))), "1", "2", "1, 2, 3", "(1, 2), (2, 1)", r"(-\infty, \infty)", "x = x", "0 = 0",
+        "x < 1 or x > 0", r"x \in \mathbb{R}", r"1, 2, \ldots", "", "1 or 2, 3", "[0, 5]", r"\pm 1, \pm 2", "x",
         "AB = 1, CD = 2, EF = 3",
-    ]
+    ]  # fmt: skip
     function = reward_function("adora")
     for gold in golds:
         paid = function(completions=[rf"\boxed{{{one}}}" for one in guesses], answer=[gold] * len(guesses))

@@ -42,17 +42,8 @@ def _numbers() -> st.SearchStrategy[str]:
 
 NUMBERS = _numbers()
 _WRAPPINGS = [
-    "{}",
-    "${}$",
-    " {} ",
-    "{}.",
-    r"\displaystyle {}",
-    "x = {}",
-    "AB = {}",
-    r"{}^\circ",
-    r"{}\text{{ cm}}",
-    "{} units",
-]
+    "{}", "${}$", " {} ", "{}.", r"\displaystyle {}", "x = {}", "AB = {}", r"{}^\circ", r"{}\text{{ cm}}", "{} units",
+]  # fmt: skip
 _REWRITINGS = [
     lambda text: text,
     lambda text: text.replace(" ", ""),
@@ -115,51 +106,19 @@ _PIECES = st.sampled_from(
     [
         *"0123456789xyABC.,;:+-*/^_=<>(){}[]|!%$& \t\n'\"#~`",
         *(
-            r"\boxed{",
-            r"\fbox{",
-            r"\frac{",
-            r"\frac",
-            r"\sqrt{",
-            r"\sqrt[3]{",
-            r"\sqrt",
-            r"\pi",
-            r"\text{",
-            r"\left(",
-            "}{",
-            "}}",
+            r"\boxed{", r"\fbox{", r"\frac{", r"\frac", r"\sqrt{", r"\sqrt[3]{", r"\sqrt", r"\pi", r"\text{", r"\left(",
+            "}{", "}}",
         ),
         *(
-            r"^\circ",
-            r"^{",
-            r"\sin",
-            r"\tan^{-1}",
-            r"\log_",
-            r"\ln",
-            r"\cdot",
-            r"\div",
-            r"\pm",
-            r"\infty",
-            "or",
-            "π",
-            "√",
-            "²",
+            r"^\circ", r"^{", r"\sin", r"\tan^{-1}", r"\log_", r"\ln", r"\cdot", r"\div", r"\pm", r"\infty", "or", "π",
+            "√", "²",
         ),
         *(
-            "\u2212",
-            "\u200b",
-            "\u202e",
-            "\x00",
-            "\ud800",
-            "９",
-            "nan",
-            "inf",
-            "10^{10}",
-            "9^{9^{9}}",
-            r"\overline",
+            "\u2212", "\u200b", "\u202e", "\x00", "\ud800", "９", "nan", "inf", "10^{10}", "9^{9^{9}}", r"\overline",
             r"\angle",
         ),
     ]
-)
+)  # fmt: skip
 GARBAGE = st.one_of(
     st.text(max_size=300),
     st.binary(max_size=300).map(lambda raw: raw.decode("latin-1")),

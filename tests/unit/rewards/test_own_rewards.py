@@ -534,14 +534,8 @@ def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_fail
 
 def test_explain_tries_a_reward_without_a_model(capsys):
     words = [
-        "--reward",
-        f"{{{TEMPLATE}:brevity: {{target: 3}}}}",
-        "accuracy",
-        "--gold",
-        "5",
-        "--response",
-        r"\boxed{5}",
-    ]
+        "--reward", f"{{{TEMPLATE}:brevity: {{target: 3}}}}", "accuracy", "--gold", "5", "--response", r"\boxed{5}",
+    ]  # fmt: skip
     assert explain(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"reward     {TEMPLATE}:brevity 0.333333" in lines and "reward     accuracy 1" in lines

@@ -49,16 +49,10 @@ def trl_call(function: Any, completions: list[Any], **columns: Any) -> list[floa
     """The keyword arguments of `GRPOTrainer._calculate_rewards` in TRL 1.16."""
     log = columns.pop("log", Log())
     rewards: list[float] = function(
-        prompts=["?"] * len(completions),
-        completions=completions,
-        completion_ids=[[1]] * len(completions),
-        id=["row"] * len(completions),
-        images=[None] * len(completions),
-        trainer_state=None,
-        log_extra=log.extra,
-        log_metric=log.metric,
-        **columns,
-    )
+        prompts=["?"] * len(completions), completions=completions, completion_ids=[[1]] * len(completions),
+        id=["row"] * len(completions), images=[None] * len(completions), trainer_state=None, log_extra=log.extra,
+        log_metric=log.metric, **columns,
+    )  # fmt: skip
     return rewards
 
 
@@ -102,24 +96,15 @@ def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> No
     times = {name: log.metrics.pop(name) for name in ("grading/ms_median", "grading/ms_p99")}
     assert 0 < times["grading/ms_median"] <= times["grading/ms_p99"]
     assert log.metrics == pytest.approx(
-        {
-            "grading/correct": 0.2,
-            "grading/wrong": 0.2,
-            "grading/unparseable": 0.6,
-            "grading/worked": 0.0,
-        }
+        {"grading/correct": 0.2, "grading/wrong": 0.2, "grading/unparseable": 0.6, "grading/worked": 0.0}
     )
 
 
 def test_an_answer_shows_a_working_or_is_bare() -> None:
     log = Log()
     texts = [
-        r"2 + 3 = 5. \boxed{5}",
-        r"guess \boxed{5}",
-        r"\boxed{x = 5}",
-        "2 + 3 = 5",
-        r"\boxed{4}. No: 2+3=5, \boxed{5}",
-    ]
+        r"2 + 3 = 5. \boxed{5}", r"guess \boxed{5}", r"\boxed{x = 5}", "2 + 3 = 5", r"\boxed{4}. No: 2+3=5, \boxed{5}",
+    ]  # fmt: skip
     trl_call(reward_function("adora"), conversational(texts), answer=["5"] * 5, log=log)
     assert log.metrics["grading/worked"] == 0.6
 

@@ -245,14 +245,10 @@ def run_from_python(folder: Path, *, share: int = 1, model: Path = PRETRAINED, *
 def weighed() -> Advantages:
     """Two groups of two: one with a right and a wrong answer, one that is wrong throughout."""
     groups = Groups(
-        torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
-        torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
-        truncated_PG=torch.zeros(2, 2, dtype=torch.bool),
-        tokens_PG=torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
-        surprisal_PG=None,
-        correct_above=0.5,
-        step=0,
-    )
+        torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
+        truncated_PG=torch.zeros(2, 2, dtype=torch.bool), tokens_PG=torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
+        surprisal_PG=None, correct_above=0.5, step=0,
+    )  # fmt: skip
     weighting = weigh_groups(replace(groups, truncated_PG=torch.zeros_like(groups.truncated_PG)))
     raw_PG = torch.tensor([[0.7, -0.7], [0.0, 0.0]])
     return Advantages(groups, weighting, raw_PG, raw_PG * weighting.weights_P[:, None], {"own": 3.0})

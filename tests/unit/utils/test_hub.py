@@ -195,12 +195,9 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(
 
 @pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
 def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
-    answer: Answer,
-    endpoint: Callable[[str], None],
-    cached_model: str,
-    tmp_path: Path,
+    answer: Answer, endpoint: Callable[[str], None], cached_model: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
     with serving(answer) as (address, asked):
         endpoint(address)
