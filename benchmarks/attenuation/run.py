@@ -87,7 +87,7 @@ class SignalWeights:
 
     def __init__(self, methods: AdvantagePipeline, record: Sequence[float | None] | None) -> None:
         """`record`: the means of the run to replay, None in a step without such a group. None: this run is free."""
-        self.means: list[float] = []
+        self.means: dict[int, float] = {}  # by step; a batch is weighed when it is graded and again when it is final
         self._methods, self._weigh, self._record = methods, methods.weigh, record
         methods.weigh = self  # type: ignore[method-assign]
 
@@ -96,7 +96,7 @@ class SignalWeights:
         if self._record is not None:
             recorded = self._record[groups.step]
             weighting = self._yoked(weighting, signal_P, 1.0 if recorded is None else recorded, groups.step)
-        self.means.append(weighting.weights_P[signal_P].mean().item() * weighting.rate)
+        self.means[groups.step] = weighting.weights_P[signal_P].mean().item() * weighting.rate
         return weighting
 
     def _yoked(self, weighting: AdoraWeighting, signal_P: Tensor, mean: float, step: int) -> AdoraWeighting:
@@ -222,7 +222,7 @@ def run_job(
         watch.trainer, weights = trainer, SignalWeights(trainer.methods, record)
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    for batch, entry, mean in zip(batches, history, weights.means, strict=True):
+    for batch, entry, mean in zip(batches, history, weights.means.values(), strict=True):
         batch[SIGNAL_WEIGHT] = mean
         batch |= {key.removeprefix("adora/"): entry[key] for key in LOGGED if key in entry}
     del trainer, watch.trainer, weights, model
