@@ -200,19 +200,29 @@ def _gain(before: Sequence[float], after: Sequence[float]) -> Difference:
 
 
 def _verdict(right: Mapping[str, Sequence[float]]) -> str:
-    """Whether words and picture each let the model solve more than a grey picture, by the lower ends of intervals."""
-    reasons, sees = ((_gain(right["blank"], right[view]).low or 0) > 0 for view in ("text", "image"))
+    """Whether words and picture each let the model solve more than a grey picture, and by what it loses more."""
+    reasons, sees = (_solves_more(right["blank"], right[view]) for view in ("text", "image"))
     if reasons and sees:
-        seeing = fmean(t * (1 - i) for t, i in zip(right["text"], right["image"], strict=True))
+        seeing = 100 * fmean(t * (1 - i) for t, i in zip(right["text"], right["image"], strict=True))
+        reasoning = 100 * (1 - fmean(right["text"]))
+        more = f" more by {'seeing' if seeing > reasoning else 'reasoning'}" if seeing != reasoning else ""
         return (
-            f"it sees and it reasons: of 100 problems it loses {100 * seeing:.0f} by seeing (solved from words, not "
-            f"from the picture) and {100 * (1 - fmean(right['text'])):.0f} by reasoning (not solved from words)"
+            f"it sees and it reasons, and loses{more}: of 100 problems {seeing:.0f} by seeing (solved from words, not "
+            f"from the picture) and {reasoning:.0f} by reasoning (not solved from words)"
         )
     if reasons:
         return "it reasons and does not see: the words let it solve more than a grey picture does, and the picture not"
     if sees:
         return "it sees and does not reason from words: what it solves beyond guessing it takes from the picture alone"
     return "it does not reason: neither words nor picture let it solve more than a grey picture does"
+
+
+def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
+    """By McNemar's test at 5 %; of several answers to a problem, by the interval of the difference."""
+    gained, lost = (sum(sign * (b - a) > 0 for a, b in zip(before, after, strict=True)) for sign in (1, -1))
+    if {*before, *after} <= {0.0, 1.0}:
+        return gained > lost and mcnemar(lost, gained) < 0.05
+    return (_gain(before, after).low or 0) > 0
 
 
 def _part(score: Score, name: str) -> dict[str, Any]:
