@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from adora_vl.utils.cli import exit_code_of, imports
 from adora_vl.utils.errors import UserError
 from eval.benchmark import NAMES, named
 
-_USAGE = f"usage: adora-vl-eval {{{','.join(NAMES)},compare,FILE.py:NAME}} ..."
+_OTHERS = {"all": "eval.suite", "compare": "eval.compare"}
+_USAGE = f"usage: adora-vl-eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} ..."
 
 
 def _of(benchmark: str) -> str:
@@ -24,23 +26,22 @@ def _of(benchmark: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark's command or `compare`. Returns its exit code, or 2 for an unknown name."""
+    """Run a benchmark's command, `all` of a suite, or `compare`. Returns its exit code, or 2 for an unknown name."""
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         lines = [_USAGE, "", *(f"  {each:<12}{_of(each)}" for each in NAMES)]
         return exit_code_of(lambda: print("\n".join(lines)), "nothing was done")
-    if name == "compare":
-        from eval.compare import main as compare
-
-        return compare(rest)
+    if name in _OTHERS:
+        command: Callable[[list[str]], int] = import_module(_OTHERS[name]).main
+        return command(rest)
     try:
         with imports():
-            benchmark = named(name, others=["compare"])
-            from eval.command import main as command
+            benchmark = named(name, others=tuple(_OTHERS))
+            from eval.command import main as run
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return command(benchmark, rest)
+    return run(benchmark, rest)
 
 
 if __name__ == "__main__":

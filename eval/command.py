@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import asks_for_answer_tags
@@ -31,10 +31,10 @@ from adora_vl.utils.hub import notes_on
 from eval.inference.engines import build_engine, check_loadable, default_engine, settings_of
 from eval.inference.predictions import PREDICTIONS, read_predictions, score_path
 from eval.inference.provenance import FILE_NAME, OF_THE_RUN, Fields, read, settle_prompts, versions, write_json
-from eval.inference.requests import ENGINES
+from eval.inference.requests import ENGINES, AnswerEngine, AnswerEngineSettings
 from eval.inference.runner import Ranks, infer, ranks
 from eval.inference.views import VIEWS, shown_as
-from eval.records import Benchmark, Score, Scored
+from eval.records import Benchmark, Problem, Score, Scored
 from eval.scoring.score import score
 from eval.scoring.table import table
 
@@ -165,33 +165,61 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         options = parse(argv, benchmark)
         if options.verb == "score":
-            _score(benchmark, options.predictions, options)
+            write_score(benchmark, options.predictions, options)
             return
-        _check_folder(options.output)
+        check_output(options.output)
         processes = ranks()
-        _infer(benchmark, options, processes)
+        ask(benchmark, options, check_options(options), questions(benchmark, options), processes)
         if options.verb == "run" and processes.rank == 0:
-            _score(benchmark, options.output / PREDICTIONS, options)
+            write_score(benchmark, options.output / PREDICTIONS, options)
 
     return exit_code_of(command, "what was answered is kept, and the same command goes on from there")
 
 
-def _check_folder(output: Path) -> None:
+def check_output(output: Path) -> None:
     """Check the output folder before anything is loaded. Raises `UserError`."""
     check_folder("output", output)
     if not output.exists() and output.suffix == ".json":
         raise UserError(f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending out")
 
 
-def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
-    """Ask the model all questions, and write its answers into the output folder. Raises `UserError`."""
+def check_options(options: Namespace) -> AnswerEngineSettings:
+    """The engine that is asked for, whose model can be loaded. Raises `UserError`."""
     if options.samples > 1 and not options.temperature:
         raise UserError(f"samples: {options.samples} greedy answers are the same; give --temperature, such as 1.0")
     settings = settings_of(options)
     check_loadable(settings)
+    return settings
+
+
+class AskedProblems(NamedTuple):
+    """The problems of a run as its view shows them, how many the view leaves out, and a hash of the data."""
+
+    problems: Sequence[Problem]
+    left_out: int
+    data_hash: str
+
+
+def questions(benchmark: Benchmark, options: Namespace) -> AskedProblems:
+    """What a run asks. Raises `UserError`."""
     everything, data_hash = benchmark.load(options)
     shown = shown_as(everything, options.view)
-    problems = shown[: options.limit]
+    return AskedProblems(shown, len(everything) - len(shown), data_hash)
+
+
+def ask(
+    benchmark: Benchmark,
+    options: Namespace,
+    settings: AnswerEngineSettings,
+    asked: AskedProblems,
+    processes: Ranks,
+    build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
+) -> None:
+    """Ask the model all questions, and write its answers into the output folder. Raises `UserError`.
+
+    `build`: makes the engine; None: `build_engine`.
+    """
+    problems, (shown, left_out, data_hash) = asked.problems[: options.limit], asked
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
     hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)  # a server shows no weights
     if hashed is not None and processes.rank == 0:
@@ -200,12 +228,11 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
     # Not fields of all runs, since earlier versions have begun some without them.
     fingerprint |= {"view": options.view} if options.view != "image" else {}
-    left_out = len(everything) - len(shown)
     fingerprint |= {"left_out": left_out} if left_out else {}
     fingerprint |= {"benchmark_file": benchmark.file} if benchmark.file else {}
     summary = infer(
-        problems, options.output, settings, fingerprint, system_prompt=options.system_prompt, build=build_engine,
-        samples=options.samples, in_data=len(shown), ranks=processes,
+        problems, options.output, settings, fingerprint, system_prompt=options.system_prompt,
+        build=build or build_engine, samples=options.samples, in_data=len(shown), ranks=processes,
     )  # fmt: skip
     if processes.rank:
         return
@@ -221,7 +248,7 @@ def _infer(benchmark: Benchmark, options: Namespace, processes: Ranks) -> None:
         )
 
 
-def _score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:
+def write_score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:
     """Score a file of predictions, write the score file, and print its table."""
     output = score_path(options.output)
     check_json("output", output, "a score file", lambda score: {"benchmark", "items"} <= score.keys())

@@ -43,19 +43,23 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 @dataclass
 class Ranks:
-    """Which of how many processes this is. Several meet at a store that the launcher or rank 0 holds."""
+    """Which of how many processes this is. Several meet at a store that the launcher or rank 0 holds. `run`: a name of
+    its own for each of several runs.
+    """
 
     rank: int = 0
     world: int = 1
     store: Any = None
+    run: str = ""
 
     def barrier(self, where: str) -> None:
         """Return when every process has come to `where`."""
         if self.store is None:
             return
-        if self.store.add(f"adora_vl_eval/{where}", 1) == self.world:
-            self.store.set(f"adora_vl_eval/{where}/all", "1")
-        self.store.wait([f"adora_vl_eval/{where}/all"], _PATIENCE)
+        place = f"adora_vl_eval/{self.run}/{where}"
+        if self.store.add(place, 1) == self.world:
+            self.store.set(f"{place}/all", "1")
+        self.store.wait([f"{place}/all"], _PATIENCE)
 
 
 ALONE = Ranks()
