@@ -18,7 +18,7 @@ setup: .venv/.installed ## install everything into .venv (about 3 minutes)
 demo: .venv/.installed ## the main job at a small size: draw problems, train GRPO and ADORA, evaluate before and after (4 to 10 minutes)
 	@bash setup/demo.sh $(DEMO)
 
-test: lint ## what to run before a commit: lint, types, the quick tests, and those slow ones that prove most (15 minutes)
+test: lint ## what to run before a commit: lint, types, the quick tests, and those slow ones that prove most (under 10 minutes)
 	@# Two files at a time with one thread each: the tiny model gains nothing from a second thread, and engines take long
 	@# to start. In the order of the folders: the files with engines come first, and quick ones fill the gaps at the end.
 	@# The line of the coverage stands above the closing line; `make coverage` shows where the gaps are.
@@ -36,11 +36,12 @@ coverage: .venv/.installed ## the quick unit tests, and which share of each file
 	$(PYTEST) -q -m "not slow" tests/unit --cov --cov-report=
 	@$(PYTHON_BIN) -m coverage report | awk 'NR <= 22 || /^TOTAL/'
 
-lint: .venv/.installed ## ruff, mypy, and the floors: every import runs downwards
+lint: .venv/.installed ## ruff, mypy, the Dockerfile, and the floors: every import runs downwards
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo --no-cache
+	.venv/bin/hadolint setup/Dockerfile
 
 trackers: .venv/.installed ## run the tests of tensorboard, wandb and trackio, installed by their extra (about 2 minutes)
 	@bash setup/check_trackers.sh

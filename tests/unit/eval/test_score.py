@@ -157,6 +157,9 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert "2/4" in shown
     assert "1 problem not asked" in shown
     assert "1 answer cut off" in shown
+    assert shown.startswith("geometry3k: ")
+    own = write_lines(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
+    assert table(score_file(BENCHMARK, own, Namespace(rounding=False))).startswith("photos: ")
     # A failed image is never graded, even if something that looks right stands in the response.
     failed = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
     assert grade_row(BENCHMARK, failed, Namespace(rounding=False, answer_tags=False)).grade.verdict == "failed"
