@@ -16,6 +16,7 @@ from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from eval.benchmark import for_data, named
+from eval.inference.views import VIEWS, shown_as
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
@@ -60,7 +61,8 @@ def take_evaluations(
             "trainer an eval_dataset"
         )
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
-    tasks = _told_apart([_load(entry, config.adora_eval_limit, prompt, own_files) for entry in entries], entries)
+    loaded = [(entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt, own_files)]
+    tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
     plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
     config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
     return plan
@@ -92,7 +94,9 @@ def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
     made: list[Task] = []
     for task, name, entry in zip(tasks, names, entries, strict=True):
         if names.count(name) > 1:
-            longer = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', Path(entry.partition('=')[2]).name)}"
+            longer = (
+                f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', Path(entry.partition('=')[2].removesuffix(':views')).name)}"
+            )
             if any(longer == other.benchmark.name for other in made):
                 raise UserError(f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its folder")
             task = replace(task, benchmark=replace(task.benchmark, name=longer))
@@ -104,10 +108,12 @@ class DataMissingError(UserError):
     """The data of an evaluation are not on this machine."""
 
 
-def _load(entry: str, limit: int | None, prompt: str | None, own_files: Sequence[Path] = ()) -> Task:
+def _load(entry: str, limit: int | None, prompt: str | None, own_files: Sequence[Path] = ()) -> list[Task]:
+    """The benchmark of an entry; behind `DIR:views` once for each view, all of the same problems."""
     from eval.command import parse
 
     name, _, path = entry.partition("=")
+    path, views = path.removesuffix(":views"), path.endswith(":views")
     if not path:
         raise UserError(f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, geometry3k=DIR")
     benchmark = named(name, "adora_eval", own_files)
@@ -122,7 +128,10 @@ def _load(entry: str, limit: int | None, prompt: str | None, own_files: Sequence
         raise DataMissingError(str(error)) from error
     if not problems:
         raise UserError(f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}")
-    return Task(benchmark, problems[:limit])
+    if not views:
+        return [Task(benchmark, problems[:limit])]
+    told = [problem for problem in problems if problem.facts][:limit] or problems
+    return [Task(replace(benchmark, name=f"{benchmark.name}_{view}"), shown_as(told, view)) for view in VIEWS]
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

@@ -34,7 +34,7 @@ function seriesOf(runs, keys, window) {
       const raw = pointsOf(run, key);
       return {
         label: [runs.length > 1 || !word ? run.name : "", word].filter(Boolean).join(", "),
-        css: `run${index % 6}`, dashed: second > 0, points: smoothed(raw, window), raw,
+        css: `run${(keys.length > 2 ? second : index) % 6}`, dashed: second > 0 && keys.length < 3, points: smoothed(raw, window), raw,
       };
     }),
   ).filter(({ points }) => points.length);
@@ -48,10 +48,19 @@ function phaseCharts(runs) {
   }));
 }
 
-/** They are not smoothed: some steps lie between two evaluations, so a mean over several would lag far behind. */
+const VIEWS = ["image", "text", "both", "blank"];
+
+/** They are not smoothed: some steps lie between two evaluations, so a mean over several would lag far behind. The views
+ * of one run's problems stand in one chart. */
 function evaluationCurves(runs) {
   const keys = new Set(runs.flatMap((run) => run.metrics.flatMap((line) => Object.keys(line).filter((key) => /^eval_.*_accuracy$/.test(key)))));
-  return [...keys].sort().map((key) => ({ title: `Held-out accuracy, ${key.slice(5, -9)}`, keys: [[key, ""]], format: percent, share: true, sparse: true }));
+  const charts = {};
+  for (const name of [...keys].sort().map((key) => key.slice(5, -9))) {
+    const [base, view] = [name.replace(/_[a-z]+$/, ""), name.replace(/^.*_/, "")];
+    const viewed = runs.length === 1 && VIEWS.every((each) => keys.has(`eval_${base}_${each}_accuracy`)) && VIEWS.includes(view);
+    (charts[viewed ? base : name] ??= []).push([`eval_${name}_accuracy`, viewed ? view : ""]);
+  }
+  return Object.entries(charts).map(([title, series]) => ({ title: `Held-out accuracy, ${title}`, keys: series, format: percent, share: true, sparse: true }));
 }
 
 class Curves {

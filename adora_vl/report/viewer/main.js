@@ -13,7 +13,8 @@ function runCards(runs) {
 
 /** What came of a run, in one line: held-out accuracy where it was measured, else the pass rate of the training. */
 function resultOf(run) {
-  const held = Object.keys(run.metrics.reduce((keys, line) => Object.assign(keys, line), {})).filter((key) => /^eval_.*_accuracy$/.test(key)).sort()[0];
+  const held = Object.keys(run.metrics.reduce((keys, line) => Object.assign(keys, line), {})).filter((key) => /^eval_.*_accuracy$/.test(key)).sort(
+    (one, other) => /_image_accuracy$/.test(other) - /_image_accuracy$/.test(one) || (one < other ? -1 : 1))[0]; // of four views the pictures
   const key = held || (pointsOf(run, "adora/pass_rate").length ? "adora/pass_rate" : "reward");
   const values = pointsOf(run, key).map((point) => point[1]);
   if (!values.length) return null;

@@ -160,8 +160,9 @@ def test_rows_of_the_hub_and_of_the_repository_are_loaded(tmp_path, form):
 def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
     data = write_mathvision(tmp_path, mathvision_rows(4), "json")
     (data / "testmini.jsonl").write_text((data / "test.jsonl").read_text().splitlines()[1])
-    assert [problem.pid for problem in task(f"mathvision={data}", 3, None).problems] == ["1", "2", "3"]
-    mini = task(f"mathvision={data / 'testmini.jsonl'}", None, None)
+    (first,) = task(f"mathvision={data}", 3, None)
+    assert [problem.pid for problem in first.problems] == ["1", "2", "3"]
+    (mini,) = task(f"mathvision={data / 'testmini.jsonl'}", None, None)
     rows = [{**problem.fields, "response": r"\boxed{A}"} for problem in mini.problems]
     assert [row["pid"] for row in rows] == ["2"] and figures(mini.benchmark, rows)["mathvision_accuracy"] == 1.0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from adora_vl import evaluation
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from data_prep.cli import main as data_prep
@@ -281,11 +282,12 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
             return [Reply("12", 1, "stop", 9) for _ in requests]
 
     raw = shutil.copytree(geometry3k_raw, tmp_path / "raw")
-    (raw / "train" / "12" / "logic_form.json").unlink()
+    (raw / "train").rename(raw / "test")
+    (raw / "test" / "12" / "logic_form.json").unlink()
     assert data_prep(["geometry3k", "--source", "intergps", "--input", str(raw), "--output", str(tmp_path / "d")]) == 0
-    assert "noted: 1 of the rows have no facts in words, such as geometry3k/train/12" in capsys.readouterr().out
+    assert "noted: 1 of the rows have no facts in words, such as geometry3k/test/12" in capsys.readouterr().out
     monkeypatch.setattr(command, "build_engine", lambda _: Reads())
-    words = ["run", "--model", "a/b", "--data", str(tmp_path / "d"), "--split", "train"]
+    words = ["run", "--model", "a/b", "--data", str(tmp_path / "d")]
     for view in ("image", "text", "both", "blank"):
         assert command.main(GEOMETRY3K, [*words, "--view", view, "--output", str(tmp_path / view)]) == 0
         assert ("without 1 problem whose facts do not suffice" in capsys.readouterr().out) is (view in ("text", "both"))
@@ -295,6 +297,15 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     assert [len(found) for found in asked.values()] == [6, 5, 5, 6]
     fact = "Angle ABC = 60 degrees. BC = x. AC is perpendicular to BC."
     assert [sum(fact in text for _, text in found) for found in asked.values()] == [0, 1, 1, 0]
+    config: Any = Namespace(
+        eval_strategy="steps", adora_eval=[f"geometry3k={tmp_path / 'd'}:views"], adora_eval_limit=3, eval_steps=1,
+        eval_on_start=False,
+    )  # fmt: skip
+    tasks = evaluation.take_evaluations(config, []).tasks
+    assert [task.benchmark.name for task in tasks] == [f"geometry3k_{view}" for view in asked]
+    pids = [[problem.pid for problem in task.problems] for task in tasks]
+    assert pids == [[f"geometry3k/test/{number}" for number in (11, 13, 14)]] * 4, "the same problems in all views"
+    assert [task.problems[0].n_images for task in tasks] == [1, 0, 1, 1]
     plain = write_geometry3k(tmp_path / "plain", 3)
     without = ["run", "--model", "a/b", "--data", str(plain), "--view", "both", "--output", str(tmp_path / "none")]
     assert command.main(GEOMETRY3K, without) == 2

@@ -141,6 +141,32 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
     assert browser.js("document.querySelectorAll('#charts path.faint').length") == 0
 
 
+def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
+    views = {f"eval_geometry3k_{view}_accuracy": share for view, share in VIEWS.items()}
+    run, other = write_run(tmp_path / "adora", 3), write_run(tmp_path / "other", 3)
+    for folder in (run, other):
+        held = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
+        (folder / "metrics.jsonl").write_text(
+            "\n".join(map(json.dumps, [*read_metrics(folder / "metrics.jsonl"), *held]))
+        )
+    browser.open(make_page(tmp_path / "page.html", run))
+    assert "held-out accuracy, geometry3k_image 60 %" in browser.text("#result p")
+    titles = browser.texts("#charts figcaption")
+    assert [title for title in titles if title.startswith("Held-out")] == ["Held-out accuracy, geometry3k"]
+    chart = f"#charts figure:nth-child({titles.index('Held-out accuracy, geometry3k') + 1})"
+    browser.js(f"document.querySelector('{chart} .plot').focus()")
+    browser.press("ArrowLeft")
+    said = browser.text(f"{chart} .reading")
+    assert all(f"{view} {100 * share:.0f} %" in said for view, share in VIEWS.items()), said
+    colours = f"new Set([...document.querySelectorAll('{chart} svg path')].map(n => n.getAttribute('class'))).size"
+    assert browser.js(colours) == 4
+    browser.open(make_page(tmp_path / "two.html", run, other))
+    assert sum(title.startswith("Held-out") for title in browser.texts("#charts figcaption")) == 4, "one of each view"
+
+
+VIEWS = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
+
+
 def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(browser, tmp_path):
     """Another run is not told that it lacks them."""
     ahead, other = write_run(tmp_path / "ahead", 3), write_run(tmp_path / "other", 3)
