@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
@@ -32,7 +32,7 @@ from benchmarks.attenuation import report, task
 from benchmarks.attenuation.__main__ import RUNS
 from benchmarks.attenuation.__main__ import main as attenuation
 from benchmarks.attenuation.report import end
-from benchmarks.attenuation.run import YOKED_TO, SignalWeights
+from benchmarks.attenuation.run import YOKED_TO, SignalWeights, run_job
 from benchmarks.attenuation.start import build_arithmetic, build_start, fingerprint
 from benchmarks.attenuation.task import draw
 from benchmarks.grpo_vs_adora import accuracy_table, attenuated, store
@@ -278,11 +278,24 @@ def test_the_settings_name_what_there_is(plan):
         assert not other or names.index(replace(job, arm=other).name) < names.index(job.name), "its record is there"
 
 
-def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
-    plan = task.Teaching(
-        arithmetic_steps=3, steps=3, batch_size=2, learning_rate=1e-3, operations=(3,), layers=1, width=16
+PLAN = task.Teaching(arithmetic_steps=3, steps=3, batch_size=2, learning_rate=1e-3, operations=(3,), layers=1, width=16)
+
+
+@pytest.mark.slow
+def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
+    settings = replace(
+        task.read_settings(task.SETTINGS), start=PLAN, steps=2, prompts=2, generations=2, eval_problems=4, eval_every=2
     )
-    arithmetic, starts = tmp_path / "arithmetic", [tmp_path / str(seed) for seed in (0, 1)]
+    build_arithmetic(tmp_path / "arithmetic", PLAN)
+    build_start(tmp_path / "start", tmp_path / "arithmetic", PLAN, 0)
+    job = next(settings.jobs())
+    found = run_job(settings, job, tmp_path / "start", {"plan": "settings"})
+    assert [point["step"] for point in found["held_out"]] == [0, 2] and len(found["steps"]) == 2
+    assert {**found, **asdict(job)} == found and all("chains" in step for step in found["steps"])
+
+
+def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
+    plan, arithmetic, starts = PLAN, tmp_path / "arithmetic", [tmp_path / str(seed) for seed in (0, 1)]
     build_arithmetic(arithmetic, plan)
     for seed, folder in enumerate(starts):
         build_start(folder, arithmetic, replace(plan, learning_rate=0.0) if seed else plan, seed)
