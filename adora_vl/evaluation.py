@@ -44,11 +44,10 @@ class EvaluationPlan:
 
 
 def take_evaluations(
-    config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None, own_files: Sequence[Path] = ()
+    config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None
 ) -> EvaluationPlan | None:
     """The evaluations that `config` asks for, None for none; where it names none, on the training data's held-out
-    splits. `folders`: of the training data. `prompt`: the template of the training (`adora_prompt`). `own_files`: the
-    folders of the user's own benchmarks, by default the working directory.
+    splits. `folders`: of the training data. `prompt`: the template of the training (`adora_prompt`).
 
     They are then taken out of `config`: Transformers has its own way of evaluating, and would want a second dataset.
     Raises `UserError`.
@@ -61,7 +60,7 @@ def take_evaluations(
             "trainer an eval_dataset"
         )
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
-    loaded = [(entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt, own_files)]
+    loaded = [(entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)]
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
     plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
     config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
@@ -108,7 +107,7 @@ class DataMissingError(UserError):
     """The data of an evaluation are not on this machine."""
 
 
-def _load(entry: str, limit: int | None, prompt: str | None, own_files: Sequence[Path] = ()) -> list[Task]:
+def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     """The benchmark of an entry; behind `DIR:views` once for each view, all of the same problems."""
     from eval.command import parse
 
@@ -116,7 +115,7 @@ def _load(entry: str, limit: int | None, prompt: str | None, own_files: Sequence
     path, views = path.removesuffix(":views"), path.endswith(":views")
     if not path:
         raise UserError(f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, geometry3k=DIR")
-    benchmark = named(name, "adora_eval", own_files)
+    benchmark = named(name, "adora_eval")
     words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
     words += [f"--prompt={prompt or 'null'}"] if "prompt" in benchmark.fingerprint else []
     options = parse(words, benchmark)

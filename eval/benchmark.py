@@ -21,15 +21,15 @@ NAMES = (
 _OF_SOURCES = {"knights": "knights"}  # the source in the manifest of a prepared data set, where not Geometry3K's grader
 
 
-def named(name: str, key: str = "benchmark", folders: Sequence[Path] = (), others: Sequence[str] = ()) -> Benchmark:
-    """The benchmark of that name: one of `NAMES`, or `FILE.py:NAME` with the file in one of `folders`.
+def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benchmark:
+    """The benchmark of that name: one of `NAMES`, or `FILE.py:NAME`.
 
     Raises `UserError`, which begins with `key`. `others`: words that stand beside the names.
     """
     if name in NAMES:
         found: Benchmark = import_module(f"eval.{name}").BENCHMARK
     elif is_own(name):
-        own = from_file(key, name, folders, noun="benchmark", fits=lambda value: isinstance(value, Benchmark))
+        own = from_file(key, name, noun="benchmark", fits=lambda value: isinstance(value, Benchmark))
         found = replace(own.value, file=own.hash)
     else:
         known = (*NAMES, *others)

@@ -39,6 +39,9 @@ class Schedule:
                 f"shape: {self.shape} needs end: a number, and steps: [first, last] with 0 <= first < last"
             )
 
+    def __str__(self) -> str:
+        return f"{self.start:g}" if self.end is None else f"{self.start:g} to {self.end:g}"
+
     def at(self, step: int) -> float:
         """The value in a step, counted from 0."""
         if self.shape == "constant" or self.end is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,9 @@ from transformers import PretrainedConfig, Trainer, get_scheduler
 from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.experimental import check_noise, replay_needs, visual_needs
-from adora_vl.config.keys import AdoraScriptArguments
 from adora_vl.config.sampling import sampling_needs
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import check_finite
-from adora_vl.data.prompts import asks_for_answer_tags
-from adora_vl.rewards.choose import ChosenRewards, choose_rewards
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -311,15 +307,6 @@ def refuse_turns(given: Mapping[str, Any]) -> None:
             f"{key}: rollouts of several turns are not supported, because seeds and images are given to the first one "
             f"alone; leave {key} out, or use trl.GRPOTrainer"
         )
-
-
-def rewards_of(folders: Sequence[Path], script: AdoraScriptArguments, config: AdoraGRPOConfig) -> ChosenRewards:
-    """The reward functions of a run, their files in the first of `folders` that has them. Raises `UserError`."""
-    return choose_rewards(
-        script.adora_reward,
-        answer_tags=asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt), folders=folders,
-        output_dir=Path(config.output_dir),
-    )  # fmt: skip
 
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:

@@ -193,8 +193,9 @@ class AdoraKeys:
     adora_method: dict[str, Any] | Name = key(
         "adora",
         "The method that computes the advantages: adora, grpo, dapo, ..., or FILE.py:NAME; several as dapo+adora, "
-        "left to right; or a mapping of methods to their options, such as {adora: {factor: 0.3}}. docs/methods.md has "
-        "all.",
+        "left to right; or a mapping of methods to their options, such as {adora: {factor: 0.3}}. Without adora its "
+        "criteria judge the groups for the log alone: those of the recipe, if the command line names another method "
+        "than it, else the default. docs/methods.md has all.",
     )
     adora_image_cache_mb: Annotated[int, Field(ge=0)] = key(
         1024, "Cache of processed images, kept over steps and epochs, in MB per process."

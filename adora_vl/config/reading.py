@@ -19,6 +19,7 @@ from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments, StepPart
 from adora_vl.config.values import RANGES, Read, convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, truth, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest
+from adora_vl.utils.own_files import look_beside
 
 # What became of keys that earlier configs have.
 REMOVED = {
@@ -76,6 +77,8 @@ MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
 }
 # What the training command takes beside the keys, for a word that is meant as one of them.
 OPTIONS = ("config", "dry-run", "card-gib", "processes", "accelerate-config", "write-config", "help", "help-all")
+# Options of ADORA by which groups are judged, also for the log alone.
+_JUDGES = frozenset({"criteria", "combine", "tau", "empty_wrong", "ties", "no_correct", "needs_correct"})
 T = TypeVar("T")
 
 
@@ -158,6 +161,7 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
         refuse_stray(names[0][1:])
         raise UserError("--config: expected the path of a YAML file after it")
     file = recipe(names[0][0]) if names else None
+    look_beside(file)
     values = read_file(file) if file else {}
     _set_environment(values.pop("env", {}), str(file))
     for key, words in spoken:
@@ -280,11 +284,21 @@ def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[
             return
     _check_key(key, words, "command line", known, OPTIONS)
     if not names:
-        values[key] = words
+        values[key] = _judging(words, values.get(key)) if key == "adora_method" else words
         return
     base = values.get(key, known[key].default)
     base = _plain(base) if isinstance(base, Words) else base
     values[key] = _with(key, base, names, _plain(words))
+
+
+def _judging(words: Words, recipe: Any) -> Any:
+    """The methods that the command line names, with ADORA's criteria of the recipe for the log if ADORA is not one."""
+    given = recipe.get("adora") if isinstance(recipe, Mapping) else None
+    kept = {name: value for name, value in given.items() if name in _JUDGES} if isinstance(given, Mapping) else {}
+    names = [name.strip() for name in words[0].split("+")] if len(words) == 1 and "{" not in words[0] else ["adora"]
+    if not kept or "adora" in names or len(set(names)) < len(names):
+        return words
+    return {**{name: {} for name in names}, "adora": {**kept, "mode": "off"}}
 
 
 def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from adora_vl.advantage import Adora
+from adora_vl.advantage import Adora, Schedule
 from adora_vl.utils.cli import amount, plain
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import read_object, replace_file
@@ -92,10 +92,13 @@ def recipe_of(config: Mapping[str, Any]) -> str:
 
 
 def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ADORA's options; where it is not among the methods those by which the groups are judged for the log."""
+    """ADORA's options, schedules as such; where it is not among the methods those by which groups are judged for the
+    log.
+    """
     own = methods_of(config).get("adora")
     defaults = {each.name: each.default for each in dataclasses.fields(Adora)}
-    return {**defaults, **({"mode": "off"} if own is None else own)}
+    given = {**defaults, **({"mode": "off"} if own is None else own)}
+    return {key: Schedule(**value) if isinstance(value, Mapping) else value for key, value in given.items()}
 
 
 def _adora(config: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from adora_vl.advantage.groups import scheduled
 from adora_vl.data.prompts import lettered
 from adora_vl.record.manifest import adora_options, facts_of_run, methods_of, read_manifest, recipe_of
 from adora_vl.record.metrics import METRICS, no_signal, read_metrics
@@ -31,9 +32,9 @@ _CONTROLS = {  # `assign`: what decided the weight instead of the criteria
 def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Why a group has its weight, in one to three sentences.
 
-    `group`: weight, tds, pass_rate, longest_right and mean_wrong as recorded, `equal`: all rewards are the same, and
-    `left`: how many of its `size` rollouts have no reward. `settings`: the keys of the run, as the files of the record
-    have them.
+    `group`: step (from 1 on), weight, tds, pass_rate, longest_right and mean_wrong as recorded, `equal`: all rewards
+    are the same, and `left`: how many of its `size` rollouts have no reward. `settings`: the keys of the run, as the
+    files of the record have them.
     """
     if group["left"] == group["size"]:
         return "No rollout of the group has a reward to compare with another, so nothing is learned from it."
@@ -86,7 +87,7 @@ def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    tau = options["tau"]
+    tau = scheduled(options["tau"]).at(group["step"] - 1)
     if not group["pass_rate"] and options["needs_correct"]:
         return "a pass rate of 0 does not count as difficult"
     relation = "at most" if group["pass_rate"] <= tau else "above"

@@ -123,9 +123,9 @@ def _asked(asked: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def choose_rewards(
-    asked: Sequence[Entry], *, answer_tags: bool = False, folders: Sequence[Path] = (), output_dir: Path | None = None
+    asked: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
 ) -> ChosenRewards:
-    """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION` with the file in one of `folders`.
+    """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
 
     `answer_tags`: what the presets accept, see `grade`. `output_dir`: where the judge keeps its answers.
 
@@ -154,7 +154,7 @@ def choose_rewards(
         if not is_own(name):
             found.append(made[name])
             continue
-        own = from_file("adora_reward", name, folders)
+        own = from_file("adora_reward", name)
         hashes[own.file] = own.hash
         found.append(in_trl_form(with_options(name, own.value, options)))
     _check_names(entries, [own_name(name) if is_own(name) else made[name].__name__ for name in entries])

@@ -31,7 +31,6 @@ from adora_vl.config.checks import (
     check_optimizer,
     check_tensor_parallel,
     costs_of,
-    rewards_of,
 )
 from adora_vl.config.experimental import check_visual
 from adora_vl.config.reading import Given, check_output_dir
@@ -51,6 +50,7 @@ from adora_vl.data.prompt_lengths import (
     tokenizer_counter,
     uncountable,
 )
+from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.data.rows import has_images
 from adora_vl.evaluation import DataMissingError, EvaluationPlan, fitting_evaluations, take_evaluations
 from adora_vl.models.adapter import (
@@ -77,7 +77,7 @@ from adora_vl.models.shape import config_for_planning
 from adora_vl.record.manifest import run_manifest
 from adora_vl.record.trackers import check_trackers
 from adora_vl.rewards import ChosenRewards, try_rewards
-from adora_vl.rewards.choose import check_sums
+from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
 from adora_vl.start.folder import RunFolder
@@ -182,12 +182,6 @@ class Checked:
     def script(self) -> AdoraScriptArguments | None:
         """The keys of a command's data and rewards; None from Python."""
         return self.asked.rows if isinstance(self.asked.rows, AdoraScriptArguments) else None
-
-    @property
-    def own_folders(self) -> list[Path]:
-        """Where files of the user's own are looked for: beside the config, then in the working directory."""
-        file = self.asked.given.file if self.asked.given else None
-        return [*([file.parent] if file else []), Path.cwd()]
 
     @property
     def system_prompt(self) -> str | None:
@@ -295,10 +289,12 @@ def machine(run: Checked) -> None:
 
 def rewards(run: Checked) -> None:
     """Presets, files, functions and options, and which sums they can reach."""
+    output_dir = Path(run.config.output_dir)
     if run.script is not None:
-        run.rewards = rewards_of(run.own_folders, run.script, run.config)
+        tags = asks_for_answer_tags(run.script.adora_system_prompt, run.script.adora_prompt)
+        run.rewards = choose_rewards(run.script.adora_reward, answer_tags=tags, output_dir=output_dir)
     else:
-        run.rewards = rewards_given(run.asked.rewards, Path(run.config.output_dir))
+        run.rewards = rewards_given(run.asked.rewards, output_dir)
     check_sums(run.rewards.entries, run.config.reward_weights, run.config.adora_correct_above)
 
 
@@ -491,7 +487,7 @@ def evaluations(run: Checked) -> None:
     prompt = run.script.adora_prompt if run.script is not None else None
     try:  # the report of a dry run reads the config again
         asked_of = copy(config) if run.where.paper else config
-        plan = take_evaluations(asked_of, run.data, prompt, run.own_folders)
+        plan = take_evaluations(asked_of, run.data, prompt)
     except DataMissingError as error:
         if not run.where.paper:
             raise

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ LOAD_TIMEOUT_S = 60.0
 GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
 _AGAIN_S = 1.0  # between signals, for a function that catches the first one
 _OURS = ("adora_vl", "data_prep", "eval")  # beside a file in the checkout; no part of the user's own
+_beside: list[Path] = []  # the folder of this process's config
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,18 @@ def is_function(value: object) -> bool:
     return callable(value) and not inspect.isclass(value)
 
 
-def from_file(
-    key: str, entry: str, folders: Sequence[Path] = (), *, noun: str = "function",
-    fits: Callable[[Any], bool] = is_function,
-) -> FromFile:  # fmt: skip
-    """What `FILE.py:NAME` in `key` stands for, with the file in the first of `folders` that has it; none is the working
-    directory.
+def look_beside(config: Path | None) -> None:
+    """From now on files are looked for beside this config first, the one that the process was started with."""
+    _beside[:] = [config.parent] if config else []
+
+
+def from_file(key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function) -> FromFile:
+    """What `FILE.py:NAME` in `key` stands for, with the file beside the config, or else in the working directory.
 
     `noun`: what it has to be, in one word, as `fits` says. Raises `UserError` for a file that is not there or fails,
     with the line, and for a name that it does not have.
     """
-    path = _find(key, entry, folders or [Path.cwd()], noun)
+    path = _find(key, entry, noun)
     # Before the file is read: what changes from now on is another one at the next start.
     known_by = content_hash(with_neighbours(path))
     name = own_name(entry)
@@ -80,15 +82,16 @@ def from_file(
     return FromFile(found, entry.rpartition(":")[0], known_by)
 
 
-def _find(key: str, entry: str, folders: Sequence[Path], noun: str) -> Path:
+def _find(key: str, entry: str, noun: str) -> Path:
     name, colon, wanted = entry.rpartition(":")
     if not colon or not wanted.isidentifier():
         raise UserError(f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the file")
-    for folder in dict.fromkeys(folders):
+    folders = dict.fromkeys(folder.resolve() for folder in (*_beside, Path.cwd()))
+    for folder in folders:
         path = (folder / Path(name).expanduser()).resolve()
         if path.is_file():
             return path
-    places = " or in ".join(repr(str(folder)) for folder in dict.fromkeys(folder.resolve() for folder in folders))
+    places = " or in ".join(repr(str(folder)) for folder in folders)
     raise UserError(f"{key}: {entry!r}: there is no file {name!r} in {places}")
 
 

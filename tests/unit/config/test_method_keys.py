@@ -142,7 +142,7 @@ def mine(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signal(mine):
+def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signal(mine, monkeypatch):
     groups = Groups(torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0, 1, 0, 0, 0, 0, 0, 0]]), torch.ones(2, 8),
                     torch.zeros(2, 8, dtype=torch.bool))  # fmt: skip
     stock = group_advantages(groups.rewards_PG)
@@ -151,6 +151,11 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
     assert torch.equal(method_run(ours)(groups, stock), stock.clamp(-0.5, 0.5))
     both = method_run(config("my_methods.py:Solvable+adora"))
     assert both.signal(groups).tolist() == [False, True] and not both(groups, stock)[0].any()
+    (mine / "elsewhere").mkdir()
+    (mine / "c.yaml").write_text("adora_method: my_methods.py:cautious")
+    monkeypatch.chdir(mine / "elsewhere")  # so it is found beside the config
+    check_method(parse([*CPU, "--config", str(mine / "c.yaml")])[1])
+    monkeypatch.chdir(mine)
     before = method_hashes(ours)
     (mine / "my_methods.py").write_text((mine / "my_methods.py").read_text() + "# edited")
     assert before.keys() == {"my_methods.py"} and method_hashes(ours) != before

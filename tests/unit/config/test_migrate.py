@@ -105,10 +105,11 @@ def plain(solution_str, ground_truth, data_source="", extra_info=None):
 """
 
 
-def test_reward_functions_are_called_in_their_own_form(tmp_path):
+def test_reward_functions_are_called_in_their_own_form(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "forms.py").write_text(FORMS)
     entries = [f"forms.py:{name}" for name in ("batch", "single", "compute_score", "plain")]
-    chosen = choose_rewards(entries, folders=[tmp_path])
+    chosen = choose_rewards(entries)
     chosen.check_columns({"answer", "data_source", "id"})
     logged: dict[str, float] = {}
     found = [

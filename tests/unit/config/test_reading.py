@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adora_vl.config import key_list, reading, values
+from adora_vl.config.advantage import method_run
 from adora_vl.config.help import help_text
 from adora_vl.config.keys import RolloutOptions
 from adora_vl.config.reading import MOVED, OPTIONS, read
@@ -215,6 +216,21 @@ def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces
     assert (config.adora_rollouts, config.chat_template_kwargs) == (RolloutOptions(3, replay=8), {"a": 1, "b": True})
     assert parse([*file, "--adora_rollouts", "{ahead: 1}"])[1].adora_rollouts == RolloutOptions(ahead=1)
     assert parse([*CPU, "--adora_rollouts.budget", "auto"])[1].adora_rollouts.budget == "auto"
+
+
+def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_criteria_of_the_recipe(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("adora_method: {adora: {criteria: [difficulty], tau: 0.3, factor: 0.2}}")
+    judged = {"criteria": ["difficulty"], "tau": 0.3, "mode": "off"}
+    for words, expected in (
+        ("grpo", {"grpo": {}, "adora": judged}),
+        ("dapo+adora", "dapo+adora"),
+        ("{daro: {}}", {"daro": {}}),
+    ):
+        assert (
+            read(["--config", str(path), "--adora_method", words], whole=False).values["adora_method"].value == expected
+        )
+    assert method_run(parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]).is_plain
 
 
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():

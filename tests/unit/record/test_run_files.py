@@ -245,6 +245,10 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
     ({"adora_method": {"adora": {"mode": "off"}}}, "GRPO"),
     ({"adora_method": {"my.py:mine": {}, "adora": {"factor": 0.5}}}, "mine + ADORA attenuation, factor 0.5"),
     ({"adora_method": {"adora": {"assign": "random"}}}, "ADORA attenuation, factor 0.1, assign random"),
+    (
+        {"adora_method": {"adora": {"factor": {"start": 0.5, "end": 0.1, "shape": "cosine", "steps": [0, 9]}}}},
+        "ADORA attenuation, factor 0.5 to 0.1",
+    ),
     ({"adora_method": {"adora": {"steps": [0, 30]}}}, "ADORA attenuation, factor 0.1, steps [0, 30]"),
     ({"adora_method": "grpo", "loss_type": "sapo"}, "GRPO, SAPO loss"),
     ({"adora_method": "grpo", "adora_extensions": {"noisy_rollouts": {"share": 0.5}}}, "GRPO, noisy rollouts 0.5"),

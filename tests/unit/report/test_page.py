@@ -23,8 +23,8 @@ from tests.support.browser import Tags
 from tests.support.recorded_runs import ATTACK, SETTINGS, attacked_page, make_page, write_run
 
 GROUP = {
-    "weight": 0.1, "tds": True, "pass_rate": 0.5, "longest_right": 18.0, "mean_wrong": 21.25, "equal": False, "left": 0,
-    "size": 4,
+    "step": 6, "weight": 0.1, "tds": True, "pass_rate": 0.5, "longest_right": 18.0, "mean_wrong": 21.25, "equal": False,
+    "left": 0, "size": 4,
 }  # fmt: skip
 
 
@@ -60,6 +60,8 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
      "GRPO, weight 1; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
     ({"weight": 0.8}, {"adora_method": {"daro": {}, "adora": {"mode": "off", "criteria": ["difficulty"], "tau": 0.25}}},
      "DARO, weight 0.8; ADORA's criteria say TDS, the pass rate is above tau, 25 %."),
+    ({}, {"adora_method": {"adora": {"criteria": ["difficulty"], "tau": {"start": 0.5, "end": 0.3, "shape": "linear",
+     "steps": [0, 10]}}}}, "Attenuated to 0.1: TDS, the pass rate is above tau, 40 %."),
     ({"weight": None}, {}, "No weight is recorded."),
     ({"weight": None, "left": 1}, {}, "No weight is recorded. 1 of 4 rollouts have no reward, and count nowhere."),
     ({"left": 4, "equal": True}, {}, "No rollout of the group has a reward to compare with another, so nothing is "

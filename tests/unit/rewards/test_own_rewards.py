@@ -25,6 +25,7 @@ from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
 from adora_vl.rewards.explain import main as explain
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.training.guards import RewardGuard
+from adora_vl.utils import own_files
 from adora_vl.utils.errors import RunError, UserError
 from tests.support.step_context import step_context
 
@@ -149,13 +150,15 @@ def test_what_a_function_needs_may_come_from_its_options(own):
     assert call(chosen.functions[0], ["a"]) == [0.5]
 
 
-def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_it(tmp_path):
+def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_it(tmp_path, monkeypatch):
     beside, here = tmp_path / "configs", tmp_path / "here"
     for folder, value in ((beside, 1), (here, 2)):
         folder.mkdir()
         (folder / "r.py").write_text(f"def f(completions, **kwargs): return [{value}] * len(completions)")
-    first = choose_rewards(["r.py:f"], folders=[beside, here])
-    second = choose_rewards(["r.py:f"], folders=[here])
+    monkeypatch.chdir(here)
+    second = choose_rewards(["r.py:f"])
+    monkeypatch.setattr(own_files, "_beside", [beside])
+    first = choose_rewards(["r.py:f"])
     assert [call(chosen.functions[0], ["a"]) for chosen in (first, second)] == [[1], [2]]
     assert first.hashes.keys() == {"r.py"} and first.hashes != second.hashes
 
