@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from adora_vl.utils.cli import imports
@@ -110,7 +111,8 @@ _ON_THE_HUB = {"ground_truth": "answer", "knowledge_level": "level"}
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, or with `all` of every variant, and a hash of the data."""
     parts = []
-    for split in SPLITS if options.split == "all" else (options.split,):
+    several = options.split == "all" and not Path(options.data).is_file()
+    for split in SPLITS if several else (options.split,):
         problems, hashed = load_problems(
             options, _NEEDED, ("decoded_image", "image"), prompt=prompt, check=check, id_column="id", split=split,
             renamed=_ON_THE_HUB,

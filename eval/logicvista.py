@@ -6,6 +6,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ with imports():
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
     from eval.inference.predictions import wrong_fields
-    from eval.records import Benchmark, Extraction, Prediction, Problem, RowGrade
+    from eval.records import Benchmark, Extraction, Prediction, RowGrade
     from eval.scoring.choice import extract_choice
     from eval.scoring.judge import Question, add_extraction_options, extraction_rules, with_extractions
     from eval.scoring.score import verdict
@@ -81,14 +82,11 @@ def _rules(options: Namespace) -> dict[str, Any]:
 _NEEDED = ("id", "question", "answer", "skill")
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
-    """The problems of a split, the question as it is (its options are in the picture), and a hash of the data."""
-    return load_problems(
-        options, _NEEDED, ("image", "imagename"), prompt=itemgetter("question"), check=check, id_column="id",
-        pictures="images",
-    )  # fmt: skip
-
-
+# The question as it is: its options are in the picture.
+load = partial(
+    load_problems, needed=_NEEDED, image_columns=("image", "imagename"), prompt=itemgetter("question"), check=check,
+    id_column="id", pictures="images",
+)  # fmt: skip
 BENCHMARK = Benchmark(
     "logicvista", "test", load, grade, _rules, add_extraction_options, add_revision_option, check, ("data_revision",),
     id_column="id", prepare=_prepare,

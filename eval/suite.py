@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from adora_vl.utils.cli import Parser, exit_code_of, optional, path
 from adora_vl.utils.errors import UserError
@@ -15,7 +16,7 @@ from eval.compare import ScoreFile, between_problems, read_run
 from eval.inference.engines import build_engine
 from eval.inference.predictions import PREDICTIONS
 from eval.inference.requests import AnswerEngine, AnswerEngineSettings
-from eval.inference.runner import ranks
+from eval.inference.runner import bounded, ranks
 from eval.records import Benchmark
 
 # The columns of the tables of autumn 2026, by the place of their data on the hub.
@@ -33,29 +34,26 @@ SUITES = {
 _FIGURE = {"mathverse": "five_versions", "wemath": "strict"}  # what papers quote; else the accuracy of all answers
 
 
-class _OneEngine:
+def _one_engine(
+    settings: AnswerEngineSettings, asked: Sequence[AskedProblems], system_prompt: str | None
+) -> Callable[[AnswerEngineSettings], AnswerEngine]:
     """Builds the engine at the first call, for the longest text and the most images of all, and gives it again."""
+    problems = [problem for each in asked for problem in each.problems]
 
-    def __init__(self, asked: Sequence[AskedProblems], system_prompt: str | None) -> None:
-        problems = [problem for each in asked for problem in each.problems]
-        self._longest = max(len(problem.prompt.encode()) for problem in problems) + len((system_prompt or "").encode())
-        self._most = max(problem.n_images for problem in problems)
-        self._engine: AnswerEngine | None = None
+    @cache
+    def built() -> AnswerEngine:
+        return build_engine(bounded(settings, problems, system_prompt))
 
-    def __call__(self, settings: AnswerEngineSettings) -> AnswerEngine:
-        if self._engine is None:
-            self._engine = build_engine(replace(settings, max_images=self._most, max_text_bytes=self._longest))
-        return self._engine
+    return lambda _: built()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
 
-    def command() -> None:
-        given, more = build_parser().parse_known_args(argv)
-        _run(given, more)
-
-    return exit_code_of(command, "what was answered is kept, and the same command goes on from there")
+    return exit_code_of(
+        lambda: _run(*build_parser().parse_known_args(argv)),
+        "what was answered is kept, and the same command goes on from there",
+    )
 
 
 def build_parser() -> Parser:
@@ -87,7 +85,7 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
     others = [read_run(str(given.beside / each.name), str(given.beside)) for each, _ in tasks] if given.beside else []
     settings = check_options(tasks[0][1])
     asked = [questions(*task) for task in tasks]
-    processes, build = ranks(), _OneEngine(asked, tasks[0][1].system_prompt)
+    processes, build = ranks(), _one_engine(settings, asked, tasks[0][1].system_prompt)
     for (benchmark, options), each in zip(tasks, asked, strict=True):
         ask(benchmark, options, settings, each, replace(processes, run=benchmark.name), build)
         if processes.rank == 0:

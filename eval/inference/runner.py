@@ -140,7 +140,7 @@ def infer(
     _check_unique(problems)
     make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
-    work = _Work(asks, output, _bounded(settings, problems, system_prompt), system_prompt, build, ranks)
+    work = _Work(asks, output, bounded(settings, problems, system_prompt), system_prompt, build, ranks)
     if ranks.rank:
         ranks.barrier("start")
         done = {key(row) for row in read_rows(output / PREDICTIONS)}
@@ -283,7 +283,7 @@ def _seed_of(seed: int, pid: str, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
 
-def _bounded(
+def bounded(
     settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
 ) -> AnswerEngineSettings:
     """The settings with the bounds that the engine needs: the most images and the longest text of any problem."""

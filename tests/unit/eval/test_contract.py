@@ -98,9 +98,32 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     assert made["correct"] >= 2, "a boxed reference answer is right"
     assert evaluate.main([name, *support.to_score(tmp_path, rows)]) == 0
     assert json.loads((tmp_path / "s.json").read_text())["items"] == made["items"]
-    assert f"{name}: " in capsys.readouterr().out
+    title = "synthetic" if name == "geometry3k" else name  # that of the data, whose rows these are
+    assert f"{title}: " in capsys.readouterr().out
     assert compare([str(tmp_path / "s.json")]) == 0
     assert ("(quoted)" in capsys.readouterr().out) is (benchmark.published is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("wemath", {"key": "2steps_3"}, "has key = '2steps_3', expected such as 2steps_1"),
+        ("wemath", {"answer": "H2"}, "has answer = 'H2', expected a letter"),
+        ("mmstar", {"answer": "dam"}, "has answer = 'dam', expected a letter"),
+        ("mathvision", {"answer": "F", "options": list("abcde")}, "has answer = 'F', expected one of A, B, C, D, E"),
+        ("mathverse", {"problem_version": "Vision"}, "has problem_version = 'Vision', expected one of Text Dominant"),
+        ("mmmu_pro", {"options": "['1'"}, "has options = \"['1'\", expected a list"),
+        ("mmmu_pro", {"answer": "D"}, "expected a letter from A to C"),
+        ("logicvista", {"skill": "spatial"}, "has skill = 'spatial', expected a list"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(name, changed, said, tmp_path):
+    benchmark = named(name)
+    row = {**problems_of(benchmark, DATA[name](tmp_path))[0].fields, "response": "B"}
+    assert benchmark.check is not None and benchmark.check(row) is None
+    assert said in (benchmark.check({**row, **changed}) or "")
+    lacking = {field: value for field, value in row.items() if field != next(iter(changed))}
+    assert f"lacks the field {next(iter(changed))!r}" in (benchmark.check(lacking) or "")
 
 
 def test_the_list_stands_once(capsys):

@@ -102,14 +102,6 @@ def test_another_runs_items_must_be_the_same(tmp_path, capsys):
     assert "needs --without-image too" in capsys.readouterr().err
 
 
-def test_rows_without_a_category_or_letter_are_named(tmp_path, capsys):
-    rows = [{k: v for k, v in row("1", "B").items() if k != "category"}, row("2", "B", answer="dam")]
-    assert main(BENCHMARK, to_score(tmp_path, rows)) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert "row 1 lacks the field 'category'" in lines[0]
-    assert "row 2 has answer = 'dam', expected a letter" in lines[1]
-
-
 @pytest.fixture(scope="module")
 def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("backbone")
