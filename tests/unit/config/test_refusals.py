@@ -67,9 +67,7 @@ def last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return run
 
 
-def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_into_a_run(
-    subtests, last_line: Any
-) -> None:
+def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_into_a_run(subtests, last_line):
     """All of them make this config."""
     vllm: dict[str, Any] = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
     sequence = {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "temperature": 0.8}
@@ -278,9 +276,7 @@ BROKEN: list[tuple[str, bytes | None, str]] = [
 ]
 
 
-def test_a_model_whose_download_was_broken_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
-) -> None:
+def test_a_model_whose_download_was_broken_off(tmp_path, capsys, subtests):
     """Training and export both refuse it, and neither leaves anything behind."""
     for number, (file, content, said) in enumerate(BROKEN):
         with subtests.test(f"{file} {content!r:.12}"):
@@ -305,18 +301,14 @@ def _check_broken(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_the_model_does_not_take_is_one_line_of_the_user(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_model_does_not_take_is_one_line_of_the_user(tmp_path, capsys):
     for key, value in (("dtype", "foo"), ("no_such_argument", 1)):
         assert main(arguments(tmp_path / "run", model_init_kwargs=json.dumps({key: value}))) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith(f"error: model_init_kwargs: {key}: {value!r} is refused")
 
 
-def test_what_goes_wrong_while_loading_ends_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_goes_wrong_while_loading_ends_in_one_line(tmp_path, monkeypatch, capsys):
     def fails(run: object) -> None:
         raise RuntimeError("no room\nfor it")
 

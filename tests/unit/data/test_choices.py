@@ -174,9 +174,7 @@ def test_one_whole_prompt_is_shown_where_a_person_looks(data: Path, capsys: pyte
     assert page.count("\n".join(f"  {line.replace('<image>', '&lt;image&gt;')}" for line in WHOLE)) == 1
 
 
-def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_path, capsys):
     source = jsonl(tmp_path / "in", [{"q": "Which\x1b]0;owned\x07?", "a": "A", "c": ["1\u202e", "2"]}])
     assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
     said = capsys.readouterr().out
@@ -192,9 +190,7 @@ def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_the_dry_run_shows_it_in_the_words_of_the_models_template(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_shows_it_in_the_words_of_the_models_template(data, tmp_path, capsys):
     words = ["--num_generations", "2", "--per_device_train_batch_size", "2", "--dry-run", "--dataset_name", str(data)]
     file = tmp_path / "written.yaml"
     assert train([*CPU, *words]) in (0, 1)

@@ -171,9 +171,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(tmp_path: Path, mo
     assert len(str(error.value).splitlines()) == 3  # how many, what is wrong by kind, and where the rows are
 
 
-def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_next_start(tmp_path, monkeypatch):
     table, real = tmp_path / "t.jsonl", convert_module.convert
 
     def write(rows: int) -> None:
@@ -193,9 +191,7 @@ def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_n
         assert row_count(folder, "train") == rows
 
 
-def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for seed in (1, 2):
         rows = list(generate(3, split="train", seed=seed))
@@ -263,9 +259,7 @@ def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
             assert "\n" not in str(error.value)
 
 
-def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_path, monkeypatch):
     commits, asked = ["1" * 40], []
 
     def opened(name: str, columns: Any, *, revision: str | None, **_: Any) -> Any:

@@ -141,9 +141,7 @@ def test_tokens_are_those_of_the_models_own_processor() -> None:
     assert image_tokens(9000, 9000) <= 16384
 
 
-def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothing_else(
-    subtests: pytest.Subtests,
-) -> None:
+def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothing_else(subtests):
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     exif, turned, text = Image.Exif(), Image.Exif(), PngInfo()
     exif[ExifTags.Base.Make] = turned[ExifTags.Base.Make] = "a camera"

@@ -153,11 +153,8 @@ def test_a_broken_row_is_kept_aside_with_reason_and_bytes(everything_broken: Any
             row_id = f"geometry3k/train/{folders[kind].name}"
             (line,) = [line for line in quarantined(output) if line["id"] == row_id]
             assert line["reason"] == reasons[kind] and WORDS.get(kind, "") in line["detail"], line["detail"]
-            assert (
-                line["detail"].startswith(f"{row_id}: ")
-                and "; " in line["detail"]
-                and "object at 0x" not in line["detail"]
-            )
+            assert line["detail"].startswith(f"{row_id}: ") and "; " in line["detail"]
+            assert "object at 0x" not in line["detail"]
             kept = {(output / name).read_bytes() for name in line["files"]}
             assert kept == {path.read_bytes() for path in folders[kind].iterdir()} or kind == "no data.json"
 
@@ -179,9 +176,7 @@ def test_broken_rows_give_the_same_bytes_again_and_with_workers(everything_broke
     assert files(tmp_path / "again") == files(output)
 
 
-def test_too_many_broken_rows_are_an_error_that_says_where_to_look(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, capsys):
     for number in range(70):
         problem_folder(tmp_path / "raw", number=number)
     (tmp_path / "raw" / "train" / "3" / "img_diagram.png").write_bytes(b"x")
@@ -209,9 +204,7 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(
     assert "quarantined: 3 rows" in capsys.readouterr().out
 
 
-def test_a_foreign_folder_at_the_place_of_the_report_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
     problem_folder(tmp_path / "raw", answer="Z")
     (tmp_path / "out.quarantine").mkdir()
     (tmp_path / "out.quarantine" / "thesis.tex").write_text("years of work")
@@ -282,9 +275,7 @@ def leaky(tmp_path: Path) -> Path:
     return raw
 
 
-def test_leaks_are_dropped_from_train_and_reported(
-    leaky: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leaks_are_dropped_from_train_and_reported(leaky, tmp_path, capsys):
     assert prepare("intergps", leaky, tmp_path / "out") == 0
     assert _ids(tmp_path / "out", "train") == ["train/3", "train/4", "train/5", "train/6"]
     assert _ids(tmp_path / "out", "test") == ["test/900"] and _ids(tmp_path / "out", "validation") == ["validation/800"]

@@ -218,9 +218,7 @@ def words_of(action: argparse.Action) -> list[str]:
     return [f"{action.option_strings[0]}={value}"] if action.option_strings else [value]
 
 
-def test_nonsense_is_one_line_that_names_the_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: Case
-) -> None:
+def test_nonsense_is_one_line_that_names_the_option(monkeypatch, capsys, case):
     """Every option of every command with every value that it can never take."""
     for name, main, parser, before in commands():
         with case(name) as folder:
@@ -248,16 +246,10 @@ def _taken_or_not_named(
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
-def test_nonsense_in_a_file_names_the_key(
-    benchmark: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, capsys):
     """The same of a YAML file, where a value may have a type of its own."""
     monkeypatch.chdir(tmp_path)
-    (parser,) = [
-        parser
-        for name, _, parser, _ in commands()
-        if name == f"{benchmark.name} run"  # type: ignore[attr-defined]
-    ]
+    (parser,) = [parser for name, _, parser, _ in commands() if name == f"{benchmark.name} run"]
     config = tmp_path / "c.yaml"
     for action in parser._actions:
         if action.dest in ("help", "config"):
@@ -267,7 +259,7 @@ def test_nonsense_in_a_file_names_the_key(
             bad += [float("nan"), float("inf"), -1, True, "x"]
         for value in bad:
             config.write_text(yaml.safe_dump({action.dest: value}))
-            assert evaluate(benchmark, ["run", "--config", str(config)]) == 2, (action.dest, value)  # type: ignore[arg-type]
+            assert evaluate(benchmark, ["run", "--config", str(config)]) == 2, (action.dest, value)
             said = capsys.readouterr().err
             assert said.startswith("error: ") and said.count("\n") == 1, said
             assert action.dest in said.replace("-", "_"), (value, said)

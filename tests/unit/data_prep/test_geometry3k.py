@@ -347,9 +347,7 @@ def test_the_splits_of_a_zip_are_those_of_its_folders(case: Case) -> None:
             assert sizes(root if whole else root / name) == {"train": 2, "validation": 1, "test": 1}
 
 
-def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_path, capsys):
     _zip(tmp_path / "val.zip", ["5"], tmp_path)
     assert sizes(tmp_path / "val.zip") == {"validation": 1}
     _zip(tmp_path / "some.zip", ["5"], tmp_path)

@@ -192,9 +192,7 @@ def test_a_hub_id_is_streamed_at_one_commit(tmp_path: Path, monkeypatch: pytest.
     assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path, monkeypatch, capsys):
     def snapshot_download(dataset_id: str, **options: Any) -> str:
         raise ConnectionError("no route\nto host")
 

@@ -40,9 +40,7 @@ def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     monkeypatch.setattr("data_prep.generated.generate", failing_generate)
 
 
-def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
     assert _prepare(tmp_path / "out") == 0
     before = files(tmp_path / "out")
     _fail_at_row(monkeypatch, 70)  # a batch of 64 rows is on the disk by then
@@ -57,9 +55,7 @@ def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_writt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_old_dataset_comes_back_when_the_new_one_cannot_take_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_old_dataset_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch, capsys):
     assert _prepare(tmp_path / "out") == 0
     before = files(tmp_path / "out")
     rename = Path.rename
@@ -93,9 +89,7 @@ def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_another_dataset_is_replaced_only_where_that_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
     assert _prepare(tmp_path / "out") == 0
     before = files(tmp_path / "out")
     others = {
@@ -132,9 +126,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_kept(capsys: pytest.CaptureFix
             assert [path.name for path in folder.iterdir()] == ["out"]
 
 
-def test_a_strangers_file_in_a_prepared_folder_is_not_deleted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_strangers_file_in_a_prepared_folder_is_not_deleted(tmp_path, capsys):
     assert _prepare(tmp_path / "out") == 0
     (tmp_path / "out" / "notes.txt").write_text("mine")
     assert _prepare(tmp_path / "out") == 2

@@ -63,9 +63,7 @@ def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) ->
             assert said in str(place_images(text, images))
 
 
-def test_numbered_images_reach_the_row_in_the_order_of_their_places(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, capsys):
     rows = [
         {"q": "First <image2>, then <image1>.", "a": "1", "i": ["pics/0.png", "pics/1.png"]},
         {"q": "Is <image1> as <image2>?", "a": "2", "i": "pics/2.png"},
@@ -128,9 +126,7 @@ def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
     assert len(kept(tmp_path / "out")) == 1 and not (tmp_path / "out" / "quarantine.jsonl").exists()
 
 
-def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, capsys):
     rows = [{"q": f"Find x{n}.", "a": answer} for n, answer in enumerate(["5", "$5", "3,5", "5'"])]
     source = table(tmp_path / "in", "csv", rows)
     assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0

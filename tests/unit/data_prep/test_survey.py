@@ -38,9 +38,7 @@ def _dataset(folder: Path, problem: str = "Find x.", rows: int = 6, **changed: A
     return folder
 
 
-def test_the_real_rows_are_counted_and_measured(
-    geometry3k_raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys):
     """Tokens by hand: 250 x 251 -> 9 x 9, 336 x 257 -> 12 x 9, 282 x 150 -> 10 x 5, 628 x 453 -> 22 x 16, ..."""
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     assert main(["inspect", str(tmp_path / "out")]) == 0
@@ -140,9 +138,7 @@ def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "data.html"]
 
 
-def test_a_strangers_page_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
     _dataset(tmp_path / "data")
     (tmp_path / "data.html").write_text("<h1>my thesis</h1>")
     assert main(["inspect", str(tmp_path / "data")]) == 2

@@ -127,9 +127,7 @@ def test_wrong_arguments_end_with_code_2_one_line_and_no_output(capsys: pytest.C
             assert not list(folder.iterdir())
 
 
-def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_path, monkeypatch):
     folder = tmp_path / "parent" / "data"
 
     def ensured(rows: int = 4) -> int:
@@ -357,9 +355,7 @@ def _factor(text: str) -> int:
     return int(match[1] or 1)
 
 
-def test_the_picture_with_the_question_determines_the_answer(
-    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtests):
     """Every number that is needed is drawn, or stands in the question, apart from the others and inside."""
     pictures = _watched(monkeypatch)
     for family, level in product(KNOWN, LEVELS):

@@ -77,9 +77,7 @@ def reads(body: dict[str, Any], _: int) -> Reply:
     return completion("<answer>5</answer>" if "five" in reply else "The reply says no.\n<answer>B</answer>")
 
 
-def test_the_judge_is_asked_only_where_the_official_code_asks_one(
-    tmp_path: Path, serve: Callable[[Answer], Server]
-) -> None:
+def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, serve):
     server = serve(reads)
     result = scored(tmp_path, server.url)
     assert [item["verdict"] for item in result["items"]] == ["correct", "correct", "correct", "wrong"]
@@ -113,9 +111,7 @@ def test_a_busy_judge_is_asked_again(tmp_path: Path, serve: Callable[[Answer], S
     assert (result["correct"], result["extraction_failed"], len(server.requests)) == (2, 0, 2)
 
 
-def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
-    case: Case, serve: Callable[[Answer], Server], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, capsys):
     cases = [
         (lambda body, call: None, 2),
         (lambda body, call: (429, b"slow down"), 2),
@@ -145,9 +141,7 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
             assert scored(folder, serve(reads).url, rows=rows)["correct"] == 1
 
 
-def test_nobody_there_is_a_failure_and_a_report_of_no_answer_is_none(
-    tmp_path: Path, serve: Callable[[Answer], Server]
-) -> None:
+def test_nobody_there_is_a_failure_and_a_report_of_no_answer_is_none(tmp_path, serve):
     result = scored(tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=ROWS[1:2])  # nobody is there
     assert result["extraction_failed"] == 1
     server = serve(lambda body, call: completion("<answer>NONE</answer>"))

@@ -244,9 +244,7 @@ class Guess:
         ]
 
 
-def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypatch, capsys):
     class Looks(Guess):
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
             colours = [request.images[0].getcolors() for request in requests]
@@ -269,9 +267,7 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(
         assert "view: the predictions in" in capsys.readouterr().err
 
 
-def test_facts_in_words_stand_for_the_picture_where_they_suffice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], geometry3k_raw: Path
-) -> None:
+def test_facts_in_words_stand_for_the_picture_where_they_suffice(tmp_path, monkeypatch, capsys, geometry3k_raw):
     asked: dict[str, list[tuple[int, str]]] = {}
 
     class Reads(Guess):

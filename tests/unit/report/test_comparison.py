@@ -101,11 +101,8 @@ def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
     lines = said(capsys, a, b, "--compare")
     text = lines[0]
     assert text.startswith("B (ADORA attenuation, factor 0.1, 1 seed) is better than A (GRPO, 1 seed): +55.0 points on")
-    assert (
-        "over 20 problems" in text
-        and "The configs differ in adora_method." in text
-        and "With one seed on a side" in text
-    )
+    assert "over 20 problems" in text and "The configs differ in adora_method." in text
+    assert "With one seed on a side" in text
     assert "At equal rollouts (160 rollouts) it is +40.0 in pass rate in training." in text
     # within 10 s B, whose steps take two, has made five, and the last tenth of 10 s has the fifth
     assert "At equal seconds (10 s) it is +40.0 in pass rate in training." in text

@@ -37,9 +37,7 @@ def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFix
     assert lines["rewards"] == "adora 1, easyr1 1, accuracy 1, format 1"
 
 
-def test_choices_rounding_and_standard_input(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_rounding_and_standard_input(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(r"\boxed{8.66}"))
     words = ["--gold", r"5\sqrt{3}", "--response", "-", "--choices", "5", r"5 \sqrt { 3 }"]
     _, lines, _ = run(capsys, *words)
@@ -72,9 +70,7 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
         (["--gold", "5", "--response", "x", "--ruonding"], "--ruonding"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
     code, lines, error = run(capsys, *words)
     assert (code, lines) == (2, {})
     assert re.search(message, error) and error.startswith("error: ") and error.count("\n") == 1

@@ -124,9 +124,7 @@ def test_a_hub_that_works_is_used(endpoint: Callable[[str], None]) -> None:
         assert not hub.no_hub() and not hub.only_here("nobody/nothing") and not hub.notes_on("nobody/nothing")
 
 
-def test_a_folder_and_an_offline_machine_ask_nobody(
-    endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
+def test_a_folder_and_an_offline_machine_ask_nobody(endpoint, monkeypatch, tmp_path):
     with serving(works) as (address, asked):
         endpoint(address)
         assert hub.only_here(str(tmp_path))
@@ -168,9 +166,7 @@ def test_the_revision_that_is_named_is_the_one_that_is_loaded(cached_model: str)
     assert load.load_processor(cached_model).chat_template != "older"
 
 
-def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch, tmp_path):
     asked: list[str | None] = []
 
     def asks(name: str, revision: str | None = None) -> None:
